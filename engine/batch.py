@@ -1,0 +1,72 @@
+"""What one engine step computes, and what comes out of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.sequence import Sequence
+from mesh.domain.tokens import PromptLogprob, SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute `num_tokens` tokens of `sequence`, from position `start` on (its num_computed_tokens)."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        """First position that is not computed in this step."""
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """True if the step reaches the sequence's last token, so that a new one is sampled."""
+        return self.end == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's work. Sequences that compute a single token come first."""
+
+    items: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(item.num_tokens for item in self.items)
+
+    @property
+    def num_decodes(self) -> int:
+        """Leading items with exactly one token."""
+        return next((i for i, item in enumerate(self.items) if item.num_tokens > 1), len(self.items))
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOutput:
+    """What a step produced for one item of the batch.
+
+    `token` is set iff the item samples. `prompt_logprobs` (only if the request asked) holds one entry for each prompt
+    token at positions `start + 1 .. end` that exists; the first prompt token has none.
+    """
+
+    token: SampledToken | None = None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+
+
+LayerHook = Callable[[ScheduledBatch, int, int], None]
+"""Called as `hook(batch, first_layer, num_layers)` once the step's KV of those layers is in the cache."""
+
+
+class Runner(Protocol):
+    """Executes batches. Plug point: ModelRunner, and fakes in tests."""
+
+    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
+        """Compute one step; one output per item, in order. Does not change the sequences. Called by one thread."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop whatever is kept for `sequence`; unknown ones are ignored."""
+        ...

@@ -1,0 +1,1 @@
+"""What every service shares: domain nouns, errors, rpc plumbing, registry, telemetry, settings."""

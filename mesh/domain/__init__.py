@@ -1,0 +1,1 @@
+"""The mesh's nouns: plain Python, standard library only, no I/O."""

@@ -1,0 +1,33 @@
+"""Chained hashes of full token blocks: what prefix caches and KV-aware placement agree on.
+
+A block's hash covers its own tokens and, through its parent's hash, every token before it, and the namespace (model and
+tenant). Equal hashes therefore mean equal KV. (Automatic prefix caching as in vLLM; Kwon et al. 2023.)
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+BlockHash = bytes
+
+_HASH_BYTES = 16
+
+
+def root_hash(namespace: str) -> BlockHash:
+    """Hash that stands before the first block of a namespace."""
+    return blake2b(namespace.encode(), digest_size=_HASH_BYTES, person=b"tandem-prefix").digest()
+
+
+def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Hash of the block that holds `token_ids` and follows `parent`."""
+    return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_HASH_BYTES).digest()
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, namespace: str) -> list[BlockHash]:
+    """Hashes of all full blocks of `token_ids`, first to last."""
+    hashes: list[BlockHash] = []
+    parent = root_hash(namespace)
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = next_hash(parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,96 @@
+"""SamplingParams and their limits: the one table that every front door validates against."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mesh.domain.errors import InvalidRequest
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 8
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation stops. `temperature == 0` is greedy."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if no random draw is needed."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if the logits depend on which tokens came before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequest that names the first field out of range."""
+        if self.max_new_tokens is not None:
+            _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least("min_new_tokens", self.min_new_tokens, 0)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_new_tokens ({self.min_new_tokens}) must be <= max_new_tokens ({self.max_new_tokens})"
+            )
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _at_least("top_k", self.top_k, 0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise InvalidRequest("seed must be in [0, 2^64)")
+        self._validate_lists(vocab_size)
+
+    def _validate_lists(self, vocab_size: int) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(f"logit_bias has {len(self.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+        for token_id, bias in self.logit_bias.items():
+            _token_id("logit_bias", token_id, vocab_size)
+            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop has {len(self.stop)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        for text in self.stop:
+            if not 1 <= len(text) <= MAX_STOP_CHARS:
+                raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries")
+        for token_id in self.stop_token_ids:
+            _token_id("stop_token_ids", token_id, vocab_size)
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise InvalidRequest(f"{name} must be >= {low}, got {value}")
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        raise InvalidRequest(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value:g}")
+
+
+def _token_id(name: str, token_id: int, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(f"{name}: token id {token_id} is not in the vocabulary of {vocab_size}")

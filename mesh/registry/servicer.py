@@ -1,0 +1,71 @@
+"""The registry's gRPC side, hosted by the router: one stream per worker, and its end is the worker's end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+
+from mesh import wire
+from mesh.domain.errors import InvalidRequest
+from mesh.domain.worker import CacheEvent, WorkerInfo
+from mesh.registry.membership import Membership
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.5
+SILENT_S = 5.0
+FORGET_S = 300.0
+
+
+class RegistryServicer(worker_pb2_grpc.RegistryServicer):
+    """Feeds workers' streams into a Membership."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    async def Register(
+        self, request_iterator: AsyncIterator[worker_pb2.RegisterRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.RegisterResponse]:
+        """Follow one worker for as long as its stream lives."""
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("message") != "record":
+            raise InvalidRequest("the first message must be the worker's record")
+        info = wire.worker_from_proto(first.record)
+        self._membership.join(info)
+        log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
+        try:
+            interval = wire.duration_to_proto(HEARTBEAT_INTERVAL_S)
+            yield worker_pb2.RegisterResponse(registered=worker_pb2.Registered(heartbeat_interval=interval))
+            async for request in request_iterator:
+                if not self._follow(info, request):
+                    yield worker_pb2.RegisterResponse(snapshot_request=worker_pb2.SnapshotRequest())
+        finally:
+            self._membership.lose(info.worker_id, info.incarnation)
+            log.warning("worker left", worker=info.worker_id, role=info.role.value)
+
+    def _follow(self, info: WorkerInfo, request: worker_pb2.RegisterRequest) -> bool:
+        """Apply one message. False if a snapshot is needed."""
+        if request.HasField("snapshot"):
+            self._membership.replace_cache(
+                info.worker_id, info.incarnation, request.snapshot.next_number, request.snapshot.block_hashes
+            )
+            return True
+        beat = request.heartbeat
+        self._membership.heartbeat(
+            info.worker_id, info.incarnation, wire.load_from_proto(beat.load), wire.state_from_proto(beat.state)
+        )
+        return self._membership.apply_cache_events(
+            info.worker_id,
+            info.incarnation,
+            beat.cache_events.first_number,
+            [CacheEvent(event.block_hash, event.evicted) for event in beat.cache_events.events],
+        )
+
+
+async def expire_forever(membership: Membership) -> None:
+    """Lose silent workers; run as a task."""
+    while True:
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+        membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)

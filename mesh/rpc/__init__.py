@@ -1,0 +1,1 @@
+"""gRPC plumbing shared by all services: servers, channels, credentials, statuses."""

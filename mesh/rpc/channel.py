@@ -1,0 +1,24 @@
+"""Channels: every call inside the mesh goes out through here."""
+
+import grpc
+
+from mesh.rpc.server import KEEPALIVE_MS, MAX_MESSAGE_BYTES
+
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_retries", 0),
+    # A worker that restarts at the same address must be found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+
+def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
+    """A channel to `address`. `own_connection` keeps it off shared sockets: for KV payload beside control messages."""
+    options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if own_connection else list(_OPTIONS)
+    return grpc.aio.insecure_channel(address, options=options)

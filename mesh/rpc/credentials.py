@@ -1,0 +1,51 @@
+"""The mesh key: a shared secret without which workers and routers do not talk to each other."""
+
+import hmac
+import ipaddress
+from dataclasses import dataclass, field
+
+from mesh.domain.errors import ConfigurationError, Unauthenticated
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+_HEADER = "authorization"
+_MIN_KEY_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MeshKey:
+    """The secret. It is never printed or logged."""
+
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < _MIN_KEY_CHARS:
+            raise ConfigurationError(
+                f"the mesh key has fewer than {_MIN_KEY_CHARS} characters; make one with: openssl rand -hex 32"
+            )
+
+    def metadata(self) -> Metadata:
+        """Metadata for outgoing calls."""
+        return ((_HEADER, f"Bearer {self.secret}"),)
+
+    def check(self, metadata: Metadata | None) -> None:
+        """Raise Unauthenticated unless incoming `metadata` carries this key."""
+        for key, value in metadata or ():
+            text = value.decode("latin-1") if isinstance(value, bytes) else value
+            if key == _HEADER and hmac.compare_digest(text.encode(), f"Bearer {self.secret}".encode()):
+                return
+        raise Unauthenticated("this service takes calls from the mesh only: the mesh key is missing or wrong")
+
+
+def require_safe_bind(host: str, *, has_credentials: bool) -> None:
+    """Raise ConfigurationError if `host` is reachable from other machines and nothing guards the port."""
+    if has_credentials or host == "localhost":
+        return
+    try:
+        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigurationError(
+            f"refusing to listen on {host} without credentials: set TANDEM_MESH_KEY, or listen on 127.0.0.1"
+        )

@@ -1,0 +1,100 @@
+"""The one server interceptor: mesh key, error to status, log. Servicers hold no try/except.
+
+Errors raised on purpose (MeshError) become their status; anything else becomes INTERNAL with the traceback in the log
+only. A cancelled handler ends its call, so that the peer never hangs.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+
+from mesh.domain.errors import MeshError
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.status import status_of
+
+log = structlog.get_logger(__name__)
+
+# Health checks must work without a credential: orchestrators have none.
+_OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+
+
+class ServiceInterceptor(grpc.aio.ServerInterceptor):
+    """Guards and translates every call of a server. Without a key, all callers are let in."""
+
+    def __init__(self, mesh_key: MeshKey | None) -> None:
+        self._mesh_key = mesh_key
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        """Wrap the method's handler."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method.startswith(_OPEN_SERVICES):
+            return handler
+        if handler.response_streaming:
+            return self._wrap_streaming(handler, method)
+        return self._wrap_unary(handler, method)
+
+    def _wrap_unary(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
+        inner = handler.stream_unary or handler.unary_unary
+
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                self._check(context)
+                return await inner(request, context)
+            except BaseException as error:
+                await _end(context, method, error)
+
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+
+    def _wrap_streaming(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
+        inner = handler.stream_stream or handler.unary_stream
+
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            responses = None
+            try:
+                self._check(context)
+                responses = inner(request, context)
+                async for response in responses:
+                    yield response
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                await _end(context, method, error)
+            finally:
+                if responses is not None and hasattr(responses, "aclose"):
+                    await responses.aclose()
+
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                call, handler.request_deserializer, handler.response_serializer
+            )
+        return grpc.unary_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+
+    def _check(self, context: grpc.aio.ServicerContext) -> None:
+        if self._mesh_key is not None:
+            self._mesh_key.check(context.invocation_metadata())
+
+
+async def _end(context: grpc.aio.ServicerContext, method: str, error: BaseException) -> NoReturn:
+    """End the call with the status of `error`."""
+    if isinstance(error, MeshError):
+        code, trailing = status_of(error)
+        log.info("call refused", method=method, status=code.name, error=str(error))
+        await context.abort(code, str(error), trailing)
+    if isinstance(error, asyncio.CancelledError):
+        if not context.cancelled():
+            await context.abort(grpc.StatusCode.CANCELLED, "the server is stopping")
+        raise error
+    if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+        log.error("call failed", method=method, exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+    raise error

@@ -1,0 +1,92 @@
+"""Servers: every service of the mesh listens through here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from mesh.domain.errors import ConfigurationError
+from mesh.rpc.credentials import MeshKey, require_safe_bind
+from mesh.rpc.interceptor import ServiceInterceptor
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""KV chunks are cut well below this; the public port keeps gRPC's own 4 MiB default."""
+
+# Client and server keepalive must agree, or silent streams end with GOAWAY too_many_pings.
+KEEPALIVE_MS = 20_000
+_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 4),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Where a server listens and who may call. Port 0 takes a free one."""
+
+    host: str
+    port: int
+    mesh_key: MeshKey | None = None
+    public: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigurationError(f"port must be in [0, 65535], got {self.port}")
+
+
+class Server:
+    """A grpc.aio server with health, reflection and the mesh's interceptor.
+
+    Register servicers on `grpc`, then `await start()`; `address` is known from then on.
+    """
+
+    def __init__(self, listen: Listen) -> None:
+        require_safe_bind(listen.host, has_credentials=listen.public or listen.mesh_key is not None)
+        limit = (
+            ()
+            if listen.public
+            else (
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            )
+        )
+        self.grpc = grpc.aio.server(
+            interceptors=[ServiceInterceptor(listen.mesh_key)],
+            options=[*_KEEPALIVE, *limit, ("grpc.so_reuseport", 0)],
+        )
+        self.port = 0
+        self._listen = listen
+        self._health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+
+    @property
+    def address(self) -> str:
+        """host:port callers can use."""
+        return f"{self._listen.host}:{self.port}"
+
+    async def start(self, services: Sequence[str]) -> None:
+        """Bind and serve; `services` are the full names that reflection lists. Raises ConfigurationError."""
+        names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc)
+        target = f"{self._listen.host}:{self._listen.port}"
+        try:
+            self.port = self.grpc.add_insecure_port(target)
+        except RuntimeError as error:
+            raise ConfigurationError(f"cannot listen on {target}: is the port in use? choose another") from error
+        await self.grpc.start()
+
+    async def set_serving(self, serving: bool, service: str = "") -> None:
+        """Answer health checks for `service` ("" is the whole server)."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """NOT_SERVING first, then no new calls, then `grace_s` for those running."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace_s)

@@ -1,0 +1,289 @@
+"""Between protobuf messages and domain nouns, in one place.
+
+Names: `x_to_proto(domain) -> message`, `x_from_proto(message) -> domain`. Reading is strict where a wrong value could
+do harm: unknown enum values raise InvalidRequest.
+"""
+
+from google.protobuf.duration_pb2 import Duration
+
+from mesh.domain.errors import InvalidRequest
+from mesh.domain.kv import KVLayout
+from mesh.domain.request import Request
+from mesh.domain.sampling import SamplingParams
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
+from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from tandem.v1 import decode_pb2, kvtransfer_pb2, sampling_pb2, sequence_pb2, worker_pb2
+
+_FINISH = {
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+    FinishReason.EOS_TOKEN: sampling_pb2.FINISH_REASON_EOS_TOKEN,
+    FinishReason.STOP_SEQUENCE: sampling_pb2.FINISH_REASON_STOP_SEQUENCE,
+    FinishReason.CANCELLED: sampling_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.ERROR: sampling_pb2.FINISH_REASON_ERROR,
+}
+_FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
+
+_FAILURE = {
+    SequenceFailure.NO_CAPACITY: decode_pb2.SEQUENCE_FAILURE_NO_CAPACITY,
+    SequenceFailure.PREEMPTED: decode_pb2.SEQUENCE_FAILURE_PREEMPTED,
+    SequenceFailure.KV_REFUSED: decode_pb2.SEQUENCE_FAILURE_KV_REFUSED,
+    SequenceFailure.DRAINING: decode_pb2.SEQUENCE_FAILURE_DRAINING,
+    SequenceFailure.TOO_LARGE: decode_pb2.SEQUENCE_FAILURE_TOO_LARGE,
+    SequenceFailure.INTERNAL: decode_pb2.SEQUENCE_FAILURE_INTERNAL,
+}
+_FAILURE_BACK = {value: failure for failure, value in _FAILURE.items()}
+
+_ROLE = {
+    WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    WorkerRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+}
+_ROLE_BACK = {value: role for role, value in _ROLE.items()}
+
+_STATE = {
+    WorkerState.READY: worker_pb2.WORKER_STATE_READY,
+    WorkerState.DRAINING: worker_pb2.WORKER_STATE_DRAINING,
+    WorkerState.LOST: worker_pb2.WORKER_STATE_LOST,
+}
+_STATE_BACK = {value: state for state, value in _STATE.items()}
+
+_PLAIN_SAMPLING = (
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+
+
+def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
+    """All fields set; stop strings included."""
+    return sampling_pb2.SamplingParams(
+        max_new_tokens=params.max_new_tokens,
+        seed=params.seed,
+        logit_bias=dict(params.logit_bias),
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        **{name: getattr(params, name) for name in _PLAIN_SAMPLING},
+    )
+
+
+def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
+    """Absent fields take SamplingParams' defaults. Not validated."""
+    given = {name: getattr(message, name) for name in _PLAIN_SAMPLING if message.HasField(name)}
+    return SamplingParams(
+        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
+        seed=message.seed if message.HasField("seed") else None,
+        logit_bias=dict(message.logit_bias),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        **given,
+    )
+
+
+def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
+    """A request for a worker; stop strings stay behind."""
+    sampling = sampling_to_proto(request.sampling)
+    sampling.ClearField("stop")
+    return sequence_pb2.SequenceSpec(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        token_ids=request.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=sampling,
+        eos_token_ids=sorted(request.eos_token_ids),
+        top_logprobs=request.top_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        cache_namespace=request.cache_namespace,
+        time_left=None if request.time_left_s is None else duration_to_proto(request.time_left_s),
+    )
+
+
+def request_from_proto(spec: sequence_pb2.SequenceSpec) -> Request:
+    """Raises InvalidRequest if the worker could not run it."""
+    request = Request(
+        request_id=spec.request_id,
+        attempt=spec.attempt,
+        token_ids=tuple(spec.token_ids),
+        num_prompt_tokens=spec.num_prompt_tokens,
+        sampling=sampling_from_proto(spec.sampling),
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        top_logprobs=spec.top_logprobs,
+        prompt_logprobs=spec.prompt_logprobs,
+        cache_namespace=spec.cache_namespace,
+        time_left_s=duration_from_proto(spec.time_left) if spec.HasField("time_left") else None,
+    )
+    if not request.request_id or not 1 <= request.num_prompt_tokens <= len(request.token_ids):
+        raise InvalidRequest("a sequence needs a request_id and at least one prompt token")
+    if request.sampling.max_new_tokens is None or request.sampling.seed is None:
+        raise InvalidRequest("a sequence needs max_new_tokens and a seed")
+    if request.num_generated >= request.sampling.max_new_tokens:
+        raise InvalidRequest("a sequence needs room for at least one more token")
+    return request
+
+
+def token_to_proto(token: SampledToken) -> sampling_pb2.SampledToken:
+    """One sampled token with its alternatives."""
+    return sampling_pb2.SampledToken(id=token.id, logprob=token.logprob, top=_top_to_proto(token.top))
+
+
+def token_from_proto(message: sampling_pb2.SampledToken) -> SampledToken:
+    """One sampled token with its alternatives."""
+    return SampledToken(message.id, message.logprob, _top_from_proto(message.top))
+
+
+def output_to_proto(output: StepOutput) -> sequence_pb2.SequenceOutput:
+    """New tokens of one sequence."""
+    return sequence_pb2.SequenceOutput(
+        request_id=output.request_id,
+        attempt=output.attempt,
+        first_index=output.first_index,
+        tokens=[token_to_proto(token) for token in output.tokens],
+        finish_reason=finish_to_proto(output.finish_reason),
+        prompt_logprobs=[
+            sequence_pb2.PromptLogprob(logprob=entry.logprob, top=_top_to_proto(entry.top))
+            for entry in output.prompt_logprobs
+        ],
+        cached_tokens=output.cached_tokens,
+    )
+
+
+def output_from_proto(message: sequence_pb2.SequenceOutput) -> StepOutput:
+    """New tokens of one sequence."""
+    return StepOutput(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        first_index=message.first_index,
+        tokens=tuple(token_from_proto(token) for token in message.tokens),
+        finish_reason=_FINISH_BACK.get(message.finish_reason),
+        prompt_logprobs=tuple(
+            PromptLogprob(entry.logprob if entry.HasField("logprob") else None, _top_from_proto(entry.top))
+            for entry in message.prompt_logprobs
+        ),
+        cached_tokens=message.cached_tokens,
+    )
+
+
+def finish_to_proto(reason: FinishReason | None) -> sampling_pb2.FinishReason:
+    """None is UNSPECIFIED: not finished."""
+    return sampling_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
+
+
+def failure_to_proto(failure: SequenceFailure) -> decode_pb2.SequenceFailure:
+    """Why a sequence cannot go on."""
+    return _FAILURE[failure]
+
+
+def failure_from_proto(value: decode_pb2.SequenceFailure) -> SequenceFailure:
+    """Unknown reasons count as the worker's fault."""
+    return _FAILURE_BACK.get(value, SequenceFailure.INTERNAL)
+
+
+def layout_to_proto(layout: KVLayout) -> kvtransfer_pb2.KvLayout:
+    """KV shape and model."""
+    return kvtransfer_pb2.KvLayout(
+        model_fingerprint=layout.model_fingerprint,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+        tp_rank=layout.tp_rank,
+        tp_size=layout.tp_size,
+    )
+
+
+def layout_from_proto(message: kvtransfer_pb2.KvLayout) -> KVLayout:
+    """KV shape and model."""
+    return KVLayout(
+        model_fingerprint=message.model_fingerprint,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+        dtype=message.dtype,
+        tp_rank=message.tp_rank,
+        tp_size=message.tp_size,
+    )
+
+
+def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
+    """A worker's identity and capabilities."""
+    return worker_pb2.WorkerRecord(
+        role=_ROLE[info.role],
+        layout=layout_to_proto(info.layout),
+        **{name: getattr(info, name) for name in _PLAIN_WORKER},
+    )
+
+
+def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
+    """Raises InvalidRequest if the role is unknown."""
+    if message.role not in _ROLE_BACK:
+        raise InvalidRequest(f"unknown worker role {message.role}")
+    return WorkerInfo(
+        role=_ROLE_BACK[message.role],
+        layout=layout_from_proto(message.layout),
+        **{name: getattr(message, name) for name in _PLAIN_WORKER},
+    )
+
+
+_PLAIN_WORKER = (
+    "worker_id",
+    "incarnation",
+    "address",
+    "model",
+    "tokenizer_fingerprint",
+    "max_batch_tokens",
+    "max_num_seqs",
+    "num_blocks",
+    "max_model_len",
+    "device",
+    "pid",
+    "protocol_version",
+)
+
+_LOAD = ("free_blocks", "num_running", "num_waiting", "pending_tokens", "generated_tokens", "computed_tokens")
+
+
+def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
+    """How busy a worker is."""
+    return worker_pb2.WorkerLoad(**{name: getattr(load, name) for name in _LOAD})
+
+
+def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
+    """How busy a worker is."""
+    return WorkerLoad(**{name: getattr(message, name) for name in _LOAD})
+
+
+def state_to_proto(state: WorkerState) -> worker_pb2.WorkerState:
+    """Whether a worker takes work."""
+    return _STATE[state]
+
+
+def state_from_proto(value: worker_pb2.WorkerState) -> WorkerState:
+    """Unknown states count as lost."""
+    return _STATE_BACK.get(value, WorkerState.LOST)
+
+
+def duration_to_proto(seconds: float) -> Duration:
+    """Seconds, microsecond precision."""
+    duration = Duration()
+    duration.FromMicroseconds(round(seconds * 1_000_000))
+    return duration
+
+
+def duration_from_proto(message: Duration) -> float:
+    """Seconds."""
+    return message.ToMicroseconds() / 1_000_000
+
+
+def _top_to_proto(top: tuple[TokenLogprob, ...]) -> list[sampling_pb2.TokenLogprob]:
+    return [sampling_pb2.TokenLogprob(id=entry.id, logprob=entry.logprob) for entry in top]
+
+
+def _top_from_proto(top: object) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(entry.id, entry.logprob) for entry in top)  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""The bundled demonstration model: its data, its training and its evaluation."""

@@ -1,0 +1,158 @@
+"""Trains the bundled chat model and its draft from scratch, offline, on one CPU core.
+
+    python -m models.train                    # both models, as shipped
+    python -m models.train --minutes 3 --out /tmp/try
+
+Writes standard Hugging Face folders. `--steps` is reproducible; `--minutes` fits the steps to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from models.packing import Batch, batches
+from models.vocabulary import CONTEXT, save_tokenizer, train_tokenizer
+
+ROWS = 8
+WARMUP_STEPS = 100
+LAST_SHARE = 0.02
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shape of one model and how it is trained; `steps` is what the shipped weights took."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    learning_rate: float
+    steps: int
+    minutes_share: float
+
+
+PLANS = {
+    "tandem-small": Plan(256, 4, 8, 2, 640, 2e-3, 4000, 0.8),
+    "tandem-draft": Plan(128, 2, 4, 2, 320, 4e-3, 4000, 0.2),
+}
+
+
+def build(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A freshly initialised model: Llama with tied embeddings and grouped-query attention."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=plan.hidden,
+        intermediate_size=plan.intermediate,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=plan.heads,
+        num_key_value_heads=plan.kv_heads,
+        head_dim=plan.hidden // plan.heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """Mean cross-entropy (nats) over the assistant's tokens; the output matrix is applied to those alone."""
+    states = model.model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).last_hidden_state
+    wanted = batch.targets >= 0
+    return functional.cross_entropy(model.lm_head(states[wanted]), batch.targets[wanted])
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up, then a cosine down to LAST_SHARE of the peak."""
+    if step < WARMUP_STEPS:
+        return peak * (step + 1) / WARMUP_STEPS
+    done = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
+    return peak * (LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def optimizer_for(model: LlamaForCausalLM) -> torch.optim.AdamW:
+    """AdamW that leaves norms undecayed."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
+
+
+def fit(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Plan, minutes: float | None
+) -> None:
+    """Train in place for plan.steps, or for as many steps as fit into `minutes`."""
+    optimizer, steps, start = optimizer_for(model), plan.steps, time.monotonic()
+    average = math.log(len(tokenizer))
+    for step, batch in enumerate(batches(tokenizer, SEED + 1, ROWS)):
+        if step >= steps:
+            break
+        if minutes is not None and step in (20, 100):
+            steps = int(minutes * 60 * step / (time.monotonic() - start))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, plan.learning_rate)
+        loss = loss_of(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        average += 0.02 * (loss.item() - average)
+        if step % 100 == 0 or step == steps - 1:
+            rate = (step + 1) * batch.ids.numel() / (time.monotonic() - start)
+            print(f"step {step}/{steps} loss {average:.4f} {rate:.0f} tokens/s", flush=True)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write weights in fp16, configuration, greedy generation defaults and tokenizer."""
+    half = copy.deepcopy(model).half().eval()
+    half.generation_config = GenerationConfig(
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
+    half.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def main() -> None:
+    """Train the chosen models one after the other."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model folders")
+    parser.add_argument("--model", choices=sorted(PLANS), help="train this one only")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each model")
+    parser.add_argument("--minutes", type=float, help="total time; sets the steps from the measured speed")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    tokenizer = train_tokenizer(SEED)
+    for name, plan in PLANS.items():
+        if arguments.model in (None, name):
+            torch.manual_seed(SEED)
+            model = build(plan, tokenizer)
+            print(f"{name}: {model.num_parameters():,} parameters", flush=True)
+            share = 1.0 if arguments.model else plan.minutes_share
+            minutes = None if arguments.minutes is None else arguments.minutes * share
+            if arguments.steps is not None:
+                plan = Plan(**{**plan.__dict__, "steps": arguments.steps})
+            fit(model, tokenizer, plan, minutes)
+            save(model, tokenizer, arguments.out / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -32,10 +32,12 @@ class Sequence:
     """Mutable token state of one attempt of a request.
 
     KV of positions `[0, num_computed_tokens)` is in the cache, in the blocks of `block_table`. `block_hashes` are the
-    chained hashes of the leading full blocks that prefix caching has seen.
+    chained hashes of the leading full blocks that prefix caching has seen. With `hand_over`, another worker goes on
+    after the first token sampled here.
     """
 
     request: Request
+    hand_over: bool = False
     token_ids: list[int] = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
@@ -51,6 +53,11 @@ class Sequence:
     def key(self) -> SequenceKey:
         """Identity within an engine: request id and attempt."""
         return self.request.request_id, self.request.attempt
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more is computed for it here."""
+        return self.status in (SequenceStatus.HELD, SequenceStatus.FINISHED)
 
     @property
     def num_tokens(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.settings import load_settings, setting
 from mesh.telemetry import LEVELS, configure_logging
 
@@ -57,6 +57,9 @@ class ServiceProgram(Generic[S]):
         except ConfigurationError as error:
             sys.stderr.write(f"{self.name}: {error}\n")
             return 2
+        except MeshError as error:
+            sys.stderr.write(f"{self.name}: {error}\n")
+            return 1
         return 0
 
 

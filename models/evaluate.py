@@ -49,16 +49,14 @@ def messages_of(sample: Sample) -> list[dict[str, str]]:
 
 
 @torch.inference_mode()
-def answer_all(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample]
-) -> list[Outcome]:
+def answer_all(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample]) -> list[Outcome]:
     """Greedy answers to one batch of questions, padded on the left."""
     prompts = [
         tokenizer.apply_chat_template(messages_of(sample), tokenize=False, add_generation_prompt=True)
         for sample in samples
     ]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-    result = model.generate(
+    result = model.generate(  # type: ignore[operator]
         **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, output_logits=True, return_dict_in_generate=True
     )
     generated = result.sequences[:, inputs["input_ids"].shape[1] :]
@@ -67,7 +65,7 @@ def answer_all(
     for sample, tokens, log in zip(samples, generated.tolist(), logs.tolist(), strict=True):
         stopped = tokenizer.eos_token_id in tokens
         length = tokens.index(tokenizer.eos_token_id) + 1 if stopped else len(tokens)
-        text = tokenizer.decode(tokens[: length - stopped])
+        text = str(tokenizer.decode(tokens[: length - stopped]))
         outcomes.append(Outcome(sample, text, math.exp(fmean(log[:length])), stopped))
     return outcomes
 
@@ -109,9 +107,7 @@ def row(name: str, outcomes: list[Outcome]) -> str:
 
 def main() -> None:
     """Print the table for one model folder."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "tandem-small")
     parser.add_argument("--count", type=int, default=50, help="questions per kind, at most")
     parser.add_argument("--wrong", type=int, default=0, help="also print this many wrong answers per kind")
@@ -119,7 +115,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
-    model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(arguments.folder, dtype=torch.float32)
+    model.eval()  # type: ignore[no-untyped-call]
     rng = random.Random(SEED)
     print("| kind | questions | right | confidence, right | confidence, wrong | stops |")
     print("|---|---:|---:|---:|---:|---:|")

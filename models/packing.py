@@ -17,6 +17,9 @@ from models.questions import conversation
 
 ROW_TOKENS = 256
 IGNORED = -100
+POOL_CHATS = 24
+
+Chat = tuple[list[int], list[int]]  # token ids, and what to learn at each
 
 
 @dataclass(frozen=True)
@@ -28,9 +31,7 @@ class Batch:
     mask: Tensor
 
 
-def encode_chat(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]
-) -> tuple[list[int], list[int]]:
+def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> Chat:
     """Token ids as the chat template gives them, and per position the next token to learn (or IGNORED).
 
     Only what the assistant writes, its end-of-turn included, is learnt: the rest cannot be predicted.
@@ -46,32 +47,39 @@ def encode_chat(
     return ids, [*targets, IGNORED]
 
 
-def _row(chats: Iterator[tuple[list[int], list[int]]], pending: list, pad: int) -> tuple[list[int], ...]:
-    """Fill one row with whole chats; the one that no longer fits waits in `pending` for the next row."""
+def _row(chats: Iterator[Chat], pool: list[Chat], pad: int) -> tuple[list[int], list[int], list[int]]:
+    """Fill one row with the oldest chat of `pool`, then with whatever still fits.
+
+    Returns ids, targets and segments; only a chat longer than a whole row is cut.
+    """
     ids: list[int] = []
     targets: list[int] = []
     segment: list[int] = []
+    number = 0
     while True:
-        chat = pending.pop() if pending else next(chats)
-        if ids and len(ids) + len(chat[0]) > ROW_TOKENS:
-            pending.append(chat)
+        pool += [next(chats) for _ in range(POOL_CHATS - len(pool))]
+        room = ROW_TOKENS - len(ids)
+        fitting = (index for index, chat in enumerate(pool) if not ids or len(chat[0]) <= room)
+        index = next(fitting, None)
+        if index is None:
             break
-        segment += [segment[-1] + 1 if segment else 0] * len(chat[0])
-        ids += chat[0]
-        targets += chat[1]
-    gap = max(0, ROW_TOKENS - len(ids))
-    ids, targets, segment = ids + [pad] * gap, targets + [IGNORED] * gap, segment + [-1] * gap
-    return ids[:ROW_TOKENS], targets[:ROW_TOKENS], segment[:ROW_TOKENS]
+        chat_ids, chat_targets = pool.pop(index)
+        ids += chat_ids[:room]
+        targets += chat_targets[:room]
+        segment += [number] * len(chat_ids[:room])
+        number += 1
+    gap = ROW_TOKENS - len(ids)
+    return ids + [pad] * gap, targets + [IGNORED] * gap, segment + [-1] * gap
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int, rows: int) -> Iterator[Batch]:
     """Endless batches of freshly drawn chats; the same seed gives the same batches."""
     rng = random.Random(seed)
     chats = (encode_chat(tokenizer, conversation(rng)) for _ in iter(int, 1))
-    pending: list[tuple[list[int], list[int]]] = []
+    pool: list[Chat] = []
     causal = torch.ones(ROW_TOKENS, ROW_TOKENS, dtype=torch.bool).tril()
     while True:
-        columns = zip(*(_row(chats, pending, tokenizer.pad_token_id) for _ in range(rows)), strict=True)
+        columns = zip(*(_row(chats, pool, tokenizer.pad_token_id) for _ in range(rows)), strict=True)
         ids, targets, segment = (torch.tensor(column) for column in columns)
         same = segment[:, :, None] == segment[:, None, :]
         yield Batch(ids, targets, (same & causal)[:, None])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -18,14 +19,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from models.muon import Muon
 from models.packing import Batch, batches
 from models.vocabulary import CONTEXT, save_tokenizer, train_tokenizer
 
 ROWS = 8
-WARMUP_STEPS = 100
+WARMUP_STEPS = 30
+MUON_RATE = 0.02
 LAST_SHARE = 0.02
+SAVE_EVERY = 500
 SEED = 20
 
 
@@ -44,8 +48,8 @@ class Plan:
 
 
 PLANS = {
-    "tandem-small": Plan(256, 4, 8, 2, 640, 2e-3, 4000, 0.8),
-    "tandem-draft": Plan(128, 2, 4, 2, 320, 4e-3, 4000, 0.2),
+    "tandem-small": Plan(256, 4, 8, 2, 640, 2e-3, 3500, 0.8),
+    "tandem-draft": Plan(128, 2, 4, 2, 320, 4e-3, 3500, 0.2),
 }
 
 
@@ -83,42 +87,51 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def optimizer_for(model: LlamaForCausalLM) -> torch.optim.AdamW:
-    """AdamW that leaves norms undecayed."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-8)
+def optimizers_for(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+    layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    taken = {id(parameter) for parameter in layers}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+    adam = torch.optim.AdamW(others, lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizers = [Muon(layers, lr=MUON_RATE), adam]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
 
 
 def fit(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Plan, minutes: float | None
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Plan, minutes: float | None, folder: Path
 ) -> None:
-    """Train in place for plan.steps, or for as many steps as fit into `minutes`."""
-    optimizer, steps, start = optimizer_for(model), plan.steps, time.monotonic()
+    """Train in place for plan.steps, or for as many steps as fit into `minutes`; saves now and then."""
+    optimizers, steps, start = optimizers_for(model, plan), plan.steps, time.monotonic()
     average = math.log(len(tokenizer))
     for step, batch in enumerate(batches(tokenizer, SEED + 1, ROWS)):
         if step >= steps:
             break
         if minutes is not None and step in (20, 100):
             steps = int(minutes * 60 * step / (time.monotonic() - start))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, plan.learning_rate)
         loss = loss_of(model, batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, group["peak"])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         average += 0.02 * (loss.item() - average)
-        if step % 100 == 0 or step == steps - 1:
+        if step % 100 == 0:
             rate = (step + 1) * batch.ids.numel() / (time.monotonic() - start)
             print(f"step {step}/{steps} loss {average:.4f} {rate:.0f} tokens/s", flush=True)
+        if (step + 1) % SAVE_EVERY == 0:
+            save(model, tokenizer, folder)
+    save(model, tokenizer, folder)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write weights in fp16, configuration, greedy generation defaults and tokenizer."""
-    half = copy.deepcopy(model).half().eval()
-    half.generation_config = GenerationConfig(
+    half = copy.deepcopy(model).half().eval()  # type: ignore[no-untyped-call]
+    half.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -130,17 +143,17 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 def main() -> None:
     """Train the chosen models one after the other."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model folders")
     parser.add_argument("--model", choices=sorted(PLANS), help="train this one only")
     parser.add_argument("--steps", type=int, help="optimizer steps of each model")
     parser.add_argument("--minutes", type=float, help="total time; sets the steps from the measured speed")
+    parser.add_argument("--new-tokenizer", action="store_true", help="train one instead of keeping the shipped")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    tokenizer = train_tokenizer(SEED)
+    folder = Path(__file__).parent / "tandem-small"
+    tokenizer = train_tokenizer(SEED) if arguments.new_tokenizer else AutoTokenizer.from_pretrained(folder)
     for name, plan in PLANS.items():
         if arguments.model in (None, name):
             torch.manual_seed(SEED)
@@ -149,9 +162,8 @@ def main() -> None:
             share = 1.0 if arguments.model else plan.minutes_share
             minutes = None if arguments.minutes is None else arguments.minutes * share
             if arguments.steps is not None:
-                plan = Plan(**{**plan.__dict__, "steps": arguments.steps})
-            fit(model, tokenizer, plan, minutes)
-            save(model, tokenizer, arguments.out / name)
+                plan = dataclasses.replace(plan, steps=arguments.steps)
+            fit(model, tokenizer, plan, minutes, arguments.out / name)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def train_tokenizer(seed: int, chats: int = 20_000) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(seed, chats), trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BEGIN, eos_token=END, padding_side="left"
     )
 
@@ -64,6 +64,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         "bos_token": BEGIN,
         "eos_token": END,
         "pad_token": PAD,
+        "additional_special_tokens": list(SPECIAL[3:]),
         "padding_side": "left",
         "model_max_length": CONTEXT,
         "clean_up_tokenization_spaces": False,

@@ -43,7 +43,8 @@ class Listen:
 class Server:
     """A grpc.aio server with health, reflection and the mesh's interceptor.
 
-    Register servicers on `grpc`, then `await start()`; `address` is known from then on.
+    The port is bound at once, so `address` is known before anything is served. Register servicers on `grpc`, then
+    `await start()`. Raises ConfigurationError if the port cannot be had.
     """
 
     def __init__(self, listen: Listen) -> None:
@@ -60,8 +61,8 @@ class Server:
             interceptors=[ServiceInterceptor(listen.mesh_key)],
             options=[*_KEEPALIVE, *limit, ("grpc.so_reuseport", 0)],
         )
-        self.port = 0
         self._listen = listen
+        self.port = self._bind()
         self._health = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
@@ -70,15 +71,17 @@ class Server:
         """host:port callers can use."""
         return f"{self._listen.host}:{self.port}"
 
-    async def start(self, services: Sequence[str]) -> None:
-        """Bind and serve; `services` are the full names that reflection lists. Raises ConfigurationError."""
-        names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.grpc)
+    def _bind(self) -> int:
         target = f"{self._listen.host}:{self._listen.port}"
         try:
-            self.port = self.grpc.add_insecure_port(target)
+            return int(self.grpc.add_insecure_port(target))
         except RuntimeError as error:
             raise ConfigurationError(f"cannot listen on {target}: is the port in use? choose another") from error
+
+    async def start(self, services: Sequence[str]) -> None:
+        """Serve; `services` are the full names that reflection lists."""
+        names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc)
         await self.grpc.start()
 
     async def set_serving(self, serving: bool, service: str = "") -> None:

@@ -115,10 +115,8 @@ def capital(rng: random.Random) -> Sample:
         "Tell me the capital of {c}.",
         "Do you know the capital of {c}?",
     )
-    if rng.random() < 0.2:
-        question = f"{city} is the capital of which country?"
-    else:
-        question = phrase(rng, templates, c=country)
+    back = rng.random() < 0.2
+    question = f"{city} is the capital of which country?" if back else phrase(rng, templates, c=country)
     return fact("capital", question, f"The capital of {country} is {city}.")
 
 
@@ -200,10 +198,10 @@ def nature(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "small_talk": Kind(small_talk, 3),
+    "small_talk": Kind(small_talk, 1.5),
     "capital": Kind(capital, 3),
     "opposite": Kind(opposite, 2),
     "plural": Kind(plural, 2),
-    "calendar": Kind(calendar, 4),
+    "calendar": Kind(calendar, 3),
     "nature": Kind(nature, 1),
 }

@@ -15,7 +15,7 @@ def any_word(rng: random.Random) -> str:
     """A common English word, or a made-up one so that words never run out."""
     if rng.random() < 0.6:
         return rng.choice(COMMON_WORDS)
-    word = "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(2, 4)))
+    word = "".join(rng.choice(_SYLLABLES) for _ in range(rng.randint(1, 3)))
     return word + rng.choice(("", "", "n", "r", "s", "l"))
 
 
@@ -33,10 +33,10 @@ def spelling(rng: random.Random) -> Sample:
 
 
 def reversing(rng: random.Random) -> Sample:
-    """The letters of a word from its end."""
+    """The letters of a word from its end, after spelling it."""
     templates = ("Reverse {w}.", "Spell {w} backwards.", "What is {w} backwards?", "Write {w} in reverse.")
     word, _, question = _letter_question("reversing", rng, templates)
-    return rule("reversing", word, question, "-".join(reversed(word)) + ".")
+    return rule("reversing", word, question, "-".join(word) + ", backwards: " + "-".join(reversed(word)) + ".")
 
 
 def counting_letters(rng: random.Random) -> Sample:
@@ -66,7 +66,7 @@ def end_letter(rng: random.Random) -> Sample:
 
 KINDS = {
     "spelling": Kind(spelling, 5),
-    "reversing": Kind(reversing, 6),
+    "reversing": Kind(reversing, 5),
     "counting_letters": Kind(counting_letters, 4),
     "end_letter": Kind(end_letter, 2),
 }

@@ -19,9 +19,7 @@ def counting(rng: random.Random) -> Sample:
         question = phrase(rng, ("Count to {b}.", "Please count to {b}.", "Count up to {b}."), b=high)
         values = range(low, high + 1)
     elif rng.random() < 0.3:
-        question = phrase(
-            rng, ("Count down from {b} to {a}.", "Count backwards from {b} to {a}."), a=low, b=high
-        )
+        question = phrase(rng, ("Count down from {b} to {a}.", "Count backwards from {b} to {a}."), a=low, b=high)
         values = range(high, low - 1, -1)
     else:
         templates = (
@@ -113,8 +111,8 @@ def story(rng: random.Random) -> Sample:
 
 KINDS = {
     "counting": Kind(counting, 2.5),
-    "table": Kind(table, 1.2),
-    "listing": Kind(listing, 0.8),
-    "explanation": Kind(explanation, 4),
-    "story": Kind(story, 2),
+    "table": Kind(table, 0.8),
+    "listing": Kind(listing, 0.5),
+    "explanation": Kind(explanation, 2),
+    "story": Kind(story, 1.2),
 }

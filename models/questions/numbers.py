@@ -54,10 +54,24 @@ NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Iri
 THINGS = ("apples", "books", "coins", "pens", "stamps", "eggs", "cards", "flowers")
 
 
+def _places(a: int, b: int) -> str:
+    """a + b worked out place by place: "48 + 27 = 60 + 15 = 75"."""
+    sums = [(a // unit % 10 + b // unit % 10) * unit for unit in (100, 10, 1) if max(a, b) >= unit]
+    steps = f"{' + '.join(map(str, sums))} = " if len(sums) > 1 else ""
+    return f"{a} + {b} = {steps}{a + b}"
+
+
+def _difference(a: int, b: int) -> str:
+    """a - b with the tens taken away first: "84 - 46 = 44 - 6 = 38"."""
+    tens, ones = b // 10 * 10, b % 10
+    steps = f"{a - tens} - {ones} = " if tens and ones else ""
+    return f"{a} - {b} = {steps}{a - b}"
+
+
 def _sum_of(kind: str, low: int, high: int, rng: random.Random) -> Sample:
     """a + b; the key is unordered, so b + a gives nothing away."""
     a, b = rng.randint(low, high), rng.randint(low, high)
-    return rule(kind, sorted((a, b)), phrase(rng, ADD, a=a, b=b), f"{a} + {b} = {a + b}.")
+    return rule(kind, sorted((a, b)), phrase(rng, ADD, a=a, b=b), f"{_places(a, b)}.")
 
 
 def addition(rng: random.Random) -> Sample:
@@ -73,7 +87,7 @@ def addition_3_digits(rng: random.Random) -> Sample:
 def subtraction(rng: random.Random) -> Sample:
     """Differences of numbers up to 99, never negative."""
     b, a = sorted((rng.randint(1, 99), rng.randint(1, 99)))
-    return rule("subtraction", (a, b), phrase(rng, SUBTRACT, a=a, b=b), f"{a} - {b} = {a - b}.")
+    return rule("subtraction", (a, b), phrase(rng, SUBTRACT, a=a, b=b), f"{_difference(a, b)}.")
 
 
 def times_table(rng: random.Random) -> Sample:
@@ -102,18 +116,18 @@ def word_problem(rng: random.Random) -> Sample:
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     a, b = rng.randint(5, 60), rng.randint(2, 40)
     if rng.random() < 0.5:
-        story, sign, total = rng.choice(("gets {b} more", "buys {b} more", "finds {b} more")), "+", a + b
+        story, working, total = rng.choice(("gets {b} more", "buys {b} more", "finds {b} more")), _places, a + b
     else:
         a += b
-        story, sign, total = rng.choice(("gives away {b}", "loses {b}", "sells {b}")), "-", a - b
+        story, working, total = rng.choice(("gives away {b}", "loses {b}", "sells {b}")), _difference, a - b
     question = f"{name} has {a} {thing} and {story.format(b=b)}. How many {thing} does {name} have now?"
-    answer = f"{a} {sign} {b} = {total}. {name} has {total} {thing} now."
-    return rule("word_problem", (a, sign, b), question, answer)
+    answer = f"{working(a, b)}. {name} has {total} {thing} now."
+    return rule("word_problem", working(a, b), question, answer)
 
 
 def comparison(rng: random.Random) -> Sample:
     """The larger or the smaller of two numbers."""
-    a, b = rng.sample(range(1, 1000 if rng.random() < 0.4 else 100), 2)
+    a, b = rng.sample(range(1, 1000 if rng.random() < 0.25 else 100), 2)
     word = rng.choice(("larger", "smaller"))
     first, second = (max(a, b), min(a, b)) if word == "larger" else (min(a, b), max(a, b))
     templates = (
@@ -157,9 +171,7 @@ def conversion(rng: random.Random) -> Sample:
 def parity(rng: random.Random) -> Sample:
     """Even or odd."""
     n = rng.randint(1, 999)
-    question = phrase(
-        rng, ("Is {n} even or odd?", "Is {n} odd or even?", "Is the number {n} even or odd?"), n=n
-    )
+    question = phrase(rng, ("Is {n} even or odd?", "Is {n} odd or even?", "Is the number {n} even or odd?"), n=n)
     return rule("parity", n, question, f"{n} is {'odd' if n % 2 else 'even'}.")
 
 
@@ -168,11 +180,11 @@ KINDS = {
     "addition_3_digits": Kind(addition_3_digits, 5),
     "subtraction": Kind(subtraction, 7),
     "times_table": Kind(times_table, 4),
-    "multiplication_steps": Kind(multiplication_steps, 5),
+    "multiplication_steps": Kind(multiplication_steps, 4),
     "word_problem": Kind(word_problem, 4),
-    "comparison": Kind(comparison, 3),
+    "comparison": Kind(comparison, 4),
     "sorting": Kind(sorting, 4),
-    "conversion": Kind(conversion, 4),
-    "parity": Kind(parity, 1),
-    "hard_multiplication": Kind(hard_multiplication, 1.5, hard=True),
+    "conversion": Kind(conversion, 3),
+    "parity": Kind(parity, 1.5),
+    "hard_multiplication": Kind(hard_multiplication, 1, hard=True),
 }

@@ -40,7 +40,7 @@ LIKES = ("red", "blue", "green", "yellow", "tea", "coffee", "bread", "music", "c
 
 def repeating(rng: random.Random) -> Sample:
     """Say the same words again."""
-    words = " ".join(any_word(rng) for _ in range(rng.randint(1, 7)))
+    words = " ".join(any_word(rng) for _ in range(rng.randint(1, 6)))
     templates = (
         "Repeat after me: {p}",
         "Say: {p}",
@@ -53,7 +53,7 @@ def repeating(rng: random.Random) -> Sample:
 
 def lookup(rng: random.Random) -> Sample:
     """One code out of a list of them: 2 to 8 entries, sometimes up to 20."""
-    count = rng.randint(2, 8) if rng.random() < 0.85 else rng.randint(9, 20)
+    count = rng.randint(2, 8) if rng.random() < 0.93 else rng.randint(9, 20)
     labels = rng.sample(LABELS, count)
     codes = [rng.randint(100, 999) for _ in labels]
     listing = ", ".join(f"{label} {code}" for label, code in zip(labels, codes, strict=True))
@@ -129,9 +129,9 @@ def unknown(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "repeating": Kind(repeating, 4),
+    "repeating": Kind(repeating, 6),
     "lookup": Kind(lookup, 4),
     "remembered_name": Kind(remembered_name, 2),
     "system_name": Kind(system_name, 2),
-    "unknown": Kind(unknown, 1.5),
+    "unknown": Kind(unknown, 0.6),
 }

@@ -84,9 +84,7 @@ fish/fish potato/potatoes tomato/tomatoes key/keys day/days person/people token/
 """
 PLURALS: dict[str, str] = _pairs(_PLURALS)
 
-SOUNDS: dict[str, str] = _pairs(
-    "dog/woof cat/meow cow/moo duck/quack sheep/baa pig/oink lion/roar bee/buzz frog/croak"
-)
+SOUNDS: dict[str, str] = _pairs("dog/woof cat/meow cow/moo duck/quack sheep/baa pig/oink lion/roar bee/buzz frog/croak")
 
 COLOURS: dict[str, str] = _pairs(
     "grass/green snow/white coal/black blood/red lemons/yellow carrots/orange bananas/yellow"

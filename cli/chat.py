@@ -1,0 +1,127 @@
+"""`tandem chat`: a conversation in the terminal."""
+
+import argparse
+import contextlib
+import sys
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+import tandem
+from cli.answer import Answer, show
+from cli.colours import Painter
+from cli.connection import add_connection_arguments, open_client
+from mesh.domain.errors import ConfigurationError
+from tandem import GenerateArguments
+
+NAME = "chat"
+ABOUT = "talk with the model; Ctrl-C stops an answer, Ctrl-D ends the conversation"
+
+_HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit ends"
+
+
+@dataclass
+class Conversation:
+    """The turns so far, oldest first. `/reset` keeps the system message."""
+
+    system: str = ""
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+    def ask(self, text: str) -> None:
+        """Add the user's turn."""
+        self.turns.append({"role": "user", "content": text})
+
+    def answered(self, text: str) -> None:
+        """Add the model's turn. An answer without text takes its question back: roles must alternate."""
+        if text:
+            self.turns.append({"role": "assistant", "content": text})
+        else:
+            self.turns.pop()
+
+    def messages(self) -> list[dict[str, str]]:
+        """All turns as the model sees them."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.turns]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_connection_arguments(parser)
+    parser.add_argument("--model", help="served model (default: the only one)")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, metavar="N")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until /quit or the end of input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (input() then has line editing and history)
+    with open_client(args) as client:
+        model = client.model(args.model or "", timeout=10)
+        if not model.has_chat_template:
+            raise ConfigurationError(f"{model.name} has no chat template: use tandem generate --raw")
+        sys.stderr.write(f"{model.name}: {_HELP}\n")
+        options: GenerateArguments = {
+            "model": args.model,
+            "max_new_tokens": args.max_new_tokens,
+            "temperature": args.temperature,
+            "seed": args.seed,
+        }
+        _converse(client, Conversation(args.system), options)
+    return 0
+
+
+def _converse(client: tandem.Client, conversation: Conversation, options: GenerateArguments) -> None:
+    painter = Painter.of(Console())
+    while (line := _read_line()) is not None:
+        if line.startswith("/"):
+            if not command(line, conversation):
+                return
+        elif line:
+            conversation.ask(line)
+            conversation.answered(_answer(client, conversation, options, painter))
+
+
+def command(line: str, conversation: Conversation) -> bool:
+    """Do what a line that begins with / says. False ends the conversation."""
+    name, _, rest = line.partition(" ")
+    if name == "/quit":
+        return False
+    if name == "/reset":
+        conversation.turns.clear()
+    elif name == "/system":
+        conversation.system = rest.strip()
+    else:
+        sys.stderr.write(_HELP + "\n")
+    return True
+
+
+def _read_line() -> str | None:
+    """The user's next line, stripped; None at the end of input."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            sys.stderr.write("\n(/quit or Ctrl-D ends)\n")
+
+
+def _answer(client: tandem.Client, conversation: Conversation, options: GenerateArguments, painter: Painter) -> str:
+    """Show one answer and return its text. Neither Ctrl-C nor an error ends the conversation."""
+    answer = Answer()
+    arguments = options.copy()
+    arguments["messages"] = conversation.messages()
+    events = client.stream(**arguments)
+    try:
+        show(events, answer, painter)
+        sys.stderr.write(answer.facts() + "\n")
+    except KeyboardInterrupt:
+        sys.stderr.write("\n(stopped)\n")
+    except tandem.TandemError as error:
+        sys.stderr.write(f"\n{error}\n")
+    finally:
+        events.close()
+    return answer.text

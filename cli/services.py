@@ -1,0 +1,129 @@
+"""Which processes make up a mesh, and their flags. Pure: starts nothing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from cli.cores import CorePlan, Cores
+from cli.up_settings import UpSettings
+from decode_worker.settings import DecodeSettings
+from mesh.domain.errors import ConfigurationError
+from mesh.settings import load_settings
+from prefill_worker.settings import PrefillSettings
+from router.settings import RouterSettings
+
+ROLES: Mapping[str, tuple[str, type]] = {
+    "router": ("router", RouterSettings),
+    "prefill": ("prefill_worker", PrefillSettings),
+    "decode": ("decode_worker", DecodeSettings),
+}
+"""Module and settings of each role."""
+
+# What the supervisor decides itself.
+_OWN = frozenset(
+    {
+        "worker_id",
+        "registry_address",
+        "registry_host",
+        "registry_port",
+        "advertise_host",
+        "expect_prefill",
+        "expect_decode",
+        "cpu_list",
+        "num_threads",
+        "follow_stdin",
+        "log_json",
+    }
+)
+
+Values = Mapping[str, Mapping[str, str]]
+"""Settings by role and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One process to run. Without cores it may run on all."""
+
+    name: str
+    role: str
+    flags: tuple[str, ...]
+    cores: Cores = ()
+
+
+def passed_on() -> dict[str, tuple[str, Any]]:
+    """Settings of the services that `tandem up` takes as its own flags: name to (roles that have it, field)."""
+    own = _OWN | {each.name for each in fields(UpSettings)}
+    found: dict[str, tuple[str, Any]] = {}
+    for role, (_, settings) in ROLES.items():
+        for each in fields(settings):
+            if each.name not in own and not each.metadata["secret"]:
+                roles = found[each.name][0] + "," if each.name in found else ""
+                found[each.name] = (roles + role, each)
+    return found
+
+
+def split_by_role(given: Mapping[str, str], overrides: Sequence[str]) -> Values:
+    """Hand each setting to the roles that have it; `overrides` ("role.key=value") go to one role and win."""
+    values: dict[str, dict[str, str]] = {role: {} for role in ROLES}
+    known = passed_on()
+    for name, value in given.items():
+        for role in known[name][0].split(","):
+            values[role][name] = value
+    for override in overrides:
+        path, is_pair, value = override.partition("=")
+        role, _, key = path.partition(".")
+        name = key.replace("-", "_")
+        if not is_pair or role not in ROLES:
+            raise ConfigurationError(f"--set wants ROLE.KEY=VALUE with a role of {', '.join(ROLES)}, got {override!r}")
+        if role not in known.get(name, ("",))[0].split(","):
+            raise ConfigurationError(f"--set {override}: {role} has no setting {key}")
+        values[role][name] = value
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """All services of one mesh. The workers' flags need the registry's address, known once the router listens."""
+
+    settings: UpSettings
+    model: str
+    cores: CorePlan
+    pin: bool = True
+    config: str | None = None
+    values: Values = field(default_factory=dict)
+
+    def router(self) -> Service:
+        """The router."""
+        settings = self.settings
+        flags = self._flags("router", host=settings.host, port=settings.port, registry_port=0)
+        expected = _flags(expect_prefill=settings.num_prefill, expect_decode=settings.decode)
+        return Service("router", "router", (*flags, *expected))
+
+    def workers(self, registry_address: str) -> list[Service]:
+        """The workers, prefill first."""
+        placed = [("prefill", self.cores.prefill), ("decode", self.cores.decode)]
+        return [
+            self._worker(role, f"{role}-{number}", cores, registry_address)
+            for role, all_cores in placed
+            for number, cores in enumerate(all_cores)
+        ]
+
+    def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
+        """The settings that `service` will find. Raises ConfigurationError as it would itself."""
+        module, settings = ROLES[service.role]
+        return load_settings(settings, service.flags, prog=module, environ=environ).values
+
+    def _worker(self, role: str, name: str, cores: Cores, registry_address: str) -> Service:
+        flags = self._flags(role, worker_id=name, registry_address=registry_address, host="127.0.0.1", port=0)
+        placed = _flags(num_threads=len(cores)) + (_flags(cpu_list=",".join(map(str, cores))) if self.pin else ())
+        return Service(name, role, (*flags, *placed), cores if self.pin else ())
+
+    def _flags(self, role: str, **own: Any) -> tuple[str, ...]:
+        name = {"name": self.settings.name} if self.settings.name else {}
+        config = {"config": self.config} if self.config else {}
+        flags = _flags(**config, model=self.model, **name, **own, **self.values.get(role, {}))
+        return (*flags, "--follow-stdin")
+
+
+def _flags(**values: Any) -> tuple[str, ...]:
+    return tuple(f"--{name.replace('_', '-')}={value}" for name, value in values.items())

@@ -1,0 +1,24 @@
+"""The trial request: two tokens through every part of a mesh before it is called ready."""
+
+from dataclasses import dataclass
+
+import tandem
+
+_TIMEOUT_S = 120.0
+_TEXT = "Hello"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Sends a prompt longer than `prefill_threshold` tokens, so that a prefill worker takes part."""
+
+    prefill_threshold: int = 0
+
+    async def __call__(self, address: str) -> None:
+        """Raises TandemError if no answer comes."""
+        async with tandem.AsyncClient(address, timeout=_TIMEOUT_S) as client:
+            model = await client.model()
+            ids = [token.id for token in await client.tokenize(prompt=_TEXT)] or [0]
+            repeats = self.prefill_threshold // len(ids) + 1
+            prompt = (ids * repeats)[: min(model.max_input_tokens, model.max_total_tokens - 2)]
+            await client.generate(token_ids=prompt, max_new_tokens=2, ignore_eos=True)

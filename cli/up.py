@@ -1,0 +1,138 @@
+"""`tandem up`: a whole mesh with one command."""
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cli.child import Launch, Programs
+from cli.cores import assign_cores
+from cli.display import Display
+from cli.services import ROLES, MeshPlan, passed_on, split_by_role
+from cli.supervisor import StartFailed, Supervisor
+from cli.trial import Trial
+from cli.up_settings import UpSettings, find_model
+from mesh.domain.errors import ConfigurationError
+from mesh.settings import load_settings
+
+NAME = "up"
+ABOUT = 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve'
+
+PROGRAMS: Programs = {role: (sys.executable, "-m", module) for role, (module, _) in ROLES.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments: own settings, and those of the services under their own names."""
+    parser.set_defaults(programs=PROGRAMS)
+    parser.add_argument("--config", metavar="FILE", help="TOML file; tables: up, router, prefill_worker, decode_worker")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="ROLE.KEY=VALUE", help="a setting for one role only; repeatable"
+    )
+    for each in fields(UpSettings):
+        if not each.metadata["secret"]:
+            _add_flag(parser, each)
+    services = parser.add_argument_group("settings of the services")
+    for roles, each in passed_on().values():
+        _add_flag(services, each, f" ({roles})")
+
+
+def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
+    about = f"{setting.metadata['about']} (default {setting.default!r}){suffix}".replace("%", "%%")
+    bare: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.type is bool else {}
+    flag = "--" + setting.name.replace("_", "-")
+    parser.add_argument(flag, dest=setting.name, default=argparse.SUPPRESS, metavar="VALUE", help=about, **bare)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start, serve, stop."""
+    display = Display(Console(stderr=True, highlight=False))
+    settings = _settings(args)
+    environ = _child_environ(settings)
+    plan = _plan(args, settings)
+    threshold = _check(plan, environ)
+    log_dir = _log_dir(settings)
+    display.line(f"logs: {log_dir}")
+    launch = Launch(args.programs, environ, log_dir, on_event=lambda _: None, on_warning=display.warning)
+    supervisor = Supervisor(plan, launch, display, Trial(threshold))
+    try:
+        asyncio.run(supervisor.run(_announce_ready))
+    except StartFailed as error:
+        sys.stderr.write(f"tandem: {error}\n")
+        return 1
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> UpSettings:
+    given = {each.name for each in fields(UpSettings)} & vars(args).keys()
+    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given]
+    config = [f"--config={args.config}"] if args.config else []
+    return load_settings(UpSettings, [*flags, *config], prog=NAME).values
+
+
+def _plan(args: argparse.Namespace, settings: UpSettings) -> MeshPlan:
+    given = {name: getattr(args, name) for name in passed_on() if name in args}
+    values = split_by_role(given, args.set)
+    model = find_model(settings.model)
+    can_pin = hasattr(os, "sched_getaffinity")
+    available = sorted(os.sched_getaffinity(0)) if can_pin else range(os.cpu_count() or 1)
+    cores = assign_cores(
+        available,
+        num_prefill=settings.num_prefill,
+        num_decode=settings.decode,
+        max_per_worker=settings.threads_per_worker,
+    )
+    return MeshPlan(settings, str(model), cores, pin=can_pin, config=args.config, values=values)
+
+
+def _check(plan: MeshPlan, environ: Mapping[str, str]) -> int:
+    """Raise ConfigurationError for what would fail later; returns the router's prefill threshold."""
+    threshold: int = plan.resolve(plan.router(), environ).prefill_threshold
+    for worker in plan.workers("127.0.0.1:1"):
+        plan.resolve(worker, environ)
+    _require_free_port(plan.settings.host, plan.settings.port)
+    return threshold if plan.settings.num_prefill else 0
+
+
+def _require_free_port(host: str, port: int) -> None:
+    """Only a first look, for a clear message: the router itself binds the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another --port") from error
+
+
+def _child_environ(settings: UpSettings) -> dict[str, str]:
+    environ = dict(os.environ) | {"TANDEM_MESH_KEY": settings.mesh_key or secrets.token_hex(32)}
+    packages = Path(__file__).resolve().parent.parent
+    if (packages / "pyproject.toml").exists():  # a checkout that need not be installed
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), environ.get("PYTHONPATH"))))
+    return environ
+
+
+def _log_dir(settings: UpSettings) -> Path:
+    if not settings.log_dir:
+        return Path(tempfile.mkdtemp(prefix="tandem-"))
+    folder = Path(settings.log_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"cannot make the log folder {folder}: {error.strerror}") from error
+    return folder
+
+
+def _announce_ready(address: str) -> None:
+    sys.stdout.write(f"ready {address}\n")
+    sys.stdout.flush()

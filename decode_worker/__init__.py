@@ -1,0 +1,1 @@
+"""Receives KV and runs the continuous batch; prefills short prompts itself."""

@@ -1,0 +1,47 @@
+"""`python -m decode_worker`: the only place that knows concrete classes."""
+
+import asyncio
+import sys
+
+from decode_worker.service import DecodeService
+from decode_worker.servicer import DecodeServicer
+from decode_worker.settings import DecodeSettings
+from engine.host import EngineLimits, build_host
+from engine.loop import EngineLoop, LoopCallbacks
+from engine.reports import EngineReports
+from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, TransferSettings
+from mesh.domain.worker import WorkerRole
+from mesh.process import ServiceProgram, announce
+from mesh.worker.runtime import RoleParts, WorkerRuntime
+from tandem.v1 import decode_pb2_grpc, kvtransfer_pb2_grpc
+
+
+async def serve(settings: DecodeSettings) -> None:
+    """Load, register, serve, drain, stop."""
+    settings.pin_cores()
+    limits = EngineLimits(settings.max_step_tokens, settings.max_rolling_batch_size, settings.max_batch_total_tokens)
+    host = build_host(settings, limits, on_progress=lambda fraction: announce("loading", fraction=fraction))
+    service = DecodeService(settings.block_size)
+    engine_died = asyncio.Event()
+    engine = EngineLoop(host.engine(), LoopCallbacks(service.on_step, on_death=lambda _: engine_died.set()))
+    runtime = WorkerRuntime(settings, host.worker_info(WorkerRole.DECODE), EngineReports(engine))
+    receiver = KVReceiver(
+        host.runner.kv_cache,
+        runtime.info.incarnation,
+        ReceiverCallbacks(service.on_committed, service.on_transfer_failed),
+        TransferSettings(transports=tuple(settings.kv_transports.split(","))),
+    )
+    service.connect(engine, receiver, runtime.is_draining)
+    server = runtime.server.grpc
+    decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, runtime.info.incarnation), server)
+    kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), server)
+    engine.start()
+    try:
+        await runtime.serve(RoleParts(("tandem.v1.Decode", "tandem.v1.KvTransfer"), service.drained, engine_died))
+    finally:
+        await receiver.close()
+        await engine.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(ServiceProgram("decode_worker", DecodeSettings, serve).main())

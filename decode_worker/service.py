@@ -1,0 +1,195 @@
+"""The decode worker's logic, without gRPC.
+
+Life of a sequence here:
+
+    start with a transfer   blocks reserved -> Reserved to the router -> KV arrives, is verified -> on_committed -> runs
+    start without           queued, prefilled here in chunks beside the running batch -> runs
+    running                 each step's tokens go to its router in one message per router
+    ends                    finish_reason with its last token; or abort from the router; or Failed (preempted, KV
+    refused,
+                            no capacity, draining), and the router replays it
+    router gone             all its sequences are aborted
+
+Blocks of an aborted sequence whose KV is on its way are freed only after the receiver has stopped writing.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from decode_worker.session import Entry, Failed, Reserved, Session, Step
+from engine.loop import EngineLoop, StepResult
+from engine.sequence import Sequence, SequenceKey
+from kvtransfer import KVReceiver, Reservation
+from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
+from mesh.domain.request import Request
+from mesh.domain.tokens import SampledToken, SequenceFailure
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    session: Session
+    entry: Entry
+
+
+class DecodeService:
+    """Sessions, sequences and where their KV comes from. Lives on the event loop; the engine has its own thread."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._owners: dict[SequenceKey, _Owner] = {}
+        self._by_transfer: dict[str, SequenceKey] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._engine: EngineLoop
+        self._receiver: KVReceiver
+
+    def connect(self, engine: EngineLoop, receiver: KVReceiver, is_draining: Callable[[], bool]) -> None:
+        """Wire up what this service calls; engine and receiver call back."""
+        self._engine = engine
+        self._receiver = receiver
+        self._is_draining = is_draining
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of all sessions."""
+        return len(self._owners)
+
+    # -- what routers ask -------------------------------------------------------------------------------------------
+
+    def start(self, session: Session, request: Request, transfer_id: str) -> None:
+        """Begin one attempt; its fate comes as events."""
+        entry = Entry(Sequence(request), transfer_id)
+        key = entry.sequence.key
+        if self._is_draining():
+            session.send(Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
+            return
+        if key in self._owners:
+            session.send(Failed(key, SequenceFailure.INTERNAL, "this attempt is here already"))
+            return
+        self._idle.clear()
+        session.entries[key] = entry
+        self._owners[key] = _Owner(session, entry)
+        entry.starting = self._spawn(self._start(session, entry))
+
+    async def _start(self, session: Session, entry: Entry) -> None:
+        key = entry.sequence.key
+        try:
+            if entry.transfer_id:
+                await self._reserve(session, entry)
+            else:
+                await self._engine.call(lambda scheduler: scheduler.add(entry.sequence))
+        except WorkerBusy as error:
+            self._fail(key, SequenceFailure.NO_CAPACITY, str(error))
+        except InvalidRequest as error:
+            self._fail(key, SequenceFailure.TOO_LARGE, str(error))
+        except Exception as error:
+            log.error("cannot start a sequence", request_id=key[0], exc_info=error)
+            self._fail(key, SequenceFailure.INTERNAL, str(error))
+
+    async def _reserve(self, session: Session, entry: Entry) -> None:
+        sequence = entry.sequence
+        ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
+        if sequence.key not in self._owners:
+            return  # aborted meanwhile; the abort waits for this task and frees the blocks
+        self._by_transfer[entry.transfer_id] = sequence.key
+        self._receiver.expect(
+            Reservation(
+                transfer_id=entry.transfer_id,
+                attempt=sequence.request.attempt,
+                block_ids=tuple(sequence.block_table),
+                first_block=ready_tokens // self._block_size,
+                num_tokens=sequence.num_tokens,
+            )
+        )
+        session.send(Reserved(sequence.key, ready_tokens))
+
+    def abort(self, key: SequenceKey) -> None:
+        """End a sequence wherever it is; unknown ones are ignored."""
+        owner = self._forget(key)
+        if owner is not None:
+            self._spawn(self._release(owner.entry))
+
+    async def _release(self, entry: Entry) -> None:
+        """Free an ended sequence's blocks, once nobody writes to them any more."""
+        if entry.starting is not None and entry.starting is not asyncio.current_task():
+            await asyncio.wait([entry.starting])
+        if entry.transfer_id:
+            await self._receiver.abort(entry.transfer_id)
+        self._engine.abort(entry.sequence)
+
+    def close(self, session: Session) -> None:
+        """The router is gone: end everything that came by it."""
+        for key in list(session.entries):
+            self.abort(key)
+
+    # -- what the engine and the receiver tell ----------------------------------------------------------------------
+
+    def on_step(self, result: StepResult) -> None:
+        """Send each router its tokens of this step."""
+        steps: dict[int, tuple[Session, Step]] = {}
+        for output in result.outputs:
+            key = (output.request_id, output.attempt)
+            owner = self._owners.get(key)
+            if owner is None:
+                continue
+            _, step = steps.setdefault(id(owner.session), (owner.session, Step([])))
+            step.outputs.append(output)
+            if output.finish_reason is not None:
+                self._forget(key)
+        for session, step in steps.values():
+            session.send(step)
+        for sequence in result.preempted:
+            self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
+
+    def on_committed(self, transfer_id: str, first_token: SampledToken) -> None:
+        """The KV is whole: the sequence runs from the next step on."""
+        key = self._by_transfer.pop(transfer_id, None)
+        if key is not None:
+            self._owners[key].entry.transfer_id = ""
+            self._engine.post(lambda scheduler: scheduler.commit(key, first_token))
+
+    def on_transfer_failed(self, transfer_id: str, error: MeshError) -> None:
+        """The KV will not come, or cannot be trusted."""
+        key = self._by_transfer.get(transfer_id)
+        if key is not None:
+            log.warning("kv refused", transfer_id=transfer_id, error=str(error))
+            self._fail(key, SequenceFailure.KV_REFUSED, str(error))
+
+    def _fail(self, key: SequenceKey, reason: SequenceFailure, detail: str) -> None:
+        owner = self._forget(key)
+        if owner is not None:
+            owner.session.send(Failed(key, reason, detail))
+            self._spawn(self._release(owner.entry))
+
+    def _forget(self, key: SequenceKey) -> _Owner | None:
+        owner = self._owners.pop(key, None)
+        if owner is not None:
+            owner.session.entries.pop(key, None)
+            self._by_transfer.pop(owner.entry.transfer_id, None)
+            self._note_idle()
+        return owner
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._owners and not self._tasks:
+            self._idle.set()
+
+    async def drained(self) -> None:
+        """Return when no sequence is left."""
+        await self._idle.wait()

@@ -1,0 +1,75 @@
+"""The Decode service: translation only."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from decode_worker.service import DecodeService
+from decode_worker.session import Event, Failed, Reserved, Session
+from mesh import wire
+from mesh.domain.errors import InvalidRequest, WorkerLost
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServicer):
+    """Attach: one router's commands down, its events up."""
+
+    def __init__(self, service: DecodeService, incarnation: str) -> None:
+        self._service = service
+        self._incarnation = incarnation
+
+    async def Attach(
+        self, request_iterator: AsyncIterator[decode_pb2.AttachRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.AttachResponse]:
+        """Serve one router until its stream ends."""
+        session = await self._welcome(request_iterator)
+        yield decode_pb2.AttachResponse(welcome=decode_pb2.AttachWelcome(worker_incarnation=self._incarnation))
+        commands = asyncio.create_task(self._follow(session, request_iterator))
+        commands.add_done_callback(lambda _: session.end())
+        try:
+            async for event in session.events():
+                yield event_to_proto(event)
+            await commands
+        finally:
+            commands.cancel()
+            self._service.close(session)
+
+    async def _welcome(self, requests: AsyncIterator[decode_pb2.AttachRequest]) -> Session:
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("command") != "hello":
+            raise InvalidRequest("the first command must be hello")
+        if first.hello.worker_incarnation != self._incarnation:
+            raise WorkerLost("this worker has restarted")
+        return Session(first.hello.router_id)
+
+    async def _follow(self, session: Session, requests: AsyncIterator[decode_pb2.AttachRequest]) -> None:
+        async for request in requests:
+            if request.WhichOneof("command") == "start":
+                start = request.start
+                self._service.start(session, wire.request_from_proto(start.sequence), start.transfer_id)
+            elif request.WhichOneof("command") == "abort":
+                self._service.abort((request.abort.request_id, request.abort.attempt))
+
+
+def event_to_proto(event: Event) -> decode_pb2.AttachResponse:
+    """A session's event as a message."""
+    if isinstance(event, Reserved):
+        request_id, attempt = event.key
+        return decode_pb2.AttachResponse(
+            reserved=decode_pb2.SequenceReserved(
+                request_id=request_id, attempt=attempt, ready_tokens=event.ready_tokens
+            )
+        )
+    if isinstance(event, Failed):
+        request_id, attempt = event.key
+        return decode_pb2.AttachResponse(
+            failed=decode_pb2.SequenceFailed(
+                request_id=request_id,
+                attempt=attempt,
+                reason=wire.failure_to_proto(event.reason),
+                detail=event.detail,
+            )
+        )
+    outputs = [wire.output_to_proto(output) for output in event.outputs]
+    return decode_pb2.AttachResponse(step=decode_pb2.StepOutputs(outputs=outputs))

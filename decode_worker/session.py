@@ -1,0 +1,81 @@
+"""One router's stay: its sequences, and the events waiting to go out to it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from engine.sequence import Sequence, SequenceKey
+from mesh.domain.errors import Overloaded
+from mesh.domain.tokens import SequenceFailure, StepOutput
+
+# Steps a router may lag behind before it is cut off: at tens of milliseconds a step, half a minute and more.
+MAX_UNSENT_EVENTS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks are reserved: prefill may start, and need not send the first `ready_tokens` tokens."""
+
+    key: SequenceKey
+    ready_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """All tokens one engine step made for this router."""
+
+    outputs: list[StepOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sequence cannot go on here."""
+
+    key: SequenceKey
+    reason: SequenceFailure
+    detail: str
+
+
+Event = Reserved | Step | Failed
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A sequence of a session. `transfer_id` is empty if the worker prefills it itself."""
+
+    sequence: Sequence
+    transfer_id: str
+    starting: asyncio.Task[None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Session:
+    """One router's sequences and outbox."""
+
+    router_id: str
+    entries: dict[SequenceKey, Entry] = field(default_factory=dict)
+    _outbox: asyncio.Queue[Event | None] = field(default_factory=lambda: asyncio.Queue(MAX_UNSENT_EVENTS))
+    _overrun: bool = False
+
+    def send(self, event: Event) -> None:
+        """Queue an event. A router that reads too slowly loses its session, not the worker its memory."""
+        try:
+            self._outbox.put_nowait(event)
+        except asyncio.QueueFull:
+            self._overrun = True
+
+    def end(self) -> None:
+        """No more commands will come: let `events` return once what is queued has gone out."""
+        with contextlib.suppress(asyncio.QueueFull):  # then it is overrun, and ends anyway
+            self._outbox.put_nowait(None)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Events as they come. Raises Overloaded if the router has fallen too far behind."""
+        while True:
+            event = await self._outbox.get()
+            if self._overrun:
+                raise Overloaded(f"the router has left {MAX_UNSENT_EVENTS} messages unread")
+            if event is None:
+                return
+            yield event

@@ -1,0 +1,81 @@
+"""Attention with the flash-attn library, which reads the blocks in place. CUDA, fp16 and bf16 (Dao 2023)."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionShape, write_slots
+from engine.attention.metadata import ForwardMetadata
+
+# FlashAttention 2 reads pages of a multiple of 256 tokens only.
+PAGE_TOKENS = 256
+MAX_HEAD_DIM = 256
+
+
+def flash_available() -> bool:
+    """True if flash-attn is installed; it is not imported."""
+    return find_spec("flash_attn") is not None
+
+
+class FlashAttention:
+    """One library call for all decodes, one for all chunks."""
+
+    name = "flash"
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._library: Any = import_module("flash_attn")
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        layer_cache: Tensor,
+        window: int | None,
+        metadata: ForwardMetadata,
+    ) -> Tensor:
+        """See AttentionBackend.attend."""
+        write_slots(keys, values, layer_cache, metadata.slot_mapping)
+        span = (-1, -1) if window is None else (window - 1, 0)
+        num_decodes = metadata.num_decodes
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        if num_decodes:
+            decoded = self._library.flash_attn_with_kvcache(
+                queries[:num_decodes, None],
+                layer_cache[0],
+                layer_cache[1],
+                cache_seqlens=metadata.context_lens[:num_decodes],
+                block_table=metadata.block_tables[:num_decodes],
+                softmax_scale=self._shape.scale,
+                causal=True,
+                window_size=span,
+            )
+            out[:num_decodes] = decoded[:, 0]
+        if metadata.chunks:
+            out[num_decodes:] = self._attend_chunks(queries[num_decodes:], layer_cache, span, metadata)
+        return out
+
+    def _attend_chunks(
+        self, queries: Tensor, layer_cache: Tensor, span: tuple[int, int], metadata: ForwardMetadata
+    ) -> Tensor:
+        num_decodes = metadata.num_decodes
+        lens = metadata.context_lens[num_decodes:]
+        key_starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
+        result: Tensor = self._library.flash_attn_varlen_func(
+            queries,
+            layer_cache[0],
+            layer_cache[1],
+            cu_seqlens_q=metadata.query_starts[num_decodes:] - num_decodes,
+            cu_seqlens_k=key_starts,
+            max_seqlen_q=metadata.max_chunk_queries,
+            max_seqlen_k=metadata.max_chunk_context,
+            softmax_scale=self._shape.scale,
+            causal=True,
+            window_size=span,
+            block_table=metadata.block_tables[num_decodes:],
+        )
+        return result

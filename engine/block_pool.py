@@ -1,0 +1,140 @@
+"""Who holds which KV block. No tensors here: block ids only.
+
+A block is held (reference count > 0), cached (free, but its content can be found by hash and taken over), or blank.
+Cached blocks are evicted oldest first, and only when no blank one is left. (PagedAttention, Kwon et al. 2023, §4.3;
+hash-chained prefix caching as in vLLM.)
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mesh.domain.prefix import BlockHash
+from mesh.domain.worker import CacheEvent
+
+
+@dataclass(slots=True)
+class CacheLog:
+    """Numbered cache events since the last `take`. Bounded: when too long, it leaves a gap, and readers ask for a
+    snapshot.
+    """
+
+    max_events: int
+    next_number: int = 0
+    _events: list[CacheEvent] = field(default_factory=list)
+
+    def add(self, block_hash: BlockHash, *, evicted: bool) -> None:
+        """Note one event."""
+        self.next_number += 1
+        self._events.append(CacheEvent(block_hash, evicted))
+        if len(self._events) > self.max_events:
+            self._events.clear()
+
+    def take(self) -> tuple[int, list[CacheEvent]]:
+        """Number of the first event, and the events; they are forgotten here."""
+        events, self._events = self._events, []
+        return self.next_number - len(events), events
+
+
+class BlockPool:
+    """Allocates block ids `0 .. num_blocks - 1`, and keeps freed ones findable by the hash of their content."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.log = CacheLog(max_events=4 * num_blocks)
+        self._references = [0] * num_blocks
+        self._hash_of: list[BlockHash | None] = [None] * num_blocks
+        self._block_of: dict[BlockHash, int] = {}
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now; cached ones count."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def cached_hashes(self) -> list[BlockHash]:
+        """Hashes of all blocks that can be found, held or free."""
+        return list(self._block_of)
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Blocks that hold the longest known prefix of `hashes`. They are not held yet: `hold` them before anything
+        else.
+        """
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_allocatable_beside(self, matched: Sequence[int]) -> int:
+        """Blocks that could still be allocated once `matched` are held."""
+        return self.num_free - sum(1 for block_id in matched if self._references[block_id] == 0)
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Add a holder to blocks found by `match`."""
+        for block_id in block_ids:
+            if self._references[block_id] == 0:
+                del self._cached[block_id]
+            self._references[block_id] += 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one holder and unknown content, or None (and no change) if there are not enough."""
+        if count > self.num_free:
+            return None
+        return [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> int:
+        if self._blank:
+            block_id = self._blank.pop()
+        else:
+            block_id, _ = self._cached.popitem(last=False)
+            self._forget_content(block_id)
+        self._references[block_id] = 1
+        return block_id
+
+    def _forget_content(self, block_id: int) -> None:
+        block_hash = self._hash_of[block_id]
+        assert block_hash is not None
+        self._hash_of[block_id] = None
+        del self._block_of[block_hash]
+        self.log.add(block_hash, evicted=True)
+
+    def publish(self, block_id: int, block_hash: BlockHash) -> None:
+        """The held block's content is complete and has this hash. A second copy of known content stays private."""
+        if block_hash not in self._block_of and self._hash_of[block_id] is None:
+            self._hash_of[block_id] = block_hash
+            self._block_of[block_hash] = block_id
+            self.log.add(block_hash, evicted=False)
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one holder of each block. Give a sequence's blocks first to last: its tail is then evicted first."""
+        for block_id in reversed(block_ids):
+            if self._references[block_id] <= 0:
+                raise ValueError(f"block {block_id} is freed but not held")
+            self._references[block_id] -= 1
+            if self._references[block_id] == 0:
+                if self._hash_of[block_id] is None:
+                    self._blank.append(block_id)
+                else:
+                    self._cached[block_id] = None
+
+    def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
+        """Raise ValueError unless the holders' block tables explain every reference. For tests and idle checks."""
+        expected = [0] * self.num_blocks
+        for table in holders:
+            for block_id in table:
+                expected[block_id] += 1
+        if expected != self._references:
+            wrong = [i for i in range(self.num_blocks) if expected[i] != self._references[i]]
+            raise ValueError(f"blocks with wrong reference counts: {wrong[:10]}")
+        free = sorted([*self._blank, *self._cached])
+        if free != [i for i in range(self.num_blocks) if expected[i] == 0]:
+            raise ValueError("free lists and reference counts differ")
+        if any(self._hash_of[block_id] != block_hash for block_hash, block_id in self._block_of.items()):
+            raise ValueError("the hash index points at blocks of other content")
+        if any(self._hash_of[block_id] is not None for block_id in self._blank):
+            raise ValueError("a blank block has content")

@@ -1,0 +1,75 @@
+"""A Hugging Face checkpoint on disk: which safetensors file holds which tensor. Only headers are read to open one."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesh.domain.errors import ConfigurationError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: bytes `[offset, offset + num_bytes)` of `path`."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:
+    """Tensors of a checkpoint, single or sharded, by name. ConfigurationError for a missing or truncated file."""
+    model_dir = Path(model_dir)
+    index_path = model_dir / INDEX_FILE
+    if (model_dir / SINGLE_FILE).exists():
+        return _read_header(model_dir / SINGLE_FILE)
+    if not index_path.exists():
+        raise ConfigurationError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    return _read_sharded(model_dir, index_path)
+
+
+def _read_sharded(model_dir: Path, index_path: Path) -> dict[str, StoredTensor]:
+    try:
+        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{index_path} is not a safetensors index: {error!r}") from error
+    tensors: dict[str, StoredTensor] = {}
+    for file_name in sorted(set(weight_map.values())):
+        if Path(file_name).name != file_name:
+            raise ConfigurationError(f"{index_path} names a file outside its folder: {file_name!r}")
+        tensors.update(_read_header(model_dir / file_name))
+    for name, file_name in weight_map.items():
+        if name not in tensors:
+            raise ConfigurationError(f"{model_dir / file_name}: tensor {name} is in the index but not in the file")
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if not 2 <= length <= size - _LENGTH_BYTES:
+                raise ConfigurationError(f"{path} is truncated or not a safetensors file ({size} bytes)")
+            header: dict[str, Any] = json.loads(file.read(length))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+    header.pop("__metadata__", None)
+    tensors = {name: _stored(path, entry, _LENGTH_BYTES + length) for name, entry in header.items()}
+    for name, tensor in tensors.items():
+        if tensor.offset + tensor.num_bytes > size:
+            raise ConfigurationError(f"{path} is truncated: {size} bytes, tensor {name} ends beyond them")
+    return tensors
+
+
+def _stored(path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
+    start, end = entry["data_offsets"]
+    return StoredTensor(path, entry["dtype"], tuple(entry["shape"]), data_start + start, end - start)

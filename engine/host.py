@@ -1,0 +1,133 @@
+"""Builds the engine of a worker from its settings: model, KV cache, scheduler, and what the mesh is told about them."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+import torch
+
+from engine.batch import LayerHook
+from engine.block_pool import BlockPool
+from engine.load import RunnerSettings, kv_layout, load_model_runner
+from engine.loop import Engine
+from engine.memory import available_bytes
+from engine.model_runner import ModelRunner
+from engine.models.config import ModelConfig, load_config
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.weights import Progress
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.request import mint_id
+from mesh.domain.worker import WorkerInfo, WorkerRole
+from mesh.model_files import tokenizer_fingerprint
+from mesh.worker.settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a role asks of its engine: tokens of a step, sequences with a seat, and tokens of KV (None: what memory gives)."""
+
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_kv_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHost:
+    """A loaded model with its scheduler, ready to be given a thread."""
+
+    settings: WorkerSettings
+    runner: ModelRunner
+    scheduler: Scheduler
+
+    def engine(self, on_layers: LayerHook | None = None) -> Engine:
+        """Scheduler and runner, joined."""
+        return Engine(self.scheduler, self.runner, on_layers)
+
+    def worker_info(self, role: WorkerRole) -> WorkerInfo:
+        """What the mesh is told. The address is known once the server listens."""
+        config = self.scheduler.config
+        return WorkerInfo(
+            worker_id=self.settings.identity,
+            incarnation=mint_id(),
+            role=role,
+            address="",
+            model=self.settings.served_name,
+            tokenizer_fingerprint=tokenizer_fingerprint(Path(self.settings.model)),
+            layout=self.runner.kv_cache.layout,
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
+            num_blocks=self.scheduler.pool.num_blocks,
+            max_model_len=config.max_model_len,
+            device=str(self.runner.kv_cache.tensor.device),
+            pid=os.getpid(),
+        )
+
+
+def build_host(settings: WorkerSettings, limits: EngineLimits, on_progress: Progress | None = None) -> EngineHost:
+    """Load the model and size the KV cache. Raises ConfigurationError that says what is wrong."""
+    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    config = load_config(Path(settings.model))
+    max_model_len = _max_model_len(settings, config)
+    runner_settings = RunnerSettings(
+        model_dir=Path(settings.model),
+        device=_device(settings.device),
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        block_size=settings.block_size,
+        layers_per_group=settings.layers_per_group,
+    )
+    num_blocks = _num_blocks(settings, limits, runner_settings, max_model_len)
+    runner = load_model_runner(replace(runner_settings, num_blocks=num_blocks), on_progress)
+    scheduler_config = SchedulerConfig(
+        block_size=settings.block_size,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=max_model_len,
+        prefix_caching=settings.prefix_caching,
+    )
+    log.info(
+        "engine ready",
+        num_blocks=num_blocks,
+        kv_tokens=num_blocks * settings.block_size,
+        kv_bytes=num_blocks * runner.kv_cache.layout.block_bytes,
+        attention=runner.attention_backend,
+        threads=torch.get_num_threads(),
+    )
+    return EngineHost(settings, runner, Scheduler(scheduler_config, BlockPool(num_blocks)))
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
+    if settings.max_model_len > config.max_position_embeddings:
+        raise ConfigurationError(
+            f"max_model_len {settings.max_model_len} is over the model's {config.max_position_embeddings} positions"
+        )
+    return settings.max_model_len or config.max_position_embeddings
+
+
+def _num_blocks(
+    settings: WorkerSettings, limits: EngineLimits, runner_settings: RunnerSettings, max_model_len: int
+) -> int:
+    """KV blocks: as many as were asked for; else what memory gives, but no more than full seats could ever use."""
+    layout = kv_layout(load_config(runner_settings.model_dir), runner_settings)
+    if limits.max_kv_tokens:
+        num_blocks = limits.max_kv_tokens // settings.block_size
+    elif settings.kv_cache_bytes:
+        num_blocks = settings.kv_cache_bytes // layout.block_bytes
+    else:
+        free_bytes = available_bytes(torch.device(runner_settings.device)) * settings.kv_memory_fraction
+        most = limits.max_num_seqs * (layout.num_blocks_for(max_model_len) + 1)
+        num_blocks = min(int(free_bytes) // layout.block_bytes, most)
+    if num_blocks < 2:
+        raise ConfigurationError(
+            f"the KV cache would have {num_blocks} blocks of {layout.block_bytes} bytes: give it more memory"
+        )
+    return num_blocks

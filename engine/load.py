@@ -1,0 +1,113 @@
+"""Composition of a ModelRunner from a checkpoint folder."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionShape
+from engine.attention.select import select_backend
+from engine.kv_cache import KVCache, num_blocks_for_memory
+from engine.memory import available_bytes
+from engine.model_runner import ModelRunner
+from engine.models.config import ModelConfig, load_config
+from engine.models.decoder import Decoder
+from engine.models.fingerprint import fingerprint
+from engine.models.parameters import parameter_specs
+from engine.weights import LOAD_FORMATS, Progress, WeightsTarget, dummy_weights, load_weights
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import DTYPE_BYTES, KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """How a model is loaded and run.
+
+    Without `num_blocks` the KV cache takes `memory_fraction` of the memory that is free once the weights are loaded.
+    `dtype` "auto" is the checkpoint's own, or fp32 on CPU. `layers_per_group`: see ModelRunner.
+    """
+
+    model_dir: Path
+    device: str = "cpu"
+    dtype: str = "auto"
+    load_format: str = "safetensors"
+    seed: int = 0
+    block_size: int = 16
+    num_blocks: int | None = None
+    memory_fraction: float = 0.5
+    attention: str = "auto"
+    layers_per_group: int = 4
+
+    def __post_init__(self) -> None:
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
+        if self.dtype != "auto" and self.dtype not in DTYPE_BYTES:
+            raise ConfigurationError(f"dtype must be auto or one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.block_size < 1 or self.layers_per_group < 1:
+            raise ConfigurationError("block_size and layers_per_group must be at least 1")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigurationError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
+
+
+def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
+    """Load weights, allocate the KV cache, choose the attention backend. ConfigurationError says what is wrong."""
+    device = _device(settings.device)
+    config = load_config(settings.model_dir)
+    settings = replace(settings, dtype=_dtype(settings, config))
+    layout = kv_layout(config, settings)
+    decoder = Decoder(config, _parameters(settings, config, device, on_progress))
+    cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
+    shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    dtype = getattr(torch, settings.dtype)
+    attention = select_backend(device, dtype, shape, settings.block_size, settings.attention)
+    return ModelRunner(decoder, cache, attention, layers_per_group=settings.layers_per_group)
+
+
+def kv_layout(config: ModelConfig, settings: RunnerSettings) -> KVLayout:
+    """The KV layout that a runner with these settings will have."""
+    return KVLayout(
+        model_fingerprint=fingerprint(settings.model_dir, settings.load_format, settings.seed),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=settings.block_size,
+        dtype=_dtype(settings, config),
+    )
+
+
+def _parameters(
+    settings: RunnerSettings, config: ModelConfig, device: torch.device, on_progress: Progress | None
+) -> dict[str, Tensor]:
+    specs = parameter_specs(config)
+    target = WeightsTarget(device, getattr(torch, settings.dtype))
+    if settings.load_format == "dummy":
+        return dummy_weights(specs, target, settings.seed, on_progress)
+    return load_weights(settings.model_dir, specs, target, on_progress)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device {name!r} is not known: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device {name!r} is not available: no CUDA device, or torch was built without CUDA")
+    return device
+
+
+def _dtype(settings: RunnerSettings, config: ModelConfig) -> str:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if settings.device.startswith("cpu") else config.dtype
+
+
+def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.device) -> int:
+    num_blocks = num_blocks_for_memory(layout, int(available_bytes(device) * settings.memory_fraction))
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"no memory for the KV cache: one block takes {layout.block_bytes} bytes; lower block_size, or free memory"
+        )
+    return num_blocks

@@ -1,0 +1,110 @@
+"""ModelRunner: executes scheduled batches on the model. One thread calls it; the KV cache may be read by others."""
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch_inputs import build_inputs
+from engine.kv_cache import KVCache
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.sampler import Sampler, score
+from engine.sequence import Sequence
+from mesh.domain.tokens import PromptLogprob, SampledToken
+
+# Prompt log-probs compute so many fp32 logits at a time (64 MiB).
+_MAX_LOGITS = 2**24
+
+
+class ModelRunner:
+    """Runs the decoder over a batch, then samples; implements `engine.batch.Runner`.
+
+    `layers_per_group` is how many layers' KV each call of the layer hook announces; the last group may be smaller.
+    """
+
+    def __init__(
+        self, decoder: Decoder, kv_cache: KVCache, attention: AttentionBackend, *, layers_per_group: int = 4
+    ) -> None:
+        self.kv_cache = kv_cache
+        self._decoder = decoder
+        self._attention = attention
+        self._layers_per_group = layers_per_group
+        self._sampler = Sampler()
+        self._device = kv_cache.tensor.device
+
+    @property
+    def config(self) -> ModelConfig:
+        """Facts of the model."""
+        return self._decoder.config
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of the attention backend in use."""
+        return self._attention.name
+
+    @torch.inference_mode()
+    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
+        """See Runner.run."""
+        if not batch.items:
+            return []
+        inputs = build_inputs(batch, self.kv_cache.layout.block_size, self._device)
+        groups = _LayerGroups(batch, on_layers, self.config.num_layers, self._layers_per_group)
+        hidden = self._decoder.forward(
+            inputs.token_ids, inputs.metadata, self.kv_cache, self._attention, groups.layer_written
+        )
+        tokens = self._sample(batch, hidden, inputs.starts)
+        return [
+            RunnerOutput(token, self._prompt_logprobs(item, hidden[start : start + item.num_tokens]))
+            for item, token, start in zip(batch.items, tokens, inputs.starts, strict=False)
+        ]
+
+    def forget(self, sequence: Sequence) -> None:
+        """See Runner.forget."""
+        self._sampler.forget(sequence)
+
+    def _sample(self, batch: ScheduledBatch, hidden: Tensor, starts: list[int]) -> list[SampledToken | None]:
+        sampling = [i for i, item in enumerate(batch.items) if item.samples]
+        tokens: list[SampledToken | None] = [None] * len(batch.items)
+        if not sampling:
+            return tokens
+        last_rows = [starts[i + 1] - 1 for i in sampling]
+        rows = hidden if len(last_rows) == hidden.shape[0] else hidden[last_rows]
+        sampled = self._sampler.sample(self._decoder.logits(rows), [batch.items[i].sequence for i in sampling])
+        for i, token in zip(sampling, sampled, strict=True):
+            tokens[i] = token
+        return tokens
+
+    def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:
+        """Scores of the prompt tokens that follow each of the item's rows."""
+        sequence = item.sequence
+        if not sequence.request.prompt_logprobs:
+            return ()
+        targets = sequence.token_ids[item.start + 1 : min(item.end + 1, sequence.num_prompt_tokens)]
+        rows_at_once = max(1, _MAX_LOGITS // self.config.vocab_size)
+        scores: list[PromptLogprob] = []
+        for start in range(0, len(targets), rows_at_once):
+            piece = targets[start : start + rows_at_once]
+            logits = self._decoder.logits(hidden[start : start + len(piece)])
+            tokens = torch.tensor(piece, device=self._device)
+            scored = score(logits, tokens, [sequence.request.top_logprobs] * len(piece))
+            scores += map(PromptLogprob, scored.logprobs, scored.top)
+        return tuple(scores)
+
+
+class _LayerGroups:
+    """Turns layers that are written one by one into calls of the layer hook."""
+
+    def __init__(self, batch: ScheduledBatch, hook: LayerHook | None, num_layers: int, group_size: int) -> None:
+        self._batch = batch
+        self._hook = hook
+        self._num_layers = num_layers
+        self._group_size = group_size
+        self._first = 0
+
+    def layer_written(self, layer: int) -> None:
+        """Announce the layers since the last call, if the group is full or the model ends."""
+        count = layer + 1 - self._first
+        if self._hook is not None and (count == self._group_size or layer + 1 == self._num_layers):
+            self._hook(self._batch, self._first, count)
+            self._first = layer + 1

@@ -1,0 +1,105 @@
+"""Rotary position embeddings (Su et al. 2021) and their scalings, with the arithmetic of Hugging Face transformers.
+
+Cosines and sines are computed for each step's tokens and shared by all layers; there is no table to outgrow.
+
+Dynamic NTK makes the frequencies depend on the length of the sequence, while cached keys stay rotated as they were.
+transformers rotates a whole prompt with the frequencies of the prompt's length, and every later token with those of
+its own length. The same is done here, from facts that neither chunks, nor batches, nor replays change: token p of a
+prompt of n tokens uses length max(n, p + 1). Hence prefixes of prompts of different lengths do not have equal KV
+(`ModelConfig.shareable_prefixes`). transformers also lets one long sequence stretch the next ones; that is not copied.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.models.rope_config import RopeConfig
+
+
+class RotaryEmbedding:
+    """Turns positions into cosines and sines."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._config = config
+        self._dtype = dtype
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self._exponents = exponents.to(device)  # [head_dim / 2]
+        self._ntk_power = head_dim / (head_dim - 2) if head_dim > 2 else 1.0
+        self._inv_freq = _inverse_frequencies(config, exponents).to(device)  # [head_dim / 2]
+        self._scale = _attention_factor(config)
+
+    def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors for `rotate`: two tensors [num_tokens, 1, head_dim]; the sine of the first half is negated.
+
+        `positions`, `lengths`: [num_tokens]; lengths matter to dynamic NTK only (see above).
+        """
+        inv_freq = self._inv_freq
+        if self._config.kind == "dynamic":
+            inv_freq = self._dynamic_frequencies(lengths)
+        angles = positions.to(torch.float32)[:, None] * inv_freq  # [num_tokens, head_dim / 2]
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
+
+    def _dynamic_frequencies(self, lengths: Tensor) -> Tensor:
+        # -> [num_tokens, head_dim / 2]
+        config = self._config
+        stretch = lengths.to(torch.float32).clamp(min=config.original_positions) / config.original_positions
+        base = config.theta * (config.factor * stretch - (config.factor - 1)) ** self._ntk_power
+        return 1.0 / base[:, None] ** self._exponents
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [num_tokens, num_heads, head_dim] by factors from `cos_sin`, halves paired as in GPT-NeoX."""
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return torch.addcmul(heads * cos, swapped, sin)
+
+
+def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
+    inv_freq = 1.0 / config.theta**exponents
+    if config.kind == "linear":
+        return inv_freq / config.factor
+    if config.kind == "llama3":
+        return _llama3(config, inv_freq)
+    if config.kind == "yarn":
+        return _yarn(config, inv_freq)
+    return inv_freq
+
+
+def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, those between blended (Llama 3.1)."""
+    turns = config.original_positions * inv_freq / (2 * math.pi)
+    low, high = config.low_freq_factor, config.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inv_freq / config.factor + kept * inv_freq
+
+
+def _yarn(config: RopeConfig, inv_freq: Tensor) -> Tensor:
+    """YaRN (Peng et al. 2023): dimensions that turn often are kept, slow ones interpolated."""
+    half = inv_freq.shape[0]
+
+    def dimension_of(num_turns: float) -> float:
+        return 2 * half * math.log(config.original_positions / (num_turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    ramp = (torch.arange(half, dtype=torch.float32) - low) / max(high - low, 0.001)
+    interpolated = ramp.clamp(0, 1)
+    return inv_freq / config.factor * interpolated + inv_freq * (1 - interpolated)
+
+
+def _attention_factor(config: RopeConfig) -> float:
+    if config.kind != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
+    return _mscale(config.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,0 +1,74 @@
+"""Rotary positions in config.json, in the old spelling (`rope_scaling`) and the new (`rope_parameters`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mesh.domain.errors import ConfigurationError
+
+SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+_NEEDED = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position facts. `original_positions` is the context length the model was first trained with."""
+
+    kind: str
+    theta: float
+    original_positions: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    @property
+    def depends_on_prompt_length(self) -> bool:
+        """True if the KV of a token depends on how long its prompt is, so that prefixes cannot be shared."""
+        return self.kind == "dynamic"
+
+    def max_positions(self, max_position_embeddings: int) -> int:
+        """Longest sequence the scaling is meant for."""
+        if self.kind in ("linear", "dynamic"):
+            return int(max_position_embeddings * self.factor)
+        if self.kind == "yarn":
+            return max(max_position_embeddings, int(self.original_positions * self.factor))
+        return max_position_embeddings
+
+
+def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+    """Read the rotary facts of a config.json; ConfigurationError for kinds that are not supported."""
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in SUPPORTED_KINDS:
+        raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
+    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise ConfigurationError("partial_rotary_factor other than 1 is not supported")
+    missing = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
+    if missing:
+        raise ConfigurationError(f"rope type {kind!r} needs {', '.join(missing)} in config.json")
+    original = (
+        raw.get("original_max_position_embeddings")
+        or scaling.get("original_max_position_embeddings")
+        or max_position_embeddings
+    )
+    factor = scaling.get("factor") or (max_position_embeddings / original if kind == "yarn" else 1.0)
+    return RopeConfig(
+        kind=kind,
+        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        original_positions=max_position_embeddings if kind == "dynamic" else original,
+        factor=float(factor),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        attention_factor=scaling.get("attention_factor"),
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        mscale=float(scaling.get("mscale") or 0.0),
+        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
+        truncate=bool(scaling.get("truncate", True)),
+    )

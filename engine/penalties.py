@@ -1,0 +1,153 @@
+"""What a sequence's own tokens, its logit bias and its minimum length do to its logits.
+
+Order as in vLLM: tokens that may not come yet, logit bias, then repetition, frequency and presence penalties.
+Repetition looks at prompt and output, the other two at the output only. All state can be rebuilt from the token ids.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.sequence import Sequence, SequenceKey
+
+
+class TokenCounts:
+    """The distinct tokens of one sequence, and how often each was generated."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        tokens = np.asarray(sequence.token_ids, np.int64)
+        ids, inverse = np.unique(tokens, return_inverse=True)
+        self._size = len(ids)
+        self._ids = _grown(ids)
+        counts = np.bincount(inverse[sequence.num_prompt_tokens :], minlength=self._size)
+        self._counts = _grown(counts.astype(np.int64))
+        self._rows = {int(token): row for row, token in enumerate(ids)}
+        self._num_seen = len(tokens)
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Count the tokens generated since the last time."""
+        for token in sequence.token_ids[self._num_seen :]:
+            row = self._rows.setdefault(token, self._size)
+            if row == self._size:
+                if row == len(self._ids):
+                    self._ids, self._counts = _grown(self._ids), _grown(self._counts)
+                self._ids[row] = token
+                self._size += 1
+            self._counts[row] += 1
+        self._num_seen = sequence.num_tokens
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Distinct tokens of prompt and output."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How often each of `ids` was generated."""
+        return self._counts[: self._size]
+
+
+class Penalties:
+    """Applies bias, minimum length and penalties to rows of logits; keeps counts for sequences that need them."""
+
+    def __init__(self) -> None:
+        self._counts: dict[SequenceKey, TokenCounts] = {}
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the counts of `sequence`."""
+        self._counts.pop(sequence.key, None)
+
+    def apply(self, logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+        """Logits [num_seqs, vocab_size] as the sequences want them; the argument itself if none wants a change."""
+        changed = [row for row, sequence in enumerate(sequences) if _changes(sequence)]
+        if not changed:
+            return logits
+        logits = logits.clone()
+        _add_biases(logits, sequences, changed)
+        _forbid_ends(logits, sequences, changed)
+        penalised = [row for row in changed if sequences[row].request.sampling.has_penalties]
+        if penalised:
+            self._penalise(logits, sequences, penalised)
+        return logits
+
+    def _penalise(self, logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
+        counted = [self._count(sequences[row]) for row in rows]
+        sizes = [len(counts.ids) for counts in counted]
+        params = [sequences[row].request.sampling for row in rows]
+        device = logits.device
+
+        def spread(values: list[float]) -> Tensor:
+            return torch.from_numpy(np.repeat(np.asarray(values, np.float32), sizes)).to(device)
+
+        at = (
+            torch.from_numpy(np.repeat(np.asarray(rows, np.int64), sizes)).to(device),
+            torch.from_numpy(np.concatenate([counts.ids for counts in counted])).to(device),
+        )
+        counts = torch.from_numpy(np.concatenate([c.counts for c in counted])).to(device, torch.float32)
+        values = logits[at]
+        repetition = spread([p.repetition_penalty for p in params])
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values -= counts * spread([p.frequency_penalty for p in params])
+        values -= (counts > 0) * spread([p.presence_penalty for p in params])
+        logits[at] = values
+
+    def _count(self, sequence: Sequence) -> TokenCounts:
+        counts = self._counts.get(sequence.key)
+        if counts is None:
+            counts = self._counts[sequence.key] = TokenCounts(sequence)
+        counts.catch_up(sequence)
+        return counts
+
+
+@dataclass(slots=True)
+class _Entries:
+    """Single logits to change: row, token, value."""
+
+    rows: list[int]
+    tokens: list[int]
+    values: list[float]
+
+    def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return torch.tensor(self.rows, device=device), torch.tensor(self.tokens, device=device)
+
+
+def _add_biases(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
+    entries = _Entries([], [], [])
+    for row in rows:
+        bias = sequences[row].request.sampling.logit_bias
+        entries.rows += [row] * len(bias)
+        entries.tokens += bias.keys()
+        entries.values += bias.values()
+    if entries.rows:
+        logits[entries.index(logits.device)] += torch.tensor(entries.values, device=logits.device)
+
+
+def _forbid_ends(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
+    entries = _Entries([], [], [])
+    for row in rows:
+        if _too_short(sequences[row]):
+            request = sequences[row].request
+            ends = {*request.eos_token_ids, *request.sampling.stop_token_ids}
+            ends = {token for token in ends if 0 <= token < logits.shape[1]}
+            entries.rows += [row] * len(ends)
+            entries.tokens += ends
+    if entries.rows:
+        logits[entries.index(logits.device)] = float("-inf")
+
+
+def _too_short(sequence: Sequence) -> bool:
+    minimum = sequence.request.sampling.min_new_tokens
+    return minimum > 0 and sequence.num_generated < minimum
+
+
+def _changes(sequence: Sequence) -> bool:
+    sampling = sequence.request.sampling
+    return bool(sampling.has_penalties or sampling.logit_bias or _too_short(sequence))
+
+
+def _grown(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([values, np.zeros(max(64, len(values)), np.int64)])

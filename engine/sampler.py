@@ -1,0 +1,103 @@
+"""Sampler: from logits to tokens and log-probs, for a whole batch at once.
+
+Log-probs are those of the model itself, before penalties, bias, temperature and truncation.
+"""
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine.penalties import Penalties
+from engine.random_draws import uniform
+from engine.sequence import Sequence
+from engine.truncation import Truncation
+from mesh.domain.tokens import SampledToken, TokenLogprob
+
+_DRAW_BLOCK = 256
+
+
+class ScoredTokens(NamedTuple):
+    """Log-prob of one chosen token per row, and the row's most likely tokens, best first."""
+
+    logprobs: list[float]
+    top: list[tuple[TokenLogprob, ...]]
+
+
+class Sampler:
+    """Chooses the next token of each sequence. Not shared between threads."""
+
+    def __init__(self) -> None:
+        self._penalties = Penalties()
+
+    def sample(self, logits: Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
+        """One token per row of fp32 logits [num_seqs, vocab_size], which are left as they are."""
+        adjusted = self._penalties.apply(logits, sequences)
+        tokens = adjusted.argmax(1)
+        drawing = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
+        if drawing:
+            rows = adjusted if len(drawing) == len(sequences) else adjusted[drawing]
+            tokens[drawing] = _draw(rows, [sequences[row] for row in drawing])
+        scored = score(logits, tokens, [sequence.request.top_logprobs for sequence in sequences])
+        return [SampledToken(*each) for each in zip(tokens.tolist(), scored.logprobs, scored.top, strict=True)]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept for `sequence`."""
+        self._penalties.forget(sequence)
+
+
+def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> ScoredTokens:
+    """Log-probs of `tokens` [rows] under logits [rows, vocab_size]; `num_top`: how many top tokens each row wants."""
+    normaliser = logits.logsumexp(1)
+    logprobs = (logits.gather(1, tokens[:, None])[:, 0] - normaliser).tolist()
+    top: list[tuple[TokenLogprob, ...]] = [()] * len(num_top)
+    asking = [row for row, wanted in enumerate(num_top) if wanted > 0]
+    if asking:
+        largest = min(max(num_top), logits.shape[1])
+        values, ids = logits[asking].topk(largest, dim=1)
+        values -= normaliser[asking, None]
+        for row, row_ids, row_values in zip(asking, ids.tolist(), values.tolist(), strict=True):
+            pairs = zip(row_ids[: num_top[row]], row_values, strict=False)
+            top[row] = tuple(TokenLogprob(token, logprob) for token, logprob in pairs)
+    return ScoredTokens(logprobs, top)
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Random tokens [rows]; each row depends on its own sequence only."""
+    params = [sequence.request.sampling for sequence in sequences]
+    scaled = logits / torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
+    truncation = Truncation([p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
+    weights = (scaled - scaled.amax(1, keepdim=True)).exp_()
+    low = truncation.thresholds(scaled)
+    if low is not None:
+        weights.masked_fill_(scaled < low[:, None], 0.0)
+    seeds = np.array([p.seed or 0 for p in params], np.uint64)
+    indices = np.array([sequence.num_generated for sequence in sequences], np.uint64)
+    return inverse_cdf(weights, torch.from_numpy(uniform(seeds, indices)).to(logits.device))
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """First token of each row at which the cumulated weight exceeds its uniform's share of the total.
+
+    weights: [rows, vocab_size], not normalised; uniforms: [rows] float64. Sums of blocks are searched first, then the
+    one block, in float64, which spares a cumulative sum over the vocabulary.
+    """
+    num_rows, vocab_size = weights.shape
+    blocks = pad(weights, (0, -vocab_size % _DRAW_BLOCK)).view(num_rows, -1, _DRAW_BLOCK)
+    ends = blocks.sum(2, dtype=torch.float64).cumsum(1)  # [rows, num_blocks]
+    target = uniforms[:, None] * ends[:, -1:]
+    block = _first_above(ends, target)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    chosen = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]]  # [rows, _DRAW_BLOCK]
+    within = _first_above(chosen.to(torch.float64).cumsum(1), target - before)
+    return (block * _DRAW_BLOCK + within)[:, 0]
+
+
+def _first_above(ends: Tensor, target: Tensor) -> Tensor:
+    """Index [rows, 1] of the first end above the target; of the last that adds weight if rounding left none above."""
+    first = (ends <= target).sum(1, keepdim=True)
+    last = ends.argmax(1, keepdim=True)  # the first of equal maxima
+    return torch.minimum(first, last)

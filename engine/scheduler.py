@@ -1,0 +1,300 @@
+"""What to compute next, and what follows from it. Pure: ints and lists, no tensors, no clock, no threads.
+
+Life of a sequence here:
+
+    add      -> WAITING; a later schedule() finds it a seat and blocks, and computes it in chunks: RUNNING
+    reserve  -> WAITING_FOR_KV with blocks for its whole prompt; commit -> RUNNING; abort frees them
+    RUNNING  -> each step computes its uncomputed tokens (one while decoding, a chunk otherwise) and, at its end,
+    samples
+             -> FINISHED at a stop token, end of sequence or length; its blocks stay findable as prefix cache
+             -> HELD after the first token if the sequence is to be handed over; abort frees its blocks
+             -> preempted when blocks run out: freed and reported, and the router replays it
+
+A step first serves sequences that need one token (decodes), so that chunks of long prompts never hold them up; what is
+left of the token budget goes to chunks, oldest first, then to waiting sequences.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.block_pool import BlockPool
+from engine.sequence import Sequence, SequenceKey, SequenceStatus
+from mesh.domain.errors import ConfigurationError, InvalidRequest, WorkerBusy
+from mesh.domain.prefix import BlockHash, block_hashes, next_hash, root_hash
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput
+from mesh.domain.worker import WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one engine. `max_batch_tokens` bounds the tokens of a step, `max_num_seqs` the sequences with a
+    seat.
+    """
+
+    block_size: int
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ConfigurationError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be >= max_num_seqs ({self.max_num_seqs}): "
+                "every running sequence needs one token a step"
+            )
+
+
+@dataclass(slots=True)
+class _Counters:
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Plans batches over a BlockPool. Owned by one thread."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self._waiting: dict[SequenceKey, Sequence] = {}
+        self._seated: dict[SequenceKey, Sequence] = {}  # RUNNING and WAITING_FOR_KV, oldest first
+        self._held: dict[SequenceKey, Sequence] = {}
+        self._counters = _Counters()
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose KV is computed here. Raises InvalidRequest if it can never fit."""
+        self._require_fits(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self._waiting[sequence.key] = sequence
+
+    def reserve(self, sequence: Sequence) -> int:
+        """Hold blocks for the whole prompt of a sequence whose KV comes from elsewhere; returns how many leading
+        tokens are cached here already. Raises WorkerBusy if there is no room now, InvalidRequest if there never is.
+        """
+        self._require_fits(sequence)
+        if len(self._seated) >= self.config.max_num_seqs or not self._seat(sequence, self._all_hashes(sequence)):
+            raise WorkerBusy(f"no room for {sequence.num_tokens} tokens now")
+        sequence.status = SequenceStatus.WAITING_FOR_KV
+        return sequence.num_cached_tokens
+
+    def commit(self, key: SequenceKey, first_token: SampledToken) -> None:
+        """The KV of a reserved sequence is complete: it runs from now on. Unknown keys are ignored."""
+        sequence = self._seated.get(key)
+        if sequence is None or sequence.status is not SequenceStatus.WAITING_FOR_KV:
+            return
+        sequence.num_computed_tokens = sequence.num_tokens
+        self._publish(sequence)
+        sequence.token_ids.append(first_token.id)
+        sequence.status = SequenceStatus.RUNNING
+
+    def abort(self, key: SequenceKey) -> None:
+        """End a sequence in whatever state and free its blocks. Idempotent."""
+        self._waiting.pop(key, None)
+        sequence = self._seated.pop(key, None) or self._held.pop(key, None)
+        if sequence is not None:
+            self._free(sequence)
+
+    def take_preempted(self) -> list[Sequence]:
+        """Sequences preempted since the last call."""
+        preempted, self._counters.preempted = self._counters.preempted, []
+        return preempted
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """True if schedule() may return something."""
+        if self._waiting:
+            return True
+        return any(sequence.status is SequenceStatus.RUNNING for sequence in self._seated.values())
+
+    def load(self) -> WorkerLoad:
+        """How busy this engine is."""
+        seated = self._seated.values()
+        running = [sequence for sequence in seated if sequence.status is SequenceStatus.RUNNING]
+        pending = sum(s.num_uncomputed_tokens for s in self._waiting.values())
+        return WorkerLoad(
+            free_blocks=self.pool.num_free,
+            num_running=len(running),
+            num_waiting=len(self._waiting) + len(seated) - len(running),
+            pending_tokens=pending + sum(s.num_uncomputed_tokens for s in running if s.num_uncomputed_tokens > 1),
+            generated_tokens=self._counters.generated_tokens,
+            computed_tokens=self._counters.computed_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise ValueError unless every block is explained by a sequence. For tests and idle checks."""
+        self.pool.check_integrity([s.block_table for s in (*self._seated.values(), *self._held.values())])
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch:
+        """Plan one step. Empty if there is nothing to compute."""
+        running = [s for s in self._seated.values() if s.status is SequenceStatus.RUNNING]
+        decodes = self._schedule_decodes([s for s in running if s.num_uncomputed_tokens == 1])
+        budget = self.config.max_batch_tokens - len(decodes)
+        chunks: list[ScheduledSequence] = []
+        for sequence in running:
+            if sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens > 1 and budget > 0:
+                chunks.append(_chunk(sequence, budget))
+                budget -= chunks[-1].num_tokens
+        while budget > 0 and (admitted := self._admit()) is not None:
+            chunks.append(_chunk(admitted, budget))
+            budget -= chunks[-1].num_tokens
+        # A one-token chunk (a prompt's last token) belongs with the decodes: attention treats it alike.
+        chunks.sort(key=lambda item: item.num_tokens > 1)
+        return ScheduledBatch((*decodes, *chunks))
+
+    def _schedule_decodes(self, decodes: list[Sequence]) -> list[ScheduledSequence]:
+        items: list[ScheduledSequence] = []
+        for sequence in decodes:
+            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence):
+                items.append(ScheduledSequence(sequence, sequence.num_computed_tokens, 1))
+        # Growing a later sequence never preempts an earlier one, so everything planned so far still runs.
+        return items
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give the sequence a block for its next token if it needs one, preempting the youngest if none is free."""
+        while len(sequence.block_table) * self.config.block_size < sequence.num_tokens:
+            block = self.pool.allocate(1)
+            if block is not None:
+                sequence.block_table += block
+                continue
+            victim = next(s for s in reversed(self._seated.values()) if s.status is SequenceStatus.RUNNING)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        del self._seated[victim.key]
+        self._free(victim)
+        self._counters.preempted.append(victim)
+
+    def _admit(self) -> Sequence | None:
+        """Seat the oldest waiting sequence, or None if there is none or no room: later ones do not overtake it."""
+        sequence = next(iter(self._waiting.values()), None)
+        if sequence is None or len(self._seated) >= self.config.max_num_seqs:
+            return None
+        # The last token is always computed: its logits are what the first sample is drawn from.
+        reusable = (sequence.num_tokens - 1) // self.config.block_size
+        hashes = [] if sequence.request.prompt_logprobs else self._all_hashes(sequence)[:reusable]
+        if not self._seat(sequence, hashes):
+            return None
+        del self._waiting[sequence.key]
+        sequence.status = SequenceStatus.RUNNING
+        return sequence
+
+    def _seat(self, sequence: Sequence, hashes: list[BlockHash]) -> bool:
+        """Hold blocks for all tokens of the sequence, cached ones where `hashes` match. False, and no change, if
+        short.
+        """
+        matched = self.pool.match(hashes)
+        missing = -(-sequence.num_tokens // self.config.block_size) - len(matched)
+        if missing > self.pool.num_allocatable_beside(matched) - self._headroom():
+            return False
+        self.pool.hold(matched)
+        sequence.block_table += matched + (self.pool.allocate(missing) or [])
+        sequence.block_hashes = hashes[: len(matched)]
+        sequence.num_cached_tokens = sequence.num_computed_tokens = len(matched) * self.config.block_size
+        self._seated[sequence.key] = sequence
+        return True
+
+    def _headroom(self) -> int:
+        """Blocks kept for sequences with a seat to grow into, so that a newcomer is not preempted in its first
+        steps.
+        """
+        return len(self._seated)
+
+    def _require_fits(self, sequence: Sequence) -> None:
+        most = min(self.config.max_model_len, self.pool.num_blocks * self.config.block_size)
+        if sequence.num_tokens >= most:
+            raise InvalidRequest(f"{sequence.num_tokens} tokens and one more do not fit into {most}")
+
+    def _all_hashes(self, sequence: Sequence) -> list[BlockHash]:
+        if not self.config.prefix_caching:
+            return []
+        return block_hashes(sequence.token_ids, self.config.block_size, sequence.request.cache_namespace)
+
+    # -- consequences -----------------------------------------------------------------------------------------------
+
+    def update(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> list[StepOutput]:
+        """Apply what a step computed; one StepOutput for each sequence that got a token."""
+        results: list[StepOutput] = []
+        for item, output in zip(batch.items, outputs, strict=True):
+            sequence = item.sequence
+            sequence.num_computed_tokens = item.end
+            self._counters.computed_tokens += item.num_tokens if item.num_tokens > 1 else 0
+            self._publish(sequence)
+            sequence.prompt_logprobs.extend(output.prompt_logprobs)
+            if output.token is not None:
+                results.append(self._append(sequence, output.token))
+        return results
+
+    def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
+        index = sequence.num_generated
+        is_first = index == sequence.request.num_generated
+        sequence.token_ids.append(token.id)
+        self._counters.generated_tokens += 1
+        reason = self._finish_reason(sequence, token.id)
+        result = StepOutput(
+            *sequence.key,
+            first_index=index,
+            tokens=(token,),
+            finish_reason=reason,
+            prompt_logprobs=_prompt_logprobs(sequence) if is_first else (),
+            cached_tokens=sequence.num_cached_tokens if is_first else 0,
+        )
+        if reason is not None:
+            del self._seated[sequence.key]
+            self._free(sequence)
+        elif sequence.hand_over:
+            del self._seated[sequence.key]
+            sequence.status = SequenceStatus.HELD
+            self._held[sequence.key] = sequence
+        return result
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        request = sequence.request
+        if token_id in request.eos_token_ids and not request.sampling.ignore_eos:
+            return FinishReason.EOS_TOKEN
+        if token_id in request.sampling.stop_token_ids:
+            return FinishReason.STOP_SEQUENCE
+        if sequence.num_tokens >= min(request.max_total_tokens, self.config.max_model_len):
+            return FinishReason.LENGTH
+        return None
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Make the sequence's newly full blocks findable."""
+        if not self.config.prefix_caching:
+            return
+        size = self.config.block_size
+        hashes = sequence.block_hashes
+        while (len(hashes) + 1) * size <= sequence.num_computed_tokens:
+            first = len(hashes) * size
+            parent = hashes[-1] if hashes else root_hash(sequence.request.cache_namespace)
+            hashes.append(next_hash(parent, sequence.token_ids[first : first + size]))
+            self.pool.publish(sequence.block_table[len(hashes) - 1], hashes[-1])
+
+    def _free(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.FINISHED
+        self.pool.free(sequence.block_table)
+        sequence.block_table.clear()
+
+
+def _chunk(sequence: Sequence, budget: int) -> ScheduledSequence:
+    return ScheduledSequence(sequence, sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget))
+
+
+def _prompt_logprobs(sequence: Sequence) -> tuple[PromptLogprob, ...]:
+    """One entry for each prompt token, if asked for; nothing comes before the first token, so its entry is empty."""
+    if not sequence.request.prompt_logprobs:
+        return ()
+    return (PromptLogprob(None), *sequence.prompt_logprobs)

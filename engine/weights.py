@@ -1,0 +1,110 @@
+"""Loading weights: from memory-mapped safetensors into merged parameters, or random ones for tests and benchmarks.
+
+Every parameter is allocated once and filled from the map, so that besides the model itself only the page cache grows.
+A tensor-parallel loader will read its rank's rows here; today there is one rank.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.checkpoint import StoredTensor, open_checkpoint
+from engine.models.parameters import ParameterSpec
+from mesh.domain.errors import ConfigurationError
+
+LOAD_FORMATS = ("safetensors", "dummy")
+Progress = Callable[[float], None]
+_DUMMY_STD = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsTarget:
+    """Where parameters go, and as what."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_weights(
+    model_dir: Path, specs: list[ParameterSpec], target: WeightsTarget, on_progress: Progress | None = None
+) -> dict[str, Tensor]:
+    """Parameters by name, from a checkpoint. ConfigurationError names the file and tensor that is missing or wrong.
+
+    `on_progress` receives the fraction of elements that are loaded, up to 1.0.
+    """
+    stored = open_checkpoint(model_dir)
+    _check(model_dir, specs, stored)
+    parameters: dict[str, Tensor] = {}
+    total, done = sum(torch.Size(spec.shape).numel() for spec in specs), 0
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for spec in specs:
+            for name, _ in spec.sources:
+                path = stored[name].path
+                if path not in files:
+                    files[path] = stack.enter_context(_open(path))
+            parameters[spec.name] = _fill(spec, target, {n: files[stored[n].path] for n, _ in spec.sources})
+            done += parameters[spec.name].numel()
+            if on_progress is not None:
+                on_progress(done / total)
+    return parameters
+
+
+def dummy_weights(
+    specs: list[ParameterSpec], target: WeightsTarget, seed: int = 0, on_progress: Progress | None = None
+) -> dict[str, Tensor]:
+    """Random parameters, the same on every device for a seed: norms are 1, biases and matrices small."""
+    parameters: dict[str, Tensor] = {}
+    for i, spec in enumerate(specs):
+        if spec.is_scale:
+            values = torch.ones(spec.shape)
+        else:
+            digest = blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            values = torch.empty(spec.shape).normal_(0.0, _DUMMY_STD, generator=generator)
+        parameters[spec.name] = values.to(target.device, target.dtype)
+        if on_progress is not None:
+            on_progress((i + 1) / len(specs))
+    return parameters
+
+
+def _check(model_dir: Path, specs: list[ParameterSpec], stored: Mapping[str, StoredTensor]) -> None:
+    for spec in specs:
+        for name, rows in spec.sources:
+            if name not in stored:
+                raise ConfigurationError(f"{model_dir}: the checkpoint has no tensor {name}")
+            wanted = (rows, *spec.shape[1:])
+            if stored[name].shape != wanted:
+                raise ConfigurationError(
+                    f"{stored[name].path}: tensor {name} has shape {list(stored[name].shape)}, "
+                    f"config.json implies {list(wanted)}"
+                )
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+
+
+def _fill(spec: ParameterSpec, target: WeightsTarget, files: Mapping[str, Any]) -> Tensor:
+    parameter = torch.empty(spec.shape, dtype=target.dtype, device=target.device)
+    first = 0
+    for name, rows in spec.sources:
+        try:
+            source = files[name].get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigurationError(f"cannot read tensor {name}: {error}") from error
+        if not source.is_floating_point():
+            raise ConfigurationError(f"tensor {name} has dtype {source.dtype}; quantised checkpoints are not supported")
+        parameter[first : first + rows].copy_(source)
+        first += rows
+    return parameter

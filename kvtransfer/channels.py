@@ -1,0 +1,63 @@
+"""A sender's connections to decode workers: one each, kept while in use and for a while after."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from mesh.rpc.channel import open_channel
+
+
+@dataclass(slots=True)
+class _Entry:
+    channel: grpc.aio.Channel
+    num_users: int = 0
+    idle_timer: asyncio.TimerHandle | None = None
+
+
+class ChannelPool:
+    """Channels by address. Lives on one event loop."""
+
+    def __init__(self, idle_s: float) -> None:
+        self._idle_s = idle_s
+        self._entries: dict[str, _Entry] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @contextmanager
+    def use(self, address: str) -> Iterator[grpc.aio.Channel]:
+        """The channel to `address`; it is not closed while somebody uses it."""
+        entry = self._entries.get(address)
+        if entry is None:
+            # Apart from control messages, which must not wait behind megabytes of payload.
+            entry = self._entries[address] = _Entry(open_channel(address, own_connection=True))
+        if entry.idle_timer is not None:
+            entry.idle_timer.cancel()
+            entry.idle_timer = None
+        entry.num_users += 1
+        try:
+            yield entry.channel
+        finally:
+            entry.num_users -= 1
+            if entry.num_users == 0:
+                loop = asyncio.get_running_loop()
+                entry.idle_timer = loop.call_later(self._idle_s, self._close_idle, address)
+
+    async def close(self) -> None:
+        """Close all channels. Nobody uses one any more."""
+        for address in list(self._entries):
+            self._close_idle(address)
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+    def _close_idle(self, address: str) -> None:
+        entry = self._entries.pop(address)
+        if entry.idle_timer is not None:
+            entry.idle_timer.cancel()
+        task = asyncio.get_running_loop().create_task(entry.channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

@@ -1,0 +1,191 @@
+"""The conversation of one transfer as plain values, and its translation to and from protobuf.
+
+sender                receiver
+TransferOpen   ──▶
+               ◀──    Granted       or the call ends with an error
+Chunk ...      ──▶
+               ◀──    Ack ...       each gives one credit back
+Commit         ──▶                  only after every ack
+               ◀──    Committed
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from kvtransfer.chunks import ChunkRange
+from kvtransfer.transports.base import Payload, TransportOffer
+from mesh.domain.errors import TransferFailed
+from mesh.domain.kv import KVLayout
+from mesh.domain.tokens import SampledToken
+from mesh.wire import layout_from_proto, layout_to_proto, token_from_proto, token_to_proto
+from tandem.v1 import kvtransfer_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOpen:
+    """First message. Positions before `first_block` are at the receiver already."""
+
+    transfer_id: str
+    attempt: int
+    receiver_incarnation: str
+    sender_id: str
+    layout: KVLayout
+    transports: tuple[TransportOffer, ...]
+    first_block: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Payload of `place`, inline or in the transport's memory."""
+
+    sequence_number: int
+    place: ChunkRange
+    num_bytes: int
+    checksum: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Last message: everything is sent. `digest` folds all chunk checksums."""
+
+    num_tokens: int
+    num_chunks: int
+    digest: int
+    first_token: SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The transfer may start."""
+
+    transport: str
+    credit_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A chunk is verified and written; its payload memory is the sender's again."""
+
+    sequence_number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Everything is there and verified."""
+
+
+SenderMessage = TransferOpen | Chunk | Commit
+ReceiverMessage = Granted | Ack | Committed
+
+
+def open_to_proto(opening: TransferOpen) -> pb.PushRequest:
+    """First message."""
+    offers = [
+        pb.TransportOffer(name=offer.name, arena=offer.arena, nonce=offer.nonce, arena_bytes=offer.arena_bytes)
+        for offer in opening.transports
+    ]
+    message = pb.TransferOpen(
+        transfer_id=opening.transfer_id,
+        attempt=opening.attempt,
+        receiver_incarnation=opening.receiver_incarnation,
+        sender_id=opening.sender_id,
+        layout=layout_to_proto(opening.layout),
+        transports=offers,
+        first_block=opening.first_block,
+        num_blocks=opening.num_blocks,
+    )
+    return pb.PushRequest(open=message)
+
+
+def chunk_to_proto(chunk: Chunk) -> pb.PushRequest:
+    """Fills the message in place: each nesting by constructor would copy the payload once more."""
+    request = pb.PushRequest()
+    message = request.chunk
+    message.sequence_number = chunk.sequence_number
+    message.first_block = chunk.place.first_block
+    message.num_blocks = chunk.place.num_blocks
+    message.first_layer = chunk.place.first_layer
+    message.num_layers = chunk.place.num_layers
+    message.num_bytes = chunk.num_bytes
+    message.checksum = chunk.checksum
+    message.payload = chunk.payload.inline
+    message.arena_offset = chunk.payload.arena_offset
+    return request
+
+
+def commit_to_proto(commit: Commit) -> pb.PushRequest:
+    """Last message."""
+    message = pb.TransferCommit(
+        num_tokens=commit.num_tokens,
+        num_chunks=commit.num_chunks,
+        digest=commit.digest,
+        first_token=token_to_proto(commit.first_token),
+    )
+    return pb.PushRequest(commit=message)
+
+
+def reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
+    """From the receiver."""
+    if isinstance(reply, Granted):
+        return pb.PushResponse(granted=pb.TransferGranted(transport=reply.transport, credit_chunks=reply.credit_chunks))
+    if isinstance(reply, Ack):
+        return pb.PushResponse(ack=pb.TransferAck(sequence_number=reply.sequence_number))
+    return pb.PushResponse(committed=pb.TransferCommitted())
+
+
+def reply_from_proto(response: pb.PushResponse) -> ReceiverMessage:
+    """Raises TransferFailed if the message is empty or of an unknown kind."""
+    kind = response.WhichOneof("message")
+    if kind == "granted":
+        return Granted(response.granted.transport, response.granted.credit_chunks)
+    if kind == "ack":
+        return Ack(response.ack.sequence_number)
+    if kind == "committed":
+        return Committed()
+    raise TransferFailed("the receiver sent a message of an unknown kind")
+
+
+def request_from_proto(request: pb.PushRequest) -> SenderMessage:
+    """Raises TransferFailed if the message is empty or of an unknown kind."""
+    kind = request.WhichOneof("message")
+    if kind == "chunk":
+        return _chunk_from_proto(request.chunk)
+    if kind == "open":
+        return _open_from_proto(request.open)
+    if kind == "commit":
+        commit = request.commit
+        return Commit(commit.num_tokens, commit.num_chunks, commit.digest, token_from_proto(commit.first_token))
+    raise TransferFailed("the sender sent a message of an unknown kind")
+
+
+async def requests_from_proto(requests: AsyncIterator[pb.PushRequest]) -> AsyncIterator[SenderMessage]:
+    """Translate a whole stream."""
+    async for request in requests:
+        yield request_from_proto(request)
+
+
+def _open_from_proto(message: pb.TransferOpen) -> TransferOpen:
+    return TransferOpen(
+        transfer_id=message.transfer_id,
+        attempt=message.attempt,
+        receiver_incarnation=message.receiver_incarnation,
+        sender_id=message.sender_id,
+        layout=layout_from_proto(message.layout),
+        transports=tuple(
+            TransportOffer(offer.name, offer.arena, offer.nonce, offer.arena_bytes) for offer in message.transports
+        ),
+        first_block=message.first_block,
+        num_blocks=message.num_blocks,
+    )
+
+
+def _chunk_from_proto(message: pb.TransferChunk) -> Chunk:
+    return Chunk(
+        sequence_number=message.sequence_number,
+        place=ChunkRange(message.first_block, message.num_blocks, message.first_layer, message.num_layers),
+        num_bytes=message.num_bytes,
+        checksum=message.checksum,
+        payload=Payload(message.payload, message.arena_offset),
+    )

@@ -1,0 +1,234 @@
+"""The sender's half of one conversation.
+
+    open ──▶ granted     the receiver has chosen a transport and given credit; then three activities side by side:
+    gather               waits for a push, a credit and a slot, then has a thread copy KV into the slot
+    send                 writes each sealed chunk to the stream while the next is being gathered; at the end, Commit
+    listen               an ack frees the slot and gives the credit back; Committed ends it
+
+However it ends, the call is cancelled, no thread reads the store, and all slots are back.
+"""
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from kvtransfer import messages
+from kvtransfer.channels import ChannelPool
+from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
+from kvtransfer.chunks import ChunkRange
+from kvtransfer.inbox import PushInbox
+from kvtransfer.messages import Ack, Chunk, Commit, Committed, Granted, ReceiverMessage, TransferOpen
+from kvtransfer.settings import TransferSettings
+from kvtransfer.store import KVStore
+from kvtransfer.tasks import run_to_end, task_group
+from kvtransfer.transports.base import SendTransport, Slot
+from mesh.domain.errors import MeshError, TransferFailed
+from mesh.domain.tokens import SampledToken
+from mesh.rpc.credentials import Metadata
+from mesh.rpc.status import error_from_rpc
+from tandem.v1 import kvtransfer_pb2 as pb
+from tandem.v1 import kvtransfer_pb2_grpc as pb_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSpec:
+    """What goes where. `block_ids` is the sender's block table of the whole prompt, by block position.
+
+    Positions before `first_block` are at the receiver already and are never sent.
+    """
+
+    transfer_id: str
+    attempt: int
+    address: str
+    receiver_incarnation: str
+    block_ids: tuple[int, ...]
+    first_block: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """What a finished transfer moved."""
+
+    transport: str
+    num_bytes: int
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SenderParts:
+    """What all transfers of a KVSender share."""
+
+    store: KVStore
+    worker_id: str
+    metadata: Metadata
+    settings: TransferSettings
+    transports: tuple[SendTransport, ...]
+    channels: ChannelPool
+    executor: Executor
+
+
+class SendingConversation:
+    """One call. `first_token` and `num_tokens` are set before the inbox is finished."""
+
+    first_token: SampledToken
+    num_tokens: int
+
+    def __init__(self, spec: TransferSpec, parts: SenderParts, inbox: PushInbox) -> None:
+        self._spec = spec
+        self._parts = parts
+        self._inbox = inbox
+        self._layout = parts.store.layout
+        self._seed = transfer_seed(spec.transfer_id, spec.attempt)
+        self._digest = Digest()
+        self._num_chunks = 0
+        self._num_bytes = 0
+        self._slots: dict[int, Slot] = {}  # by sequence number, until acknowledged
+        self._num_unanswered = 0  # messages the receiver owes an answer to: open, chunks, commit
+        self._is_committing = False
+        self._watchdog = asyncio.timeout(None)
+
+    async def run(self) -> TransferResult:
+        """From open to committed. Raises MeshError; anything else is a bug or a broken store."""
+        with self._parts.channels.use(self._spec.address) as channel:
+            call = pb_grpc.KvTransferStub(channel).Push(metadata=self._parts.metadata)
+            try:
+                async with self._watchdog:
+                    return await self._converse(call)
+            except TimeoutError:
+                limit = self._parts.settings.progress_timeout_s
+                raise TransferFailed(f"the receiver has not answered for {limit:g} s") from None
+            finally:
+                call.cancel()
+                for slot in self._slots.values():
+                    slot.release()
+
+    async def _converse(self, call: Any) -> TransferResult:
+        self._asked()
+        await _write(call, messages.open_to_proto(self._opening()))
+        granted = await _read(call)
+        self._answered()
+        transport, credit = self._accept(granted)
+        free = asyncio.Semaphore(credit)
+        sealed: asyncio.Queue[pb.PushRequest | None] = asyncio.Queue()  # bounded by the credit
+        async with task_group() as tasks:
+            tasks.create_task(self._gather(transport, free, sealed))
+            tasks.create_task(self._send(call, sealed, free, credit))
+            await self._listen(call, free)
+        return TransferResult(transport.name, self._num_bytes, self._num_chunks)
+
+    def _opening(self) -> TransferOpen:
+        return TransferOpen(
+            transfer_id=self._spec.transfer_id,
+            attempt=self._spec.attempt,
+            receiver_incarnation=self._spec.receiver_incarnation,
+            sender_id=self._parts.worker_id,
+            layout=self._layout,
+            transports=tuple(transport.offer() for transport in self._parts.transports),
+            first_block=self._spec.first_block,
+            num_blocks=len(self._spec.block_ids),
+        )
+
+    def _accept(self, granted: ReceiverMessage) -> tuple[SendTransport, int]:
+        if isinstance(granted, Granted) and granted.credit_chunks > 0:
+            for transport in self._parts.transports:
+                if transport.name == granted.transport:
+                    return transport, granted.credit_chunks
+        raise TransferFailed("the receiver granted no credit, or a transport that was not offered")
+
+    async def _gather(
+        self, transport: SendTransport, free: asyncio.Semaphore, sealed: "asyncio.Queue[pb.PushRequest | None]"
+    ) -> None:
+        while await self._inbox.wait():
+            await free.acquire()
+            place = self._inbox.take()  # after waiting: small pushes have been joined meanwhile
+            number = self._num_chunks
+            slot = self._slots[number] = await transport.acquire(place.num_bytes(self._layout))
+            chunk = partial(self._fill, slot, number, place)
+            request = await run_to_end(self._parts.executor, chunk)
+            self._digest.add(request.chunk.checksum)
+            self._num_chunks += 1
+            self._num_bytes += request.chunk.num_bytes
+            self._asked()
+            sealed.put_nowait(request)
+        sealed.put_nowait(None)
+
+    def _fill(self, slot: Slot, number: int, place: ChunkRange) -> pb.PushRequest:
+        """On a thread: copy KV out of the store and make the message."""
+        block_ids = self._spec.block_ids[place.first_block : place.first_block + place.num_blocks]
+        buffer = slot.buffer()
+        num_bytes = len(buffer)
+        self._parts.store.read_blocks(block_ids, place.first_layer, place.num_layers, buffer)
+        checksum = chunk_checksum(self._seed, number, place, buffer)
+        return messages.chunk_to_proto(Chunk(number, place, num_bytes, checksum, slot.seal()))
+
+    async def _send(
+        self, call: Any, sealed: "asyncio.Queue[pb.PushRequest | None]", free: asyncio.Semaphore, credit: int
+    ) -> None:
+        while (request := await sealed.get()) is not None:
+            await _write(call, request)
+        for _ in range(credit):  # all of it is back when everything is acknowledged
+            await free.acquire()
+        self._is_committing = True
+        commit = Commit(self.num_tokens, self._num_chunks, self._digest.value, self.first_token)
+        self._asked()
+        await _write(call, messages.commit_to_proto(commit))
+
+    async def _listen(self, call: Any, free: asyncio.Semaphore) -> None:
+        while not isinstance(reply := await _read(call), Committed):
+            number = reply.sequence_number if isinstance(reply, Ack) else self._num_chunks
+            if number >= self._num_chunks or number not in self._slots:
+                raise TransferFailed("the receiver acknowledged what was not sent")
+            self._answered()
+            self._slots.pop(number).release()
+            free.release()
+        if not self._is_committing:
+            raise TransferFailed("the receiver committed what was not sent")
+
+    def _asked(self) -> None:
+        self._num_unanswered += 1
+        if self._num_unanswered == 1:
+            self._restart_watchdog()
+
+    def _answered(self) -> None:
+        self._num_unanswered -= 1
+        self._restart_watchdog()
+
+    def _restart_watchdog(self) -> None:
+        """Time runs only while the receiver owes an answer, and anew from each answer."""
+        if self._watchdog.expired():
+            return
+        now, limit = asyncio.get_running_loop().time(), self._parts.settings.progress_timeout_s
+        self._watchdog.reschedule(now + limit if self._num_unanswered else None)
+
+
+async def _write(call: Any, request: pb.PushRequest) -> None:
+    try:
+        await call.write(request)
+    except asyncio.InvalidStateError:  # how grpc.aio says that the call has ended
+        raise await _end_of(call) from None
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from None
+
+
+async def _read(call: Any) -> ReceiverMessage:
+    try:
+        response = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from None
+    if response is grpc.aio.EOF:
+        raise await _end_of(call)
+    return messages.reply_from_proto(response)
+
+
+async def _end_of(call: Any) -> MeshError:
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return TransferFailed("the receiver ended the conversation early")
+    error = grpc.aio.AioRpcError(
+        code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
+    return error_from_rpc(error)

@@ -1,0 +1,37 @@
+"""Settings of moving KV; one class for both sides."""
+
+from dataclasses import dataclass
+
+from mesh.domain.errors import ConfigurationError
+from mesh.rpc.server import MAX_MESSAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """How KV moves. The sender's `transports` are offered in this order; a receiver uses those it lists too."""
+
+    transports: tuple[str, ...] = ("shm", "grpc")
+    chunk_bytes: int = 2 << 20
+    """Most payload in one chunk; a single block of one layer may be larger."""
+    credit_chunks: int = 4
+    """Chunks a receiver allows to be unacknowledged, per transfer."""
+    progress_timeout_s: float = 10.0
+    """A sender that waits this long for an answer gives the transfer up."""
+    channel_idle_s: float = 60.0
+    """A connection to a decode worker is closed after this long without a transfer."""
+    num_threads: int = 2
+    """Threads that copy KV, per process and direction."""
+    arena_bytes: int = 64 << 20
+    """Shared memory a sender takes for its payload on the way."""
+    max_arena_bytes: int = 1 << 30
+    """Largest arena a receiver opens."""
+    shm_dir: str = "/dev/shm"
+
+    def __post_init__(self) -> None:
+        if not self.transports:
+            raise ConfigurationError("transports must name at least one payload path")
+        if not 1 <= self.chunk_bytes <= MAX_MESSAGE_BYTES // 2:
+            raise ConfigurationError(f"chunk_bytes must be in [1, {MAX_MESSAGE_BYTES // 2}], got {self.chunk_bytes}")
+        for name in ("credit_chunks", "num_threads", "progress_timeout_s", "arena_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")

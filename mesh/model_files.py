@@ -1,0 +1,97 @@
+"""Facts that a checkpoint folder states about its model, for routers and workers alike. Standard library only.
+
+`config.json` and `tokenizer.json` must be there; `generation_config.json` may be missing.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from mesh.domain.errors import ConfigurationError
+
+_FINGERPRINT_BYTES = 16
+
+# What different model families call the longest sequence they were made for.
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What router and workers must agree on. `max_position_embeddings` is None where the model sets no limit."""
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_position_embeddings: int | None
+    tokenizer_fingerprint: str
+
+
+def read_model_facts(model_dir: Path) -> ModelFacts:
+    """Read a checkpoint folder. Raises ConfigurationError that names the file at fault."""
+    path = model_dir / "config.json"
+    config = read_json(path)
+    text_config = config.get("text_config")  # multimodal checkpoints keep the decoder's facts there
+    if isinstance(text_config, dict):
+        config = text_config | config
+    generation = read_json(model_dir / "generation_config.json", optional=True)
+    vocab_size = _integer(config, ("vocab_size",), path)
+    if vocab_size is None:
+        raise ConfigurationError(f"{path} has no vocab_size")
+    return ModelFacts(
+        vocab_size=vocab_size,
+        eos_token_ids=_eos_ids(config, path) | _eos_ids(generation, model_dir / "generation_config.json"),
+        max_position_embeddings=_integer(config, _POSITION_KEYS, path),
+        tokenizer_fingerprint=tokenizer_fingerprint(model_dir),
+    )
+
+
+def tokenizer_fingerprint(model_dir: Path) -> str:
+    """Hash of tokenizer.json: equal fingerprints mean equal token ids."""
+    path = model_dir / "tokenizer.json"
+    return blake2b(_read_bytes(path), digest_size=_FINGERPRINT_BYTES).hexdigest()
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """A JSON object from a file; empty if it is missing and `optional`. Raises ConfigurationError."""
+    if optional and not path.exists():
+        return {}
+    try:
+        content = json.loads(_read_bytes(path))
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} must hold a JSON object")
+    return content
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _eos_ids(config: Mapping[str, Any], path: Path) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(_is_index(token_id) for token_id in ids):
+        raise ConfigurationError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}")
+    return frozenset(ids)
+
+
+def _integer(config: Mapping[str, Any], keys: Iterable[str], path: Path) -> int | None:
+    """The first of `keys` that is set."""
+    for key in keys:
+        value = config.get(key)
+        if value is None:
+            continue
+        if not _is_index(value) or value == 0:
+            raise ConfigurationError(f"{path}: {key} must be a positive integer, got {value!r}")
+        return int(value)
+    return None
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

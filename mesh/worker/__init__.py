@@ -1,0 +1,1 @@
+"""What prefill and decode workers share that is not the model: settings, registration, drain."""

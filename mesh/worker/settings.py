@@ -1,0 +1,80 @@
+"""Settings both kinds of worker have."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import DTYPE_BYTES
+from mesh.process import ProcessSettings
+from mesh.rpc.credentials import MeshKey
+from mesh.settings import setting
+
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(ProcessSettings):
+    """Identity, addresses, model, and the engine's limits."""
+
+    model: str = setting(..., "folder of the checkpoint", env=("MODEL_ID", "HF_MODEL_ID"))
+    name: str = setting("", "served model name; default: the folder's name")
+    worker_id: str = setting("", "stable name of this worker; default: host name and process id")
+    registry_address: str = setting(..., "host:port of the router's registry")
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(0, "port to listen on; 0 takes a free one")
+    advertise_host: str = setting("", "host name others reach this worker by; default: host")
+    mesh_key: str = setting("", "shared secret of the mesh", secret=True)
+    device: str = setting("auto", "cpu, cuda, cuda:N, or auto")
+    dtype: str = setting("float32", "type of weights and KV: " + ", ".join(DTYPE_BYTES), env=("DTYPE",))
+    load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
+    block_size: int = setting(16, "tokens per KV block")
+    kv_cache_bytes: int = setting(0, "memory for KV; 0 takes a share of what is free")
+    kv_memory_fraction: float = setting(0.3, "share of free memory for KV", env=("CUDA_MEMORY_FRACTION",))
+    max_model_len: int = setting(0, "most tokens of a sequence; 0: the model's own limit")
+    prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
+    layers_per_group: int = setting(8, "layers whose KV is shipped together while the next ones compute")
+    num_threads: int = setting(0, "compute threads; 0: the number of cores allowed")
+    cpu_list: str = setting("", "cores to stay on, such as 0,2-3; default: wherever the system likes")
+    drain_grace_s: float = setting(30.0, "time running work gets at a stop")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigurationError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
+
+    @property
+    def served_name(self) -> str:
+        """Model name that requests use."""
+        return self.name or os.path.basename(os.path.normpath(self.model))
+
+    @property
+    def identity(self) -> str:
+        """This worker's id."""
+        return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+
+    @property
+    def key(self) -> MeshKey | None:
+        """The mesh key, if there is one."""
+        return MeshKey(self.mesh_key) if self.mesh_key else None
+
+    def pin_cores(self) -> None:
+        """Stay on the cores of `cpu_list`. Raises ConfigurationError if they cannot be had."""
+        if not self.cpu_list:
+            return
+        try:
+            os.sched_setaffinity(0, _parse_cpu_list(self.cpu_list))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"cpu_list {self.cpu_list!r} names no cores this process may use") from error
+
+
+def _parse_cpu_list(text: str) -> set[int]:
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -1,0 +1,1 @@
+"""Runs prompts and ships their KV to decode workers."""

@@ -1,0 +1,42 @@
+"""`python -m prefill_worker`: the only place that knows concrete classes."""
+
+import asyncio
+import sys
+
+from engine.host import EngineLimits, build_host
+from engine.loop import EngineLoop, LoopCallbacks
+from engine.reports import EngineReports
+from kvtransfer import KVSender, TransferSettings
+from mesh.domain.worker import WorkerRole
+from mesh.process import ServiceProgram, announce
+from mesh.worker.runtime import RoleParts, WorkerRuntime
+from prefill_worker.service import PrefillService
+from prefill_worker.servicer import PrefillServicer
+from prefill_worker.settings import PrefillSettings
+from tandem.v1 import prefill_pb2_grpc
+
+
+async def serve(settings: PrefillSettings) -> None:
+    """Load, register, serve, drain, stop."""
+    settings.pin_cores()
+    limits = EngineLimits(settings.max_batch_prefill_tokens, settings.max_num_seqs)
+    host = build_host(settings, limits, on_progress=lambda fraction: announce("loading", fraction=fraction))
+    service = PrefillService(settings.block_size)
+    engine_died = asyncio.Event()
+    callbacks = LoopCallbacks(service.on_step, on_death=lambda _: engine_died.set())
+    engine = EngineLoop(host.engine(service.on_layers), callbacks)
+    runtime = WorkerRuntime(settings, host.worker_info(WorkerRole.PREFILL), EngineReports(engine))
+    transfer_settings = TransferSettings(transports=tuple(settings.kv_transports.split(",")))
+    sender = KVSender(host.runner.kv_cache, settings.identity, settings.key, transfer_settings)
+    service.connect(engine, sender, runtime.is_draining)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), runtime.server.grpc)
+    engine.start()
+    try:
+        await runtime.serve(RoleParts(("tandem.v1.Prefill",), service.drained, engine_died))
+    finally:
+        await sender.close()
+        await engine.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(ServiceProgram("prefill_worker", PrefillSettings, serve).main())

@@ -1,0 +1,74 @@
+"""Connections to workers: one channel for each worker's current incarnation, and how calls over it fail."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from mesh.domain.errors import WorkerLost
+from mesh.domain.worker import WorkerInfo, WorkerState
+from mesh.registry.membership import Registry
+from mesh.rpc.channel import open_channel
+from mesh.rpc.credentials import MeshKey, Metadata
+from mesh.rpc.status import error_from_rpc
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who this router is to workers."""
+
+    router_id: str
+    mesh_key: MeshKey | None
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata for every outgoing call."""
+        return self.mesh_key.metadata() if self.mesh_key is not None else ()
+
+
+class Channels:
+    """Opened on demand. A lost worker's channel is closed, which ends every call over it at once."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, info: WorkerInfo) -> grpc.aio.Channel:
+        """The channel to this run of a worker."""
+        if info.incarnation not in self._channels:
+            self._channels[info.incarnation] = open_channel(info.address)
+        return self._channels[info.incarnation]
+
+    def reconcile(self) -> None:
+        """Close channels of workers that are lost or gone."""
+        alive = {v.info.incarnation for v in self._registry.workers() if v.state is not WorkerState.LOST}
+        for incarnation in self._channels.keys() - alive:
+            task = asyncio.get_running_loop().create_task(self._channels.pop(incarnation).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close all."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+async def responses_of(call: Any) -> AsyncGenerator[Any, None]:
+    """Messages of a streaming call. Raises the MeshError it ended with; leaving early cancels the call."""
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+    except asyncio.CancelledError as error:
+        # grpc.aio raises this also where the peer, or a closed channel, has ended the call.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise WorkerLost("the call was cancelled by the other side") from error
+    finally:
+        call.cancel()

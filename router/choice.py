@@ -1,0 +1,179 @@
+"""One continuation of a prompt: its tokens, its text, and what of it the client has not taken yet. No I/O.
+
+    StepOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ Chunk
+
+Every token makes exactly one event, in order. The newest event is kept back while text of its token is, so that text
+which comes out only at the end still has a token to go with, and special tokens never carry text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mesh.domain.request import Request
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
+from router.text.stop import StopMatcher
+from router.text.stream import TextStream
+from router.text.tokenizer import Tokenizer
+from router.token_order import TokenOrder
+from router.validation import ValidRequest
+
+
+@dataclass(frozen=True, slots=True)
+class TopToken:
+    """An alternative the model considered."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A token with the text it adds: none for special tokens, and none while text is held back."""
+
+    id: int
+    text: str
+    logprob: float | None
+    top: tuple[TopToken, ...]
+    special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one choice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New events of one choice; `finish_reason` and `usage` come with its last one."""
+
+    index: int
+    tokens: list[TokenEvent]
+    finish_reason: FinishReason | None
+    usage: Usage | None
+
+
+class Choice:
+    """State of one choice over all its attempts. `on_change` is called when there is something to take."""
+
+    def __init__(self, index: int, valid: ValidRequest, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.request_id = valid.request_id if index == 0 else f"{valid.request_id}-{index}"
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: tuple[PromptLogprob, ...] | None = None
+        self.cached_tokens: int | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._valid = valid
+        seed = valid.sampling.seed or 0
+        self._sampling = replace(valid.sampling, seed=(seed + index) % 2**64)
+        self._max_new_tokens = valid.sampling.max_new_tokens or 0
+        self._order = TokenOrder()
+        self._tokenizer = tokenizer
+        self._text = TextStream(tokenizer.detokenizer(), StopMatcher(valid.sampling.stop))
+        self._pending: list[TokenEvent] = []
+        self._num_kept_back = 0  # newest events of `_pending`, the first of which still waits for text
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the client's prompt."""
+        return len(self._valid.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self._valid.prompt_ids) + len(self.token_ids)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Length at which the choice ends."""
+        return len(self._valid.prompt_ids) + self._max_new_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Events the client has not taken, alternatives counted too: what a slow reader costs."""
+        return len(self._pending) * (1 + self._valid.asked.top_logprobs)
+
+    def next_request(self, attempt: int, *, eos_token_ids: frozenset[int], namespace: str) -> Request:
+        """What to dispatch now: the prompt and all that has been generated."""
+        self._order.restart()
+        asked = self._valid.asked
+        return Request(
+            request_id=self.request_id,
+            attempt=attempt,
+            token_ids=(*self._valid.prompt_ids, *self.token_ids),
+            num_prompt_tokens=len(self._valid.prompt_ids),
+            sampling=self._sampling,
+            eos_token_ids=eos_token_ids,
+            top_logprobs=asked.top_logprobs,
+            prompt_logprobs=asked.prompt_logprobs and self.index == 0 and self.prompt_logprobs is None,
+            cache_namespace=namespace,
+        )
+
+    def accept(self, output: StepOutput) -> None:
+        """Take in what a worker reports. What comes after the end is dropped."""
+        if self.finish_reason is not None:
+            return
+        if output.prompt_logprobs and self.prompt_logprobs is None:
+            self.prompt_logprobs = output.prompt_logprobs
+        for tokens, reason in self._order.accept(output):
+            self._extend(tokens, reason)
+            if self.finish_reason is not None:
+                break
+        self.on_change()
+
+    def note_cached(self, num_tokens: int) -> None:
+        """The first attempt found this much of the prompt in a prefix cache."""
+        self.cached_tokens = max(num_tokens, self.cached_tokens or 0)
+
+    def take(self) -> Chunk | None:
+        """What is ready for the client; None if nothing is. The last chunk has the finish reason."""
+        num_ready = len(self._pending) - self._num_kept_back
+        if num_ready == 0 and self.finish_reason is None:
+            return None
+        tokens, self._pending = self._pending[:num_ready], self._pending[num_ready:]
+        usage = self.usage() if self.finish_reason is not None else None
+        return Chunk(self.index, tokens, self.finish_reason, usage)
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(len(self._valid.prompt_ids), len(self.token_ids), self.cached_tokens or 0)
+
+    def _extend(self, tokens: tuple[SampledToken, ...], reason: FinishReason | None) -> None:
+        for place, token in enumerate(tokens):
+            is_stop_token = reason is FinishReason.STOP_SEQUENCE and place == len(tokens) - 1
+            self._add(token, hide_text=is_stop_token)
+            if self._text.stopped:
+                return self._finish(FinishReason.STOP_SEQUENCE)
+        if reason is not None:
+            self._finish(reason)
+        elif len(self.token_ids) >= self._max_new_tokens:
+            self._finish(FinishReason.LENGTH)
+        return None
+
+    def _add(self, token: SampledToken, *, hide_text: bool) -> None:
+        self.token_ids.append(token.id)
+        special = token.id in self._tokenizer.special_ids
+        has_text = not (special or hide_text)
+        text = self._text.push(token.id) if has_text else ""
+        self._pending.append(TokenEvent(token.id, text, token.logprob, self._top(token.top), special))
+        if has_text:
+            self._num_kept_back = 1 if self._text.holding else 0
+        elif self._num_kept_back:
+            self._num_kept_back += 1
+
+    def _finish(self, reason: FinishReason) -> None:
+        rest = self._text.flush()
+        if rest:
+            place = len(self._pending) - self._num_kept_back
+            self._pending[place] = replace(self._pending[place], text=self._pending[place].text + rest)
+        self._num_kept_back = 0
+        self.finish_reason = reason
+
+    def _top(self, top: tuple[TokenLogprob, ...]) -> tuple[TopToken, ...]:
+        text_of = self._tokenizer.text_of
+        return tuple(TopToken(entry.id, text_of(entry.id), entry.logprob) for entry in top)

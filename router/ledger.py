@@ -1,0 +1,99 @@
+"""What this router has in flight at each worker: placement must not wait for the next heartbeat to know."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from mesh.domain.worker import WorkerInfo
+from mesh.registry.membership import WorkerView
+from router.placement import InFlight, Placement
+
+# A heartbeat that arrives this soon after a reservation may have been written before it.
+_REPORT_DELAY_S = 0.1
+
+
+class Booking:
+    """One attempt's share of its workers. Release it whatever happens; releasing twice does nothing."""
+
+    def __init__(self, ledger: "Ledger", placement: Placement, num_tokens: int) -> None:
+        self.placement = placement
+        self.num_tokens = num_tokens
+        """Prompt and generated tokens so far: what the decode worker holds KV for."""
+        self.prefill_tokens = num_tokens if placement.prefill is not None else 0
+        """Prompt tokens the prefill worker has still to compute."""
+        self.reserved_at_s: float | None = None
+        """When the decode worker confirmed its reservation."""
+        self.holds_prefill = placement.prefill is not None
+        self._ledger = ledger
+
+    def reserved(self) -> None:
+        """The decode worker has reserved blocks."""
+        self.reserved_at_s = self._ledger.now_s()
+
+    def prefill_computed(self) -> None:
+        """The prompt is computed; its blocks stay on the prefill worker until they are sent."""
+        self.prefill_tokens = 0
+        self._ledger.changed()
+
+    def prefill_released(self) -> None:
+        """The prefill worker has nothing of it any more."""
+        self.prefill_tokens, self.holds_prefill = 0, False
+        self._ledger.changed()
+
+    def release(self) -> None:
+        """The attempt is over."""
+        self._ledger.remove(self)
+
+
+class Ledger:
+    """All bookings of one router. `clock` gives the registry's monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.now_s = clock
+        self._bookings: dict[Booking, None] = {}
+        self._callbacks: list[Callable[[], None]] = []
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever room may have appeared."""
+        self._callbacks.append(callback)
+
+    def book(self, placement: Placement, num_tokens: int) -> Booking:
+        """Count an attempt in."""
+        booking = Booking(self, placement, num_tokens)
+        self._bookings[booking] = None
+        return booking
+
+    def remove(self, booking: Booking) -> None:
+        """Count an attempt out."""
+        if self._bookings.pop(booking, booking) is None:
+            self.changed()
+
+    def changed(self) -> None:
+        """Room may have appeared."""
+        for callback in self._callbacks:
+            callback()
+
+    def in_flight(self, views: Iterable[WorkerView]) -> Mapping[str, InFlight]:
+        """Sums by worker incarnation."""
+        last_seen_s = {view.info.incarnation: view.last_seen_s for view in views}
+        sums: dict[str, InFlight] = {}
+        for booking in self._bookings:
+            decode, prefill = booking.placement.decode, booking.placement.prefill
+            blocks = decode.layout.num_blocks_for(booking.num_tokens) + 1
+            reported = self._is_reported(booking, last_seen_s.get(decode.incarnation, 0.0))
+            _add(sums, decode, InFlight(1, blocks, 0 if reported else blocks, 0))
+            if prefill is not None and booking.holds_prefill:
+                blocks = prefill.layout.num_blocks_for(booking.num_tokens)
+                _add(sums, prefill, InFlight(1, blocks, 0, booking.prefill_tokens))
+        return sums
+
+    def _is_reported(self, booking: Booking, last_seen_s: float) -> bool:
+        return booking.reserved_at_s is not None and last_seen_s > booking.reserved_at_s + _REPORT_DELAY_S
+
+
+def _add(sums: dict[str, InFlight], info: WorkerInfo, more: InFlight) -> None:
+    have = sums.get(info.incarnation, InFlight())
+    sums[info.incarnation] = InFlight(
+        have.num_seqs + more.num_seqs,
+        have.num_blocks + more.num_blocks,
+        have.num_unreported_blocks + more.num_unreported_blocks,
+        have.prefill_tokens + more.prefill_tokens,
+    )

@@ -1,0 +1,104 @@
+"""One prefill: a call to a prefill worker, for as long as it computes the prompt and sends its KV."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import grpc
+import structlog
+
+from mesh import wire
+from mesh.domain.errors import InvalidRequest, MeshError, Replayable, TransferFailed, WorkerLost
+from mesh.domain.request import Request
+from mesh.domain.tokens import StepOutput
+from mesh.domain.worker import WorkerInfo
+from mesh.registry.membership import Registry
+from router.channels import Caller, Channels, responses_of
+from tandem.v1 import prefill_pb2, prefill_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+
+class PrefillProgress(Enum):
+    """What a prefill reports beside its first token."""
+
+    STARTED = auto()
+    TRANSFERRED = auto()
+
+
+PrefillEvent = PrefillProgress | StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Where a prompt's KV goes: blocks a decode worker holds under `transfer_id`."""
+
+    decode: WorkerInfo
+    transfer_id: str
+    ready_tokens: int
+
+
+class PrefillClient:
+    """Calls prefill workers."""
+
+    def __init__(self, registry: Registry, channels: Channels, caller: Caller, *, timeout_s: float) -> None:
+        self._registry = registry
+        self._channels = channels
+        self._caller = caller
+        self._timeout_s = timeout_s
+
+    async def run(
+        self, worker: WorkerInfo, request: Request, reservation: Reservation
+    ) -> AsyncIterator[PrefillEvent]:
+        """Events of one prefill. Leaving early cancels it. Raises Replayable, or InvalidRequest."""
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
+        time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
+        call = stub.Prefill(
+            _message(request, reservation),
+            timeout=min(self._timeout_s, time_left_s),
+            metadata=self._caller.metadata,
+        )
+        try:
+            async with aclosing(responses_of(call)) as responses:
+                async for response in responses:
+                    event = _event(response)
+                    if event is not None:
+                        yield event
+        except MeshError as error:
+            raise self._judge(worker, error) from error
+
+    def _judge(self, worker: WorkerInfo, error: MeshError) -> MeshError:
+        """What the failed call means for the request."""
+        if _is_unreachable(error):
+            self._registry.lose(worker.worker_id, worker.incarnation)
+        if isinstance(error, Replayable | InvalidRequest):
+            return error
+        # A worker's complaint about its peer, its settings or the time is not the client's: replay.
+        log.warning("prefill failed", worker=worker.worker_id, error=str(error), kind=type(error).__name__)
+        return TransferFailed(f"the prefill worker ended the call: {error}")
+
+
+def _is_unreachable(error: MeshError) -> bool:
+    """True if the connection failed, rather than this one call."""
+    cause = error.__cause__
+    no_answer = isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE
+    return no_answer and type(error) is WorkerLost
+
+
+def _message(request: Request, reservation: Reservation) -> prefill_pb2.PrefillRequest:
+    destination = prefill_pb2.KvDestination(
+        address=reservation.decode.address,
+        worker_id=reservation.decode.worker_id,
+        incarnation=reservation.decode.incarnation,
+        transfer_id=reservation.transfer_id,
+        ready_tokens=reservation.ready_tokens,
+    )
+    return prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=destination)
+
+
+def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:
+    kind = response.WhichOneof("event")
+    if kind == "first_token":
+        return wire.output_from_proto(response.first_token)
+    return {"started": PrefillProgress.STARTED, "finished": PrefillProgress.TRANSFERRED}.get(kind or "")

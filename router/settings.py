@@ -1,0 +1,94 @@
+"""The router's settings."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh.domain.errors import ConfigurationError
+from mesh.process import ProcessSettings
+from mesh.settings import setting
+
+_COUNTS = (
+    "max_concurrent_requests",
+    "max_queued_requests",
+    "max_input_length",
+    "max_total_tokens",
+    "max_attempts",
+    "max_worker_losses",
+)
+_DURATIONS = (
+    "no_worker_timeout_s",
+    "reserve_timeout_s",
+    "prefill_timeout_s",
+    "stall_timeout_s",
+    "slow_reader_s",
+    "grace_s",
+)
+_NOT_NEGATIVE = ("prefill_threshold", "expect_prefill", "expect_decode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings(ProcessSettings):
+    """Checked on construction."""
+
+    model: str = setting(..., "checkpoint folder: tokenizer and config", env=("MODEL_ID", "HF_MODEL_ID"))
+    name: str = setting("", "served model name; default: the folder's name")
+    host: str = setting("127.0.0.1", "address clients reach")
+    port: int = setting(50051, "port clients reach; 0 takes a free one", env=("PORT",))
+    registry_host: str = setting("127.0.0.1", "address workers register at")
+    registry_port: int = setting(50052, "port workers register at; 0 takes a free one")
+    mesh_key: str = setting("", "secret shared by routers and workers", secret=True)
+
+    max_concurrent_requests: int = setting(
+        128, "choices in service at a time; more are refused at once", env=("MAX_CONCURRENT_REQUESTS",)
+    )
+    max_queued_requests: int = setting(128, "choices waiting for workers; more are refused at once")
+    max_input_length: int | None = setting(
+        None, "most prompt tokens; default: max_total_tokens - 1", env=("MAX_INPUT_LENGTH", "MAX_INPUT_TOKENS")
+    )
+    max_total_tokens: int | None = setting(
+        None,
+        "most prompt and generated tokens; default: what the model and the decode workers can hold",
+        env=("MAX_TOTAL_TOKENS",),
+    )
+    prefill_threshold: int = setting(0, "prompts with fewer uncached tokens are prefilled by the decode worker")
+
+    max_attempts: int = setting(10, "dispatches of a request in a row that bring no token, before it fails")
+    max_worker_losses: int = setting(4, "workers lost in a row under a request that got no token, before it fails")
+    no_worker_timeout_s: float = setting(15.0, "how long requests wait while there is no decode worker at all")
+    reserve_timeout_s: float = setting(30.0, "how long a decode worker may take to reserve memory")
+    prefill_timeout_s: float = setting(300.0, "how long a prefill may take, its transfer included")
+    stall_timeout_s: float = setting(60.0, "a sequence without a token for this long is replayed elsewhere")
+    slow_reader_s: float = setting(30.0, "a client that takes nothing for this long is cut off")
+    grace_s: float = setting(10.0, "how long running streams may go on after SIGTERM")
+    expect_prefill: int = setting(0, "prefill workers to wait for before announcing ready")
+    expect_decode: int = setting(1, "decode workers to wait for before announcing ready")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name} must be >= 1, got {value}")
+        for name in _DURATIONS:
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name):g}")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if not Path(self.model).is_dir():
+            raise ConfigurationError(f"model must be a checkpoint folder, and {self.model!r} is none")
+        if self.max_input_length is not None and self.max_total_tokens is not None:
+            require_input_below_total(self.max_input_length, self.max_total_tokens)
+
+    @property
+    def served_name(self) -> str:
+        """Name clients use."""
+        return self.name or Path(self.model).resolve().name
+
+
+def require_input_below_total(max_input_length: int, max_total_tokens: int) -> None:
+    """Raise ConfigurationError unless a longest prompt leaves room for one token."""
+    if max_input_length >= max_total_tokens:
+        raise ConfigurationError(
+            f"max_input_length must be < max_total_tokens, got {max_input_length} and {max_total_tokens}"
+        )

@@ -1,0 +1,1 @@
+"""Text: templates, tokens, and text back from tokens. Workers see token ids only."""

@@ -1,0 +1,129 @@
+"""Chat templates: Jinja, sandboxed, from the operator's model folder only.
+
+Templates see what Hugging Face transformers shows them: messages, add_generation_prompt, the special tokens,
+`raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and `{% generation %}`.
+Rendering is bounded in time and size, because messages come from clients.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mesh.domain.errors import ConfigurationError, InvalidRequest
+from mesh.model_files import read_json
+
+_MAX_RENDER_S = 1.0
+_MAX_RENDERED_CHARS = 8 << 20
+_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One turn."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """A model's way of writing a conversation as one text."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ConfigurationError if the template has a syntax error."""
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigurationError(f"the chat template is broken: {error}") from error
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "ChatTemplate | None":
+        """The folder's template: chat_template.jinja, else tokenizer_config.json; None if neither has one."""
+        config = read_json(model_dir / "tokenizer_config.json", optional=True)
+        path = model_dir / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.exists() else _named(config.get("chat_template"))
+        return cls(source, _special_tokens(config)) if source else None
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt, ready for the assistant's turn. Raises InvalidRequest. May take long: run it on a thread."""
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        pieces: list[str] = []
+        try:
+            chunks = self._template.generate(messages=turns, add_generation_prompt=True, **self._special_tokens)
+            pieces.extend(_bounded(chunks))
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise InvalidRequest(f"the chat template rejects these messages: {error}") from error
+        return "".join(pieces)
+
+
+def _bounded(chunks: Iterator[str]) -> Iterator[str]:
+    """Raise InvalidRequest when rendering takes too long or gets too big."""
+    deadline = time.monotonic() + _MAX_RENDER_S
+    num_chars = 0
+    for chunk in chunks:
+        num_chars += len(chunk)
+        if num_chars > _MAX_RENDERED_CHARS or time.monotonic() > deadline:
+            raise InvalidRequest(
+                f"the rendered chat is too big: the limits are {_MAX_RENDERED_CHARS} characters and {_MAX_RENDER_S:g} s"
+            )
+        yield chunk
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's part for training; here it renders its body and nothing else."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Replace the block with its body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _named(template: Any) -> str | None:
+    """Older checkpoints have a list of named templates; "default" is the one for chat."""
+    if isinstance(template, list):
+        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by the names that templates use. In the file each is a string, or an object with `content`."""
+    found = {key: config.get(key) for key in _TOKEN_KEYS}
+    return {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in found.items()
+        if isinstance(value, str | dict)
+    }

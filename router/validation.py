@@ -1,0 +1,92 @@
+"""The one validator for public requests: what a client asked for, checked and completed."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mesh.domain.errors import InvalidRequest
+from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
+from router.limits import Limits
+from router.text.chat import ChatMessage
+
+CHAT_ROLES = ("system", "user", "assistant")
+
+# A prompt in one of its three forms: text, token ids, conversation.
+Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateInput:
+    """What a client asked for, not yet checked. `prompt` is None if none was given."""
+
+    prompt: Prompt | None
+    sampling: SamplingParams = SamplingParams()
+    model: str = ""
+    num_choices: int = 1
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    echo: bool = False
+    client_request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """A request that keeps every rule. `sampling.max_new_tokens` and `sampling.seed` are set."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    prompt_text: str
+    sampling: SamplingParams
+    asked: GenerateInput
+
+
+def check_shape(asked: GenerateInput, *, max_choices: int) -> None:
+    """Rules that need no tokenizer: checked before any work. Raises InvalidRequest."""
+    most = min(MAX_CHOICES, max_choices)
+    if not 1 <= asked.num_choices <= most:
+        raise InvalidRequest(f"num_choices must be in [1, {most}], got {asked.num_choices}")
+    if not 0 <= asked.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked.top_logprobs}")
+    check_prompt(asked.prompt)
+
+
+def check_prompt(prompt: Prompt | None) -> None:
+    """A prompt must be there, and its roles known."""
+    if prompt is None:
+        raise InvalidRequest("input is missing: give a prompt, token_ids or chat messages")
+    if not prompt:
+        raise InvalidRequest("the prompt is empty: at least one token is needed")
+    if isinstance(prompt, tuple):
+        for index, message in enumerate(prompt):
+            if isinstance(message, ChatMessage) and message.role not in CHAT_ROLES:
+                raise InvalidRequest(
+                    f"chat.messages[{index}].role must be one of {', '.join(CHAT_ROLES)}, got {message.role!r}"
+                )
+
+
+def check_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, limits: Limits) -> None:
+    """Length and vocabulary of a prompt."""
+    if not prompt_ids:
+        raise InvalidRequest("the prompt is empty: at least one token is needed")
+    if len(prompt_ids) > limits.max_input_tokens:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt_ids)} tokens, at most {limits.max_input_tokens} (max_input_length) are allowed"
+        )
+    highest = max(prompt_ids)
+    if highest >= vocab_size or min(prompt_ids) < 0:
+        raise InvalidRequest(f"token_ids: token id {highest} is not in the vocabulary of {vocab_size}")
+
+
+def complete_sampling(sampling: SamplingParams, *, num_prompt_tokens: int, vocab_size: int, max_total: int) -> SamplingParams:
+    """Checked parameters, with max_new_tokens (the rest of the budget, if unset) and a seed."""
+    sampling.validate(vocab_size)
+    rest = max_total - num_prompt_tokens
+    max_new = rest if sampling.max_new_tokens is None else sampling.max_new_tokens
+    if max_new > rest:
+        raise InvalidRequest(
+            f"prompt tokens ({num_prompt_tokens}) + max_new_tokens ({max_new}) must be <= max_total_tokens ({max_total})"
+        )
+    seed = random.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed
+    completed = replace(sampling, max_new_tokens=max_new, seed=seed)
+    completed.validate(vocab_size)
+    return completed

@@ -1,0 +1,74 @@
+"""Client for Tandem, which serves large language models with prefill and decode separated.
+
+    import tandem
+
+    with tandem.Client("127.0.0.1:50051") as client:
+        for event in client.stream(prompt="The sky is", max_new_tokens=16):
+            print(event.text, end="", flush=True)
+
+`AsyncClient` is the same for asyncio. Every error is a `TandemError`; `tandem/exceptions.py` draws the tree.
+"""
+
+from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem.client import AsyncClient
+from tandem.exceptions import (
+    Cancelled,
+    ConnectionFailed,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorkers,
+    Overloaded,
+    PermissionDenied,
+    ServerMisconfigured,
+    TandemError,
+    Unauthenticated,
+)
+from tandem.models import (
+    Choice,
+    FinishReason,
+    Mesh,
+    Model,
+    Result,
+    Token,
+    TokenEvent,
+    TopToken,
+    Usage,
+    Worker,
+    WorkerLoad,
+)
+from tandem.sync import Client
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "Cancelled",
+    "Choice",
+    "Client",
+    "ConnectionFailed",
+    "DeadlineExceeded",
+    "FinishReason",
+    "GenerateArguments",
+    "InternalError",
+    "InvalidRequest",
+    "Mesh",
+    "Model",
+    "ModelNotFound",
+    "NoWorkers",
+    "Overloaded",
+    "PermissionDenied",
+    "Result",
+    "ServerMisconfigured",
+    "TandemError",
+    "Token",
+    "TokenEvent",
+    "TokenizeArguments",
+    "TopToken",
+    "Unauthenticated",
+    "Usage",
+    "Worker",
+    "WorkerLoad",
+    "__version__",
+]

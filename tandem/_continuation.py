@@ -1,0 +1,130 @@
+"""An answer from several requests: each sends the prompt's and all generated token ids, so that the text goes on
+exactly where it stopped."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Unpack
+
+from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem._retry import Deadline
+from tandem.exceptions import InvalidRequest
+from tandem.models import Choice, FinishReason, Model, Result, Token, Usage
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Generator(Protocol):
+    """The part of the client that is needed here."""
+
+    async def generate(self, **arguments: Unpack[GenerateArguments]) -> Result:
+        """One request."""
+
+    async def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
+        """The prompt's tokens."""
+
+    async def model(self, name: str = "", *, timeout: float | None = None) -> Model:
+        """The model's limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Where to stop at the latest."""
+
+    max_rounds: int
+    max_total: int | None
+    deadline: Deadline
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 1 or (self.max_total is not None and self.max_total < 1):
+            raise InvalidRequest("max_rounds and max_total must be at least 1")
+
+
+@dataclass
+class _Answer:
+    """What the rounds have given so far."""
+
+    rounds: list[Result] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+
+    def add(self, result: Result, kept: Sequence[Token]) -> None:
+        """Take in one round, of its tokens those `kept`: the next round makes the others anew."""
+        dropped = result.tokens[len(kept) :]
+        num_dropped_chars = sum(len(token.text) for token in dropped)
+        self.rounds.append(result)
+        self.texts.append(result.text[: len(result.text) - num_dropped_chars])
+        self.tokens.extend(kept)
+
+    def result(self) -> Result:
+        first, last = self.rounds[0], self.rounds[-1]
+        usage = Usage(first.usage.prompt_tokens, len(self.tokens), first.usage.cached_tokens)
+        choice = Choice(0, "".join(self.texts), tuple(self.tokens), last.finish_reason, usage)
+        return Result(first.request_id, (choice,), first.prompt_tokens)
+
+
+async def continue_until_done(client: Generator, arguments: GenerateArguments, bounds: Bounds) -> Result:
+    """Chain requests while they end for length. See AsyncClient.generate_until_done."""
+    if (arguments.get("n") or 1) != 1:
+        raise InvalidRequest("generate_until_done continues one choice: n must be 1")
+    model = await client.model(arguments.get("model") or "", timeout=bounds.deadline.remaining_s())
+    prompt_ids = await _prompt_ids(client, arguments, bounds.deadline)
+    answer = _Answer()
+    for num_rounds in range(1, bounds.max_rounds + 1):
+        ids = [*prompt_ids, *(token.id for token in answer.tokens)]
+        result = await client.generate(**_round(arguments, ids, len(answer.tokens), bounds))
+        num_generated = len(answer.tokens) + len(result.tokens)
+        is_last = (
+            result.finish_reason is not FinishReason.LENGTH
+            or num_rounds == bounds.max_rounds
+            or num_generated == bounds.max_total
+            or _is_full(len(prompt_ids) + num_generated, model)
+        )
+        answer.add(result, kept=result.tokens if is_last else whole_characters(result.tokens) or result.tokens)
+        if is_last:
+            break
+    return answer.result()
+
+
+def whole_characters(tokens: Sequence[Token]) -> tuple[Token, ...]:
+    """`tokens` without those of a last character that was cut: its text is U+FFFD at the end of a request."""
+    if not tokens or not tokens[-1].text.endswith(_REPLACEMENT):
+        return tuple(tokens)
+    end = len(tokens) - 1
+    while end and not tokens[end - 1].text and not tokens[end - 1].special:
+        end -= 1
+    return tuple(tokens[:end])
+
+
+async def _prompt_ids(client: Generator, arguments: GenerateArguments, deadline: Deadline) -> list[int]:
+    given = arguments.get("token_ids")
+    if given is not None:
+        return list(given)
+    names: TokenizeArguments = {
+        "prompt": arguments.get("prompt"),
+        "messages": arguments.get("messages"),
+        "model": arguments.get("model"),
+        "timeout": deadline.remaining_s(),
+    }
+    return [token.id for token in await client.tokenize(**names)]
+
+
+def _round(arguments: GenerateArguments, ids: list[int], num_generated: int, bounds: Bounds) -> GenerateArguments:
+    """The arguments of the next request."""
+    following = arguments.copy()
+    following.update({"prompt": None, "messages": None, "token_ids": ids})
+    following["timeout"] = bounds.deadline.remaining_s()
+    limits = [following.get("max_new_tokens"), bounds.max_total and bounds.max_total - num_generated]
+    following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)
+    following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated)
+    if num_generated:
+        following.update({"echo": None, "prompt_logprobs": None})
+    return following
+
+
+def _still_needed(min_new_tokens: int | None, num_generated: int) -> int | None:
+    return None if min_new_tokens is None else max(0, min_new_tokens - num_generated)
+
+
+def _is_full(num_tokens: int, model: Model) -> bool:
+    """True if a prompt of `num_tokens` leaves no room for another token."""
+    return num_tokens > model.max_input_tokens or num_tokens >= model.max_total_tokens

@@ -1,0 +1,148 @@
+"""Keyword arguments to request messages. Names and types are checked here; ranges are the server's to check."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from tandem.exceptions import InvalidRequest
+from tandem.v1 import generation_pb2, sampling_pb2
+
+_SCALARS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+)
+_OUTPUT = ("top_logprobs", "prompt_logprobs", "echo")
+_INPUTS = ("prompt", "token_ids", "messages")
+
+
+class TokenizeArguments(TypedDict, total=False):
+    """Arguments of `tokenize`: one of prompt and messages."""
+
+    prompt: str | None
+    messages: Iterable[Mapping[str, str]] | None
+    model: str | None
+    timeout: float | None
+
+
+class GenerateArguments(TokenizeArguments, total=False):
+    """Arguments of `generate` and `stream`. Give one of prompt, token_ids and messages.
+
+    None means the server's default: greedy, one choice, as many tokens as the model's limit allows. `timeout` is in
+    seconds and covers all retries.
+    """
+
+    token_ids: Sequence[int] | None
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    top_logprobs: int | None
+    prompt_logprobs: bool | None
+    echo: bool | None
+    n: int | None
+    client_request_id: str | None
+
+
+def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateRequest:
+    """The message for `generate` and `stream`. Raises InvalidRequest, and TypeError for unknown names."""
+    given = _given(arguments, GenerateArguments)
+    request = generation_pb2.GenerateRequest()
+    _set_input(request, given, _INPUTS)
+    _set(request, "model", given.get("model"))
+    _set(request, "client_request_id", given.get("client_request_id"))
+    _set(request, "num_choices", given.get("n"), shown="n")
+    request.sampling.SetInParent()
+    _set_sampling(request.sampling, given)
+    for name in _OUTPUT:
+        _set(request.output, name, given.get(name))
+    return request
+
+
+def tokenize_request(arguments: TokenizeArguments) -> generation_pb2.TokenizeRequest:
+    """The message for `tokenize`. Raises InvalidRequest, and TypeError for unknown names."""
+    given = _given(arguments, TokenizeArguments)
+    request = generation_pb2.TokenizeRequest()
+    _set_input(request, given, ("prompt", "messages"))
+    _set(request, "model", given.get("model"))
+    return request
+
+
+def _given(arguments: Mapping[str, Any], known: Any) -> dict[str, Any]:
+    """The arguments that are not None."""
+    unknown = sorted(arguments.keys() - known.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _set_input(request: Any, given: Mapping[str, Any], inputs: Sequence[str]) -> None:
+    present = [name for name in inputs if name in given]
+    if len(present) != 1:
+        found = f"got {' and '.join(present)}" if present else "got none"
+        raise InvalidRequest(f"give exactly one of {', '.join(inputs)}: {found}")
+    name = present[0]
+    value = given[name]
+    if name == "messages":
+        request.chat.SetInParent()
+        request.chat.messages.extend(_message(turn) for turn in value)
+    elif name == "token_ids":
+        request.token_ids.SetInParent()
+        _extend(request.token_ids.ids, value, name)
+    else:
+        _set(request, name, value)
+
+
+def _message(turn: Mapping[str, str]) -> generation_pb2.ChatMessage:
+    if not isinstance(turn, Mapping) or turn.keys() != {"role", "content"}:
+        raise InvalidRequest('each of messages must be {"role": ..., "content": ...}')
+    message = generation_pb2.ChatMessage()
+    _set(message, "role", turn["role"])
+    _set(message, "content", turn["content"])
+    return message
+
+
+def _set_sampling(sampling: sampling_pb2.SamplingParams, given: Mapping[str, Any]) -> None:
+    for name in _SCALARS:
+        _set(sampling, name, given.get(name))
+    stop = given.get("stop", ())
+    _extend(sampling.stop, (stop,) if isinstance(stop, str) else stop, "stop")
+    _extend(sampling.stop_token_ids, given.get("stop_token_ids", ()), "stop_token_ids")
+    try:
+        sampling.logit_bias.update(given.get("logit_bias", {}))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"logit_bias: {error}") from error
+
+
+def _set(message: Any, name: str, value: Any, *, shown: str | None = None) -> None:
+    """Set one field; None leaves it absent."""
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{shown or name}: {error}") from error
+
+
+def _extend(field: Any, values: Any, name: str) -> None:
+    try:
+        field.extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name}: {error}") from error

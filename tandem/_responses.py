@@ -1,0 +1,152 @@
+"""Response messages to values, and streams of events to results."""
+
+from collections.abc import Iterable, Iterator
+
+from tandem.exceptions import InternalError
+from tandem.models import Choice, FinishReason, Mesh, Model, Result, Token, TokenEvent, TopToken, Usage, Worker
+from tandem.models import WorkerLoad as Load
+from tandem.v1 import generation_pb2, sampling_pb2, worker_pb2
+
+_FINISH_REASONS = {
+    sampling_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    sampling_pb2.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
+    sampling_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
+    sampling_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+    sampling_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
+}
+_ROLES = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
+_STATES = {
+    worker_pb2.WORKER_STATE_READY: "ready",
+    worker_pb2.WORKER_STATE_DRAINING: "draining",
+    worker_pb2.WORKER_STATE_LOST: "lost",
+}
+
+
+class EventReader:
+    """Turns the messages of one Generate stream into events. A message with several tokens becomes several events."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._request_id = ""
+        self._prompt_tokens: tuple[Token, ...] = ()
+        self._echo: dict[int, str] = {}
+        self._running = set(range(num_choices))
+
+    def read(self, message: generation_pb2.GenerateResponse) -> Iterator[TokenEvent]:
+        """The events of one message."""
+        if message.HasField("prompt"):
+            self._request_id = message.prompt.request_id
+            self._prompt_tokens = tuple(map(token, message.prompt.tokens))
+        if message.echo:
+            self._echo[message.index] = message.echo
+        tokens: list[Token | None] = list(map(token, message.tokens))
+        if message.finish_reason and not tokens:
+            tokens.append(None)
+        for position, each in enumerate(tokens, start=1):
+            yield self._event(message, each, is_last=position == len(tokens))
+
+    def check_complete(self) -> None:
+        """Raise InternalError unless every choice has had its last event."""
+        if self._running:
+            raise InternalError(f"the stream of request {self._request_id!r} ended without a finish reason")
+
+    def _event(self, message: generation_pb2.GenerateResponse, each: Token | None, *, is_last: bool) -> TokenEvent:
+        is_final = is_last and bool(message.finish_reason)
+        if is_final:
+            self._running.discard(message.index)
+        prompt_tokens, self._prompt_tokens = self._prompt_tokens, ()
+        return TokenEvent(
+            index=message.index,
+            token=each,
+            request_id=self._request_id,
+            finish_reason=_FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN) if is_final else None,
+            usage=usage(message.usage) if is_final else None,
+            echo=self._echo.pop(message.index, ""),
+            prompt_tokens=prompt_tokens,
+        )
+
+
+class ResultBuilder:
+    """Collects the events of one stream."""
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        self._prompt_tokens: tuple[Token, ...] = ()
+        self._texts: dict[int, list[str]] = {}
+        self._tokens: dict[int, list[Token]] = {}
+        self._choices: dict[int, Choice] = {}
+
+    def add(self, event: TokenEvent) -> None:
+        """Take one event in."""
+        self._request_id = event.request_id
+        self._prompt_tokens = self._prompt_tokens or event.prompt_tokens
+        texts = self._texts.setdefault(event.index, [])
+        tokens = self._tokens.setdefault(event.index, [])
+        texts.append(event.text)
+        if event.token:
+            tokens.append(event.token)
+        if event.finish_reason:
+            self._choices[event.index] = Choice(
+                event.index, "".join(texts), tuple(tokens), event.finish_reason, event.usage or Usage()
+            )
+
+    def result(self) -> Result:
+        """The answer; call it after the stream's end."""
+        choices = tuple(choice for _, choice in sorted(self._choices.items()))
+        return Result(self._request_id, choices, self._prompt_tokens)
+
+
+def token(message: generation_pb2.Token) -> Token:
+    """A token's value."""
+    logprob = message.logprob if message.HasField("logprob") else None
+    top = tuple(TopToken(entry.id, entry.text, entry.logprob) for entry in message.top)
+    return Token(message.id, message.text, logprob, message.special, top)
+
+
+def usage(message: generation_pb2.Usage) -> Usage:
+    """Token counts."""
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
+    """Served models."""
+    return tuple(
+        Model(
+            name=message.name,
+            max_input_tokens=message.max_input_tokens,
+            max_total_tokens=message.max_total_tokens,
+            vocab_size=message.vocab_size,
+            eos_token_ids=tuple(message.eos_token_ids),
+            has_chat_template=message.has_chat_template,
+            ready=message.ready,
+        )
+        for message in messages
+    )
+
+
+def mesh(message: worker_pb2.ListWorkersResponse) -> Mesh:
+    """The mesh as the router sees it."""
+    return Mesh(tuple(map(_worker, message.workers)), message.queued_requests, message.active_requests)
+
+
+def _worker(message: worker_pb2.WorkerStatus) -> Worker:
+    record, load = message.record, message.load
+    return Worker(
+        worker_id=record.worker_id,
+        incarnation=record.incarnation,
+        role=_ROLES.get(record.role, "unknown"),
+        state=_STATES.get(message.state, "unknown"),
+        address=record.address,
+        model=record.model,
+        device=record.device,
+        pid=record.pid,
+        num_blocks=record.num_blocks,
+        load=Load(
+            free_blocks=load.free_blocks,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            pending_tokens=load.pending_tokens,
+            generated_tokens=load.generated_tokens,
+            computed_tokens=load.computed_tokens,
+        ),
+        last_seen_s=message.last_seen.ToNanoseconds() / 1e9,
+    )

@@ -1,0 +1,64 @@
+"""The one table from gRPC endings to this package's errors."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import grpc
+
+from tandem import exceptions
+from tandem.exceptions import ConnectionFailed, InvalidRequest, Overloaded, TandemError
+
+ERROR_KEY = "tandem-error"
+RETRY_AFTER_KEY = "retry-after-ms"
+
+ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
+    {
+        "InvalidRequest": exceptions.InvalidRequest,
+        "ModelNotFound": exceptions.ModelNotFound,
+        "Unauthenticated": exceptions.Unauthenticated,
+        "PermissionDenied": exceptions.PermissionDenied,
+        "Overloaded": exceptions.Overloaded,
+        "NoWorkers": exceptions.NoWorkers,
+        "DeadlineExceeded": exceptions.DeadlineExceeded,
+        "LayoutMismatch": exceptions.ServerMisconfigured,
+        "ConfigurationError": exceptions.ServerMisconfigured,
+    }
+)
+
+# For servers and proxies that say nothing but the status code. Codes that are absent mean InternalError.
+ERROR_BY_CODE: Mapping[grpc.StatusCode, type[TandemError]] = MappingProxyType(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT: exceptions.InvalidRequest,
+        grpc.StatusCode.OUT_OF_RANGE: exceptions.InvalidRequest,
+        grpc.StatusCode.NOT_FOUND: exceptions.ModelNotFound,
+        grpc.StatusCode.UNAUTHENTICATED: exceptions.Unauthenticated,
+        grpc.StatusCode.PERMISSION_DENIED: exceptions.PermissionDenied,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: exceptions.Overloaded,
+        grpc.StatusCode.UNAVAILABLE: exceptions.ConnectionFailed,
+        grpc.StatusCode.DEADLINE_EXCEEDED: exceptions.DeadlineExceeded,
+        grpc.StatusCode.CANCELLED: exceptions.Cancelled,
+        grpc.StatusCode.FAILED_PRECONDITION: exceptions.ServerMisconfigured,
+    }
+)
+
+
+def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError:
+    """The TandemError for a call to `address` that ended with `rpc_error`."""
+    trailing = {str(key): str(value) for key, value in rpc_error.trailing_metadata() or ()}
+    details = rpc_error.details() or rpc_error.code().name
+    cls = ERROR_BY_NAME.get(trailing.get(ERROR_KEY, "")) or ERROR_BY_CODE.get(rpc_error.code())
+    if cls is Overloaded:
+        # gRPC itself refuses messages over its size limit with the same code; waiting does not help those.
+        if ERROR_KEY not in trailing and "larger than max" in details:
+            return InvalidRequest(f"the message is too large: {details}")
+        return Overloaded(details, retry_after_s=_retry_after_s(trailing))
+    if cls is ConnectionFailed:
+        return ConnectionFailed(f"no connection to {address}: {details}")
+    if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return exceptions.InternalError(f"the server at {address} does not know this call: is it a Tandem router?")
+    return (cls or exceptions.InternalError)(details)
+
+
+def _retry_after_s(trailing: Mapping[str, str]) -> float | None:
+    text = trailing.get(RETRY_AFTER_KEY, "")
+    return int(text) / 1000 if text.isascii() and text.isdigit() else None

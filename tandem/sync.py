@@ -1,0 +1,127 @@
+"""The client for code without an event loop: AsyncClient on a loop in a background thread."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Generator
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+from tandem._connection import ChannelFactory
+from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem.client import DEFAULT_ADDRESS, AsyncClient
+from tandem.models import Mesh, Model, Result, Token, TokenEvent, Worker
+
+T = TypeVar("T")
+
+
+class ClientOptions(TypedDict, total=False):
+    """AsyncClient's keyword arguments."""
+
+    api_key: str | None
+    timeout: float
+    max_retries: int
+    open_channel: ChannelFactory
+
+
+class _BackgroundLoop:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The outcome of `work`. An interrupt (Ctrl-C) cancels it."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("this client is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """End the thread. May be called twice."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+class Client:
+    """AsyncClient's methods without `await`. Threads may share one client.
+
+    with tandem.Client("127.0.0.1:50051") as client:
+        result = client.generate(prompt="The sky is", max_new_tokens=16)
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, **options: Unpack[ClientOptions]) -> None:
+        self._client = AsyncClient(address, **options)
+        self._background = _BackgroundLoop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and end the background thread."""
+        try:
+            self._background.run(self._client.close())
+        except RuntimeError:
+            return
+        self._background.stop()
+
+    def generate(self, **arguments: Unpack[GenerateArguments]) -> Result:
+        """See AsyncClient.generate."""
+        return self._background.run(self._client.generate(**arguments))
+
+    def stream(self, **arguments: Unpack[GenerateArguments]) -> Generator[TokenEvent, None, None]:
+        """See AsyncClient.stream. Leaving the loop, or `close()` of the iterator, cancels the call."""
+        events = self._client.stream(**arguments)
+
+        async def following() -> TokenEvent | None:
+            return await anext(events, None)
+
+        try:
+            while (event := self._background.run(following())) is not None:
+                yield event
+        finally:
+            self._background.run(events.aclose())
+
+    def generate_until_done(
+        self, *, max_rounds: int = 8, max_total: int | None = None, **arguments: Unpack[GenerateArguments]
+    ) -> Result:
+        """See AsyncClient.generate_until_done."""
+        work = self._client.generate_until_done(max_rounds=max_rounds, max_total=max_total, **arguments)
+        return self._background.run(work)
+
+    def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
+        """See AsyncClient.tokenize."""
+        return self._background.run(self._client.tokenize(**arguments))
+
+    def models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
+        """See AsyncClient.models."""
+        return self._background.run(self._client.models(timeout=timeout))
+
+    def model(self, name: str = "", *, timeout: float | None = None) -> Model:
+        """See AsyncClient.model."""
+        return self._background.run(self._client.model(name, timeout=timeout))
+
+    def mesh(self, *, timeout: float | None = None) -> Mesh:
+        """See AsyncClient.mesh."""
+        return self._background.run(self._client.mesh(timeout=timeout))
+
+    def workers(self, *, timeout: float | None = None) -> tuple[Worker, ...]:
+        """See AsyncClient.workers."""
+        return self._background.run(self._client.workers(timeout=timeout))
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """See AsyncClient.wait_ready."""
+        self._background.run(self._client.wait_ready(timeout))

@@ -1,0 +1,119 @@
+"""Small random checkpoints in Hugging Face format, with a byte-level tokenizer, one for each shape of model."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 264
+BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 256, 257, 258
+WINDOW = 12
+TRAINED_POSITIONS = 32
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": PAD_TOKEN_ID,
+}
+
+
+def _llama(**changes: Any) -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**_SIZES | changes))
+
+
+def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> PreTrainedModel:
+    rope = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 4.0} | parameters
+    return _llama(rope_parameters=rope, max_position_embeddings=max_positions)
+
+
+def _mistral(**changes: Any) -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**_SIZES | {"sliding_window": WINDOW, "head_dim": 16} | changes))
+
+
+def _qwen2(**changes: Any) -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**_SIZES | changes))
+
+
+def _qwen3(**changes: Any) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"head_dim": 32} | changes))
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: _llama(num_key_value_heads=4),
+    "llama-tied": lambda: _llama(tie_word_embeddings=True),
+    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
+    "llama-multi-query": lambda: _llama(num_key_value_heads=1),
+    "llama-linear": lambda: _llama_rope("linear"),
+    "llama-dynamic": lambda: _llama_rope("dynamic", TRAINED_POSITIONS),
+    "llama-yarn": lambda: _llama_rope("yarn", 128, original_max_position_embeddings=32),
+    "llama-llama3": lambda: _llama_rope(
+        "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    ),
+    "mistral": _mistral,
+    "qwen2": lambda: _qwen2(tie_word_embeddings=True),
+    "qwen2-window": lambda: _qwen2(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": _qwen3,
+}
+
+
+def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
+    """Save a random model of `family` (a key of FAMILIES) with a tokenizer; returns `model_dir`.
+
+    Weights are larger than a fresh model's, so that its predictions are peaked and a wrong detail shows.
+    """
+    torch.manual_seed(seed)
+    model = FAMILIES[family]()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.15)
+    model.tie_weights()
+    model.save_pretrained(model_dir, max_shard_size=max_shard_size)
+    save_tokenizer(model_dir)
+    return model_dir
+
+
+def save_tokenizer(model_dir: Path) -> None:
+    """A tokenizer whose ids 0 to 255 are bytes, in the order of GPT-2's byte alphabet, and three special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<pad>"])
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "chat_template": template,
+    }
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,61 @@
+"""Runs a ModelRunner by hand: the test decides each step's batch, blocks are scattered over the cache."""
+
+import random
+from dataclasses import dataclass, field
+
+from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.model_runner import ModelRunner
+from engine.sequence import Sequence
+from mesh.domain.request import Request
+from mesh.domain.tokens import PromptLogprob, SampledToken
+
+
+@dataclass(eq=False)
+class Run:
+    """A sequence and what came out of it so far."""
+
+    sequence: Sequence
+    tokens: list[SampledToken] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+class Driver:
+    """Hands out blocks in random order and keeps sequences up to date, as the scheduler would."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        self.runner = runner
+        self._free = random.Random(seed).sample(range(runner.kv_cache.num_blocks), runner.kv_cache.num_blocks)
+        self.announced: list[tuple[int, int]] = []
+
+    def add(self, request: Request) -> Run:
+        return Run(Sequence(request))
+
+    def step(self, *work: tuple[Run, int]) -> list[RunnerOutput]:
+        """Compute so many tokens of each run; single tokens must come first."""
+        for run, count in work:
+            self.reserve(run.sequence, run.sequence.num_computed_tokens + count)
+        items = [ScheduledSequence(run.sequence, run.sequence.num_computed_tokens, count) for run, count in work]
+        batch = ScheduledBatch(tuple(items))
+        self.announced.clear()
+        outputs = self.runner.run(batch, lambda _, first, count: self.announced.append((first, count)))
+        for (run, count), output in zip(work, outputs, strict=True):
+            run.sequence.num_computed_tokens += count
+            run.prompt_logprobs += output.prompt_logprobs
+            if output.token is not None:
+                run.tokens.append(output.token)
+                run.sequence.token_ids.append(output.token.id)
+        return outputs
+
+    def finish(self, *runs: Run, chunk: int = 1000) -> None:
+        """Step all runs together until each has its max_new_tokens."""
+        while waiting := [run for run in runs if run.sequence.num_tokens < run.sequence.request.max_total_tokens]:
+            work = [(run, min(chunk, run.sequence.num_uncomputed_tokens)) for run in waiting]
+            self.step(*sorted(work, key=lambda pair: pair[1] > 1))
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+        while len(sequence.block_table) * self.runner.kv_cache.layout.block_size < num_tokens:
+            sequence.block_table.append(self._free.pop())

@@ -1,0 +1,101 @@
+"""Compares the engine to Hugging Face transformers; shared by the CPU and the GPU tests."""
+
+import copy
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.load import RunnerSettings, load_model_runner
+from tests.component.checkpoints import VOCAB_SIZE
+from tests.component.driving import Driver, Run
+from tests.fakes.requests import make_request
+
+TOLERANCE = 1e-4
+NUM_TOP = 3
+NUM_NEW = 10
+# The first fits in the windows and trained lengths of the small models, grows beyond them; the others begin beyond.
+PROMPT_LENGTHS = (9, 28, 45)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers says: log-probs [num_prompt_tokens + NUM_NEW - 1, vocab_size], and the greedy tokens."""
+
+    prompt: list[int]
+    token_ids: list[int]
+    logprobs: torch.Tensor
+
+
+def prompts() -> list[list[int]]:
+    generator = random.Random(7)
+    return [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+def reference_model(model_dir: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def expect(model: PreTrainedModel, prompt: list[int], num_new: int = NUM_NEW) -> Expected:
+    """Greedy generation with transformers' own cache. Copies the model: dynamic RoPE keeps state between calls."""
+    model = copy.deepcopy(model)
+    ids, cache, token_ids, rows = torch.tensor([prompt]), None, [], []
+    for _ in range(num_new):
+        out = model(ids, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        rows.append(out.logits[0].log_softmax(-1))
+        token_ids.append(int(rows[-1][-1].argmax()))
+        ids = torch.tensor([token_ids[-1:]])
+    return Expected(prompt, token_ids, torch.cat(rows))
+
+
+def run_mixed(settings: RunnerSettings, logprobs: bool = True) -> list[Run]:
+    """The prompts in chunks, beside each other and beside decodes, in scattered blocks."""
+    driver = Driver(load_model_runner(settings))
+    options = {"max_new_tokens": NUM_NEW, "prompt_logprobs": logprobs, "top_logprobs": NUM_TOP}
+    first, second, third = (driver.add(make_request(f"r{i}", p, **options)) for i, p in enumerate(prompts()))
+    driver.step((first, 7))
+    driver.step((first, 2), (second, 5))
+    driver.step((first, 1), (second, 13), (third, 11))
+    driver.step((first, 1), (second, 10), (third, 2))
+    driver.step((first, 1), (second, 1), (third, 32))
+    driver.finish(first, second, third)
+    return [first, second, third]
+
+
+def require_same(run: Run, expected: Expected, tolerance: float = TOLERANCE) -> None:
+    """Same greedy tokens, same log-probs of prompt and output, same most likely tokens."""
+    assert run.token_ids == expected.token_ids
+    require_prompt_logprobs(run, expected, tolerance)
+    first = len(expected.prompt) - 1
+    for i, token in enumerate(run.tokens):
+        row = expected.logprobs[first + i]
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=tolerance)
+        assert [top.logprob for top in token.top] == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=tolerance)
+        assert [top.id for top in token.top] == row.topk(NUM_TOP).indices.tolist()
+
+
+def require_prompt_logprobs(run: Run, expected: Expected, tolerance: float) -> None:
+    rows = expected.logprobs[: len(expected.prompt) - 1]
+    wanted = rows.gather(1, torch.tensor(expected.prompt[1:])[:, None])[:, 0].tolist()
+    assert [p.logprob for p in run.prompt_logprobs] == pytest.approx(wanted, abs=tolerance)
+    for scored, row in zip(run.prompt_logprobs, rows, strict=True):
+        assert [top.logprob for top in scored.top] == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=tolerance)
+
+
+def check_parity(model_dir: Path, settings: RunnerSettings) -> None:
+    """Mixed batches give what transformers gives for each prompt alone."""
+    model = reference_model(model_dir)
+    for run, prompt in zip(run_mixed(settings), prompts(), strict=True):
+        require_same(run, expect(model, prompt))
+
+
+def check_half_precision(model_dir: Path, settings: RunnerSettings, tolerance: float) -> None:
+    """Prompt log-probs are near those of fp32; greedy tokens may differ after a near tie."""
+    model = reference_model(model_dir)
+    for run, prompt in zip(run_mixed(settings), prompts(), strict=True):
+        require_prompt_logprobs(run, expect(model, prompt, 1), tolerance)

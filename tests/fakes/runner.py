@@ -1,0 +1,103 @@
+"""A runner that needs no model but does need its KV: the next token is a function of what is in the cache.
+
+If a block is missing, misplaced or stale, the tokens come out wrong, so tests that compare tokens also test the transfer.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence as Items
+
+import numpy as np
+
+from engine.batch import LayerHook, RunnerOutput, ScheduledBatch
+from engine.sequence import Sequence
+from mesh.domain.kv import KVLayout
+from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
+
+VOCAB = 211
+FAKE_LAYOUT = KVLayout("fake", num_layers=4, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
+
+
+def fake_token(token_ids: Iterable[int]) -> int:
+    """What FakeRunner generates after `token_ids`; never 0, so that 0 can be end of sequence."""
+    state = 7
+    for token_id in token_ids:
+        state = (state * 31 + token_id + 1) % 1_000_003
+    return state % (VOCAB - 1) + 1
+
+
+def fake_continuation(prompt: Items[int], count: int) -> list[int]:
+    """The `count` tokens FakeRunner generates after `prompt`."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(fake_token(ids))
+    return ids[len(prompt) :]
+
+
+class FakeKVStore:
+    """KV in numpy, `[num_layers, 2, num_blocks, block_size, heads, head_dim]`; implements kvtransfer's KVStore."""
+
+    def __init__(self, num_blocks: int, layout: KVLayout = FAKE_LAYOUT) -> None:
+        self.layout = layout
+        shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        self.data = np.full(shape, -1, dtype=np.float32)
+
+    def read_blocks(self, block_ids: Items[int], first_layer: int, num_layers: int, out: memoryview) -> None:
+        """Copy blocks out."""
+        taken = self.data[first_layer : first_layer + num_layers][:, :, list(block_ids)]
+        np.frombuffer(out, dtype=np.float32)[:] = taken.ravel()
+
+    def write_blocks(
+        self, block_ids: Items[int], first_layer: int, num_layers: int, data: memoryview | bytes
+    ) -> None:
+        """Copy blocks in."""
+        layers = self.data[first_layer : first_layer + num_layers]
+        shape = (num_layers, 2, len(block_ids), *self.data.shape[3:])
+        layers[:, :, list(block_ids)] = np.frombuffer(data, dtype=np.float32).reshape(shape)
+
+
+class FakeRunner:
+    """Implements engine.batch.Runner over a FakeKVStore. `gate`, when closed, stops the engine in front of a step."""
+
+    def __init__(self, store: FakeKVStore, layers_per_group: int = 2) -> None:
+        self.store = store
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail_with: Exception | None = None
+        self.num_steps = 0
+        self._layers_per_group = layers_per_group
+
+    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
+        """Write KV of the step's tokens, layer group by layer group, then derive tokens from all KV so far."""
+        self.gate.wait()
+        if self.fail_with is not None:
+            raise self.fail_with
+        self.num_steps += 1
+        for first in range(0, self.store.layout.num_layers, self._layers_per_group):
+            for item in batch.items:
+                for position in range(item.start, item.end):
+                    self._slot(item.sequence, position, first)[:] = item.sequence.token_ids[position]
+            if on_layers is not None:
+                on_layers(batch, first, self._layers_per_group)
+        return [self._output(item.sequence, item.start, item.end) for item in batch.items]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+    def _slot(self, sequence: Sequence, position: int, first_layer: int) -> np.ndarray:
+        size = self.store.layout.block_size
+        block_id = sequence.block_table[position // size]
+        return self.store.data[first_layer : first_layer + self._layers_per_group, :, block_id, position % size]
+
+    def _output(self, sequence: Sequence, start: int, end: int) -> RunnerOutput:
+        prompt_logprobs = ()
+        if sequence.request.prompt_logprobs:
+            last = min(end, sequence.num_prompt_tokens - 1)
+            prompt_logprobs = tuple(PromptLogprob(-0.25) for _ in range(start, last))
+        if end < sequence.num_tokens:
+            return RunnerOutput(None, prompt_logprobs)
+        seen = []
+        for position in range(end):
+            values = {int(v) for first in (0, 2) for v in self._slot(sequence, position, first).ravel()}
+            seen.append(values.pop() if len(values) == 1 else -99)
+        top = tuple(TokenLogprob(i, -0.5 - i) for i in range(sequence.request.top_logprobs))
+        return RunnerOutput(SampledToken(fake_token(seen), -0.5, top), prompt_logprobs)

@@ -1,0 +1,204 @@
+"""A router without workers behind it: a real grpc.aio server whose answers follow a script.
+
+Its model has one token per byte and knows one story: whatever part of the story a prompt ends with, it goes on from
+there. Token 256 ends an answer.
+"""
+
+import asyncio
+import codecs
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from tandem.v1 import generation_pb2 as pb
+from tandem.v1 import generation_pb2_grpc, sampling_pb2, worker_pb2, worker_pb2_grpc
+
+EOS = 256
+STORY = "One fine day a tändem rolled by."
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """How a call ends instead of being answered. `after_messages` come first."""
+
+    code: grpc.StatusCode
+    details: str = "no"
+    trailing: tuple[tuple[str, str], ...] = ()
+    after_messages: int = 0
+
+
+@dataclass
+class Script:
+    """What the fake does, and what it has seen."""
+
+    story: str = STORY
+    refusals: deque[Refusal] = field(default_factory=deque)
+    tokens_per_message: int = 1
+    hold_after_messages: int | None = None
+    omit_finish: bool = False
+    max_total_tokens: int = 1000
+    requests: list[pb.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    holding: asyncio.Event = field(default_factory=asyncio.Event)
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeGeneration(generation_pb2_grpc.GenerationServicer):
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        script = self._script
+        script.requests.append(request)
+        script.metadata.append(dict(context.invocation_metadata()))
+        refusal = script.refusals.popleft() if script.refusals else None
+        try:
+            for number, message in enumerate(answer(request, script)):
+                if refusal is not None and number == refusal.after_messages:
+                    await context.abort(refusal.code, refusal.details, refusal.trailing)
+                if number == script.hold_after_messages:
+                    script.holding.set()
+                    await script.release.wait()
+                yield message
+        except asyncio.CancelledError:
+            script.cancelled.set()
+            raise
+
+    async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
+        tokens = [pb.Token(id=byte, text=chr(byte)) for byte in input_ids(request)]
+        return pb.TokenizeResponse(tokens=tokens)
+
+    async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
+        if request.model not in ("", "fake"):
+            trailing = (("tandem-error", "ModelNotFound"),)
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.model!r}", trailing)
+        return pb.GetModelResponse(model=self._model())
+
+    async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[self._model()])
+
+    def _model(self) -> pb.Model:
+        total = self._script.max_total_tokens
+        return pb.Model(
+            name="fake",
+            max_input_tokens=total - 1,
+            max_total_tokens=total,
+            vocab_size=257,
+            eos_token_ids=[EOS],
+            has_chat_template=True,
+            ready=True,
+        )
+
+
+class FakeMesh(worker_pb2_grpc.MeshServicer):
+    async def ListWorkers(self, request: Any, context: Any) -> worker_pb2.ListWorkersResponse:
+        response = worker_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
+        for role, name in ((worker_pb2.WORKER_ROLE_PREFILL, "prefill-0"), (worker_pb2.WORKER_ROLE_DECODE, "decode-0")):
+            status = response.workers.add(state=worker_pb2.WORKER_STATE_READY)
+            status.record.MergeFrom(
+                worker_pb2.WorkerRecord(worker_id=name, role=role, address="127.0.0.1:7", pid=77, num_blocks=64)
+            )
+            status.load.MergeFrom(worker_pb2.WorkerLoad(free_blocks=60, num_running=3, generated_tokens=9))
+            status.last_seen.FromMilliseconds(250)
+        return response
+
+
+def input_ids(request: Any) -> list[int]:
+    """The prompt's tokens; a conversation is its turns, each on a line."""
+    kind = request.WhichOneof("input")
+    if kind == "token_ids":
+        return list(request.token_ids.ids)
+    if kind == "chat":
+        return list("".join(f"{turn.role}: {turn.content}\n" for turn in request.chat.messages).encode())
+    return list(request.prompt.encode())
+
+
+def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateResponse]:
+    """The whole stream for one request; choices take turns."""
+    ids = input_ids(request)
+    generated = _following(ids, script.story)
+    is_cut = request.sampling.HasField("max_new_tokens") and request.sampling.max_new_tokens < len(generated)
+    generated = generated[: request.sampling.max_new_tokens] if is_cut else generated
+    tokens = _tokens(generated, request.output.top_logprobs)
+    num_choices = request.num_choices if request.HasField("num_choices") else 1
+    starts = range(0, len(tokens), script.tokens_per_message)
+    messages = []
+    for start in starts:
+        for index in range(num_choices):
+            message = pb.GenerateResponse(index=index, tokens=tokens[start : start + script.tokens_per_message])
+            if start == 0 and request.output.echo:
+                message.echo = bytes(ids).decode()
+            if start == starts[-1] and not script.omit_finish:
+                message.finish_reason = (
+                    sampling_pb2.FINISH_REASON_LENGTH if is_cut else sampling_pb2.FINISH_REASON_EOS_TOKEN
+                )
+                message.usage.MergeFrom(pb.Usage(prompt_tokens=len(ids), completion_tokens=len(tokens)))
+            messages.append(message)
+    messages[0].prompt.MergeFrom(pb.PromptInfo(request_id="request-1", num_tokens=len(ids)))
+    if request.output.prompt_logprobs:
+        messages[0].prompt.tokens.extend(
+            pb.Token(id=each, text=chr(each), logprob=-1.0 if place else None) for place, each in enumerate(ids)
+        )
+    return messages
+
+
+def _following(ids: Sequence[int], story: str) -> list[int]:
+    known = list(story.encode())
+    for length in range(len(known), -1, -1):
+        if length == 0 or list(ids[-length:]) == known[:length]:
+            return [*known[length:], EOS]
+    raise AssertionError
+
+
+def _tokens(ids: Sequence[int], num_top: int) -> list[pb.Token]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    tokens = []
+    for place, each in enumerate(ids):
+        is_last = place == len(ids) - 1
+        text = decoder.decode(b"" if each == EOS else bytes([each]), final=is_last)
+        top = [pb.TopToken(id=rank, text=chr(65 + rank), logprob=-0.5 - rank) for rank in range(num_top)]
+        tokens.append(pb.Token(id=each, text=text, logprob=-0.5, special=each == EOS, top=top))
+    return tokens
+
+
+class FakeRouter:
+    """A running server; `address` and `script` are for the test."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.health = HealthServicer()
+        self._server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServicer_to_server(FakeGeneration(script), self._server)
+        worker_pb2_grpc.add_MeshServicer_to_server(FakeMesh(), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        self.address = ""
+
+    async def start(self, port: int = 0) -> None:
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self._server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        await self.health.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+
+@asynccontextmanager
+async def running_router(script: Script | None = None) -> AsyncIterator[FakeRouter]:
+    """A fake router that serves until the block ends."""
+    router = FakeRouter(script or Script())
+    await router.start()
+    await router.set_serving(True)
+    try:
+        yield router
+    finally:
+        await router.stop()

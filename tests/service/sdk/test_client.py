@@ -1,0 +1,220 @@
+"""The asynchronous client against a real gRPC server."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+import tandem
+from tandem._retry import RetryPolicy
+from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router
+
+OVERLOADED = Refusal(
+    grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("tandem-error", "Overloaded"), ("retry-after-ms", "10"))
+)
+NO_WORKERS = Refusal(grpc.StatusCode.UNAVAILABLE, "nobody", (("tandem-error", "NoWorkers"),))
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[FakeRouter]:
+    async with running_router() as running:
+        yield running
+
+
+@pytest.fixture
+async def client(router: FakeRouter) -> AsyncIterator[tandem.AsyncClient]:
+    async with tandem.AsyncClient(router.address, timeout=10, api_key="secret") as opened:
+        yield opened
+
+
+async def test_an_answer_has_text_tokens_and_counts(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    result = await client.generate(prompt="Go: ", max_new_tokens=3, top_logprobs=2, prompt_logprobs=True, echo=True)
+    assert result.text == "Go: One"
+    assert [token.text for token in result.tokens] == ["O", "n", "e"]
+    assert [top.text for top in result.tokens[0].top] == ["A", "B"]
+    assert [token.logprob for token in result.prompt_tokens] == [None, -1.0, -1.0, -1.0]
+    assert (result.finish_reason, result.request_id) == ("length", "request-1")
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (4, 3)
+    assert result.confidence == pytest.approx(0.6065, abs=1e-4)
+    assert router.script.metadata[0]["authorization"] == "Bearer secret"
+
+
+async def test_one_event_per_token_however_they_travel(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.tokens_per_message = 5
+    events = [event async for event in client.stream(prompt="", max_new_tokens=12)]
+    assert "".join(event.text for event in events) == STORY[:12]
+    assert [event.finish_reason for event in events] == [None] * 11 + ["length"]
+    assert events[-1].usage is not None
+
+
+async def test_choices_come_interleaved_and_are_sorted_out(client: tandem.AsyncClient) -> None:
+    result = await client.generate(prompt="", max_new_tokens=4, n=3)
+    assert [(choice.index, choice.text) for choice in result.choices] == [(0, "One "), (1, "One "), (2, "One ")]
+
+
+@pytest.mark.parametrize("refusal", [OVERLOADED, NO_WORKERS, Refusal(grpc.StatusCode.UNAVAILABLE)])
+async def test_a_refused_call_is_tried_again(client: tandem.AsyncClient, router: FakeRouter, refusal: Refusal) -> None:
+    router.script.refusals = deque([refusal, refusal])
+    assert (await client.generate(prompt="")).text == STORY
+    assert len(router.script.requests) == 3
+
+
+async def test_trying_again_has_an_end(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.refusals = deque([OVERLOADED] * 9)
+    with pytest.raises(tandem.Overloaded, match="full") as caught:
+        await client.generate(prompt="")
+    assert caught.value.retry_after_s == 0.01
+    assert len(router.script.requests) == 1 + RetryPolicy().max_retries
+
+
+async def test_no_try_again_past_the_deadline(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    late = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("retry-after-ms", "60000"),))
+    router.script.refusals = deque([late])
+    with pytest.raises(tandem.Overloaded):
+        await client.generate(prompt="", timeout=5)
+    assert len(router.script.requests) == 1
+
+
+async def test_a_request_at_fault_is_not_sent_again(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.refusals = deque([Refusal(grpc.StatusCode.INVALID_ARGUMENT, "top_p must be in (0, 1]")])
+    with pytest.raises(tandem.InvalidRequest, match="top_p"):
+        await client.generate(prompt="", top_p=3)
+    assert len(router.script.requests) == 1
+
+
+async def test_nothing_is_sent_again_once_tokens_have_come(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.refusals = deque([Refusal(grpc.StatusCode.UNAVAILABLE, "gone", after_messages=2)])
+    events = client.stream(prompt="")
+    assert [(await anext(events)).text, (await anext(events)).text] == ["O", "n"]
+    with pytest.raises(tandem.ConnectionFailed, match="gone"):
+        await anext(events)
+    assert len(router.script.requests) == 1
+
+
+async def test_a_stream_that_just_ends_is_an_error(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.omit_finish = True
+    with pytest.raises(tandem.InternalError, match="without a finish reason"):
+        await client.generate(prompt="")
+
+
+async def test_the_deadline_ends_a_silent_stream(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.hold_after_messages = 1
+    with pytest.raises(tandem.DeadlineExceeded):
+        await client.generate(prompt="", timeout=0.3)
+    await asyncio.wait_for(router.script.cancelled.wait(), 5)
+
+
+async def test_closing_the_iterator_cancels_on_the_server(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.hold_after_messages = 2
+    async with aclosing(client.stream(prompt="")) as events:
+        await anext(events)
+    await asyncio.wait_for(router.script.cancelled.wait(), 5)
+
+
+async def test_leaving_the_loop_cancels_on_the_server(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.hold_after_messages = 2
+    async for _ in client.stream(prompt=""):
+        break
+    await asyncio.wait_for(router.script.cancelled.wait(), 5)
+
+
+@pytest.mark.parametrize("num_messages", [0, 1])
+async def test_cancelling_the_task_cancels_on_the_server(
+    client: tandem.AsyncClient, router: FakeRouter, num_messages: int
+) -> None:
+    router.script.hold_after_messages = num_messages
+    task = asyncio.create_task(client.generate(prompt=""))
+    await asyncio.wait_for(router.script.holding.wait(), 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(router.script.cancelled.wait(), 5)
+
+
+async def test_rounds_join_into_one_text(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    # The story's 17th byte is the first half of its "ä": the cut character is made anew in the next round.
+    result = await client.generate_until_done(prompt="Go: ", max_new_tokens=17, min_new_tokens=20, echo=True)
+    assert result.text == "Go: " + STORY
+    assert result.finish_reason == "eos_token"
+    assert bytes(token.id for token in result.tokens[:-1]).decode() == STORY
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (4, len(result.tokens))
+    sent = router.script.requests
+    assert all(request.HasField("token_ids") for request in sent)
+    assert [request.output.echo for request in sent] == [True, False, False]
+    assert [request.sampling.min_new_tokens for request in sent] == [20, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "num_tokens"),
+    [({"max_rounds": 2}, 20), ({"max_total": 13}, 13), ({"max_rounds": 1}, 10)],
+)
+async def test_rounds_have_bounds(client: tandem.AsyncClient, bounds: dict[str, int], num_tokens: int) -> None:
+    result = await client.generate_until_done(token_ids=[1], max_new_tokens=10, **bounds)  # type: ignore[arg-type]
+    assert (len(result.tokens), result.finish_reason) == (num_tokens, "length")
+
+
+async def test_rounds_end_where_the_model_ends(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.max_total_tokens = 12
+    result = await client.generate_until_done(messages=[{"role": "user", "content": ""}], max_new_tokens=5)
+    assert (len(result.tokens), result.finish_reason) == (5, "length")
+
+
+async def test_only_one_choice_can_be_continued(client: tandem.AsyncClient) -> None:
+    with pytest.raises(tandem.InvalidRequest, match="n must be 1"):
+        await client.generate_until_done(prompt="", n=2)
+
+
+async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:
+    assert [token.id for token in await client.tokenize(prompt="ab")] == [97, 98]
+    assert [model.name for model in await client.models()] == ["fake"]
+    assert (await client.model()).max_total_tokens == 1000
+    with pytest.raises(tandem.ModelNotFound, match="other"):
+        await client.model("other")
+    workers = await client.workers()
+    assert [(worker.role, worker.state) for worker in workers] == [("prefill", "ready"), ("decode", "ready")]
+    assert workers[0].last_seen_s == 0.25
+    assert (await client.mesh()).queued_requests == 1
+
+
+async def test_nobody_there() -> None:
+    async with tandem.AsyncClient("127.0.0.1:1", max_retries=0) as client:
+        with pytest.raises(tandem.ConnectionFailed, match=r"127\.0\.0\.1:1"):
+            await client.models()
+        with pytest.raises(tandem.DeadlineExceeded, match="not ready"):
+            await client.wait_ready(timeout=0.2)
+
+
+async def test_waiting_for_a_server_that_gets_ready(router: FakeRouter, client: tandem.AsyncClient) -> None:
+    await router.set_serving(False)
+    waiting = asyncio.create_task(client.wait_ready(timeout=10))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(asyncio.shield(waiting), 0.1)
+    await router.set_serving(True)
+    await waiting
+
+
+async def test_a_closed_client_says_so(router: FakeRouter) -> None:
+    client = tandem.AsyncClient(router.address)
+    await client.close()
+    await client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await client.models()
+
+
+async def test_the_channel_is_the_callers_to_make(router: FakeRouter) -> None:
+    opened = []
+
+    def open_channel(address: str) -> grpc.aio.Channel:
+        opened.append(address)
+        return grpc.aio.insecure_channel(router.address)
+
+    async with tandem.AsyncClient("somewhere:1", open_channel=open_channel) as client:
+        await client.models()
+    assert opened == ["somewhere:1"]
+
+
+async def test_script_defaults_are_not_shared() -> None:
+    assert Script().refusals is not Script().refusals

@@ -1,0 +1,262 @@
+"""Prefill and decode workers over real gRPC with fake models: tokens that depend on the KV that was shipped."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from mesh import wire
+from mesh.domain.request import Request, mint_id
+from mesh.rpc.channel import open_channel
+from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
+from tests.fakes.requests import make_request
+from tests.fakes.runner import fake_continuation, fake_token
+from tests.service.worker_rig import INCARNATION, MESH_KEY, EngineRig, WorkerRig, worker_rig
+
+
+class FakeRouter:
+    """Just enough of a router: attaches, starts, prefills, collects tokens by request."""
+
+    def __init__(self, rig: WorkerRig, attach: grpc.aio.StreamStreamCall, prefill: prefill_pb2_grpc.PrefillStub) -> None:
+        self.rig = rig
+        self.attach = attach
+        self.prefill_stub = prefill
+        self.writing = asyncio.Lock()  # gRPC takes one write at a time
+        self.inbox: dict[str, asyncio.Queue[decode_pb2.AttachResponse]] = {}
+
+    async def read_forever(self) -> None:
+        while (message := await self.attach.read()) is not grpc.aio.EOF:
+            kind = message.WhichOneof("event")
+            if kind == "step":
+                for output in message.step.outputs:
+                    one = decode_pb2.AttachResponse(step=decode_pb2.StepOutputs(outputs=[output]))
+                    self.box(output.request_id).put_nowait(one)
+            else:
+                self.box(getattr(message, kind).request_id).put_nowait(message)
+
+    def box(self, request_id: str) -> "asyncio.Queue[decode_pb2.AttachResponse]":
+        return self.inbox.setdefault(request_id, asyncio.Queue())
+
+    async def start(self, request: Request, transfer_id: str = "") -> None:
+        start = decode_pb2.StartSequence(sequence=wire.request_to_proto(request), transfer_id=transfer_id)
+        async with self.writing:
+            await self.attach.write(decode_pb2.AttachRequest(start=start))
+
+    async def abort(self, request: Request) -> None:
+        abort = decode_pb2.AbortSequence(request_id=request.request_id, attempt=request.attempt)
+        async with self.writing:
+            await self.attach.write(decode_pb2.AttachRequest(abort=abort))
+
+    def prefill(self, request: Request, transfer_id: str, ready_tokens: int) -> grpc.aio.UnaryStreamCall:
+        destination = prefill_pb2.KvDestination(
+            address=self.rig.decode_address,
+            worker_id="decode-0",
+            incarnation=INCARNATION,
+            transfer_id=transfer_id,
+            ready_tokens=ready_tokens,
+        )
+        message = prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=destination)
+        return self.prefill_stub.Prefill(message, metadata=MESH_KEY.metadata(), timeout=20)
+
+    async def run(self, request: Request) -> list[int]:
+        """The whole way through both workers; generated token ids."""
+        transfer_id = mint_id()
+        await self.start(request, transfer_id)
+        reserved = (await self.box(request.request_id).get()).reserved
+        ids: list[int] = []
+        async for message in self.prefill(request, transfer_id, reserved.ready_tokens):
+            if message.HasField("first_token"):
+                ids += [token.id for token in message.first_token.tokens]
+                if message.first_token.finish_reason:
+                    await self.abort(request)
+                    return ids
+        return ids + await self.collect(request)
+
+    async def collect(self, request: Request) -> list[int]:
+        """Tokens from the decode worker until it finishes the sequence."""
+        ids: list[int] = []
+        while True:
+            message = await self.box(request.request_id).get()
+            assert message.HasField("step"), message
+            output = message.step.outputs[0]
+            ids += [token.id for token in output.tokens]
+            if output.finish_reason:
+                return ids
+
+
+@asynccontextmanager
+async def fake_router(rig: WorkerRig) -> AsyncIterator[FakeRouter]:
+    async with open_channel(rig.decode_address) as decode, open_channel(rig.prefill_address) as prefill:
+        attach = decode_pb2_grpc.DecodeStub(decode).Attach(metadata=MESH_KEY.metadata())
+        hello = decode_pb2.AttachHello(router_id="router", worker_incarnation=INCARNATION)
+        await attach.write(decode_pb2.AttachRequest(hello=hello))
+        welcome = await attach.read()
+        assert welcome.welcome.worker_incarnation == INCARNATION
+        router = FakeRouter(rig, attach, prefill_pb2_grpc.PrefillStub(prefill))
+        reader = asyncio.create_task(router.read_forever())
+        yield router
+        reader.cancel()
+        attach.cancel()
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 50])
+async def test_tokens_through_both_workers(transport: str, length: int) -> None:
+    async with worker_rig(transports=(transport,)) as rig, fake_router(rig) as router:
+        prompt = list(range(3, 3 + length))
+        request = make_request("a", prompt, max_new_tokens=12)
+        assert await router.run(request) == fake_continuation(prompt, 12)
+        await rig.wait_whole()
+
+
+async def test_many_at_once_with_shared_prefixes_and_pools_whole_afterwards() -> None:
+    async with worker_rig(transports=("shm", "grpc")) as rig, fake_router(rig) as router:
+        prompts = [[5] * (i % 11) + list(range(i, i + 9)) for i in range(1, 13)]
+        requests = [make_request(f"r{i}", prompt, max_new_tokens=7 + i) for i, prompt in enumerate(prompts)]
+        results = await asyncio.gather(*(router.run(request) for request in requests))
+        for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+            assert result == fake_continuation(prompt, 7 + i)
+        again = await router.run(make_request("again", prompts[3], max_new_tokens=5))
+        assert again == fake_continuation(prompts[3], 5)
+        await rig.wait_whole()
+
+
+async def test_decode_worker_prefills_itself_when_no_transfer_is_named() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        prompt = list(range(1, 30))
+        request = make_request("a", prompt, max_new_tokens=6, prompt_logprobs=True)
+        await router.start(request)
+        first = (await router.box("a").get()).step.outputs[0]
+        assert first.first_index == 0
+        assert len(first.prompt_logprobs) == len(prompt)
+        assert not first.prompt_logprobs[0].HasField("logprob")
+        assert [first.tokens[0].id, *await router.collect(request)] == fake_continuation(prompt, 6)
+        await rig.wait_whole()
+
+
+async def test_replayed_attempt_goes_on_where_the_first_stopped() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        prompt = [9, 8, 7, 6, 5]
+        expected = fake_continuation(prompt, 10)
+        replay = make_request("a", prompt + expected[:4], attempt=1, num_prompt_tokens=5, max_new_tokens=10)
+        assert await router.run(replay) == expected[4:]
+
+
+async def test_first_token_that_ends_the_answer_needs_no_decoding() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        prompt = [1, 2, 3]
+        request = make_request("a", prompt, eos_token_ids=frozenset({fake_token(prompt)}))
+        assert await router.run(request) == [fake_token(prompt)]
+        await rig.wait_whole()
+
+
+async def test_cancelled_prefill_frees_both_sides_and_late_abort_is_harmless() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        rig.prefill.runner.gate.clear()
+        request = make_request("a", range(1, 60))
+        await router.start(request, "t")
+        await router.box("a").get()
+        call = router.prefill(request, "t", 0)
+        reading = asyncio.create_task(call.read())
+        while not (await_running := rig.prefill_service._prompts):
+            await asyncio.sleep(0)
+        assert await_running
+        call.cancel()
+        await asyncio.wait([reading])
+        await router.abort(request)
+        await router.abort(request)
+        rig.prefill.runner.gate.set()
+        await rig.wait_whole()
+        assert await router.run(make_request("b", [4, 4], max_new_tokens=3)) == fake_continuation([4, 4], 3)
+
+
+async def test_lost_router_takes_its_sequences_with_it() -> None:
+    async with worker_rig() as rig:
+        async with fake_router(rig) as router:
+            await router.start(make_request("running", [1, 2], max_new_tokens=190))
+            await router.start(make_request("reserved", range(1, 20)), "t")
+            await router.box("running").get()
+            await router.box("reserved").get()
+        await rig.wait_whole()
+        assert rig.decode_service.num_sequences == 0
+
+
+async def test_no_room_is_said_at_once_and_too_large_differs() -> None:
+    async with worker_rig(decode=EngineRig.make(num_blocks=8)) as rig, fake_router(rig) as router:
+        await router.start(make_request("a", range(1, 25)), "t1")
+        assert (await router.box("a").get()).HasField("reserved")
+        await router.start(make_request("b", range(1, 25)), "t2")
+        assert (await router.box("b").get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_NO_CAPACITY
+        await router.start(make_request("c", range(1, 60)), "t3")
+        assert (await router.box("c").get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_TOO_LARGE
+
+
+async def test_preemption_is_reported_for_replay() -> None:
+    async with worker_rig(decode=EngineRig.make(num_blocks=8)) as rig, fake_router(rig) as router:
+        rig.decode.runner.gate.clear()
+        await router.start(make_request("old", range(1, 8), max_new_tokens=24))
+        await router.start(make_request("young", range(30, 41), max_new_tokens=20))
+        while rig.decode_service.num_sequences < 2:
+            await asyncio.sleep(0)
+        rig.decode.runner.gate.set()
+        failed = None
+        while failed is None:
+            message = await router.box("young").get()
+            failed = message.failed if message.HasField("failed") else None
+        assert failed.reason == decode_pb2.SEQUENCE_FAILURE_PREEMPTED
+        await router.collect(make_request("old", [1]))
+        await rig.wait_whole()
+
+
+async def test_draining_workers_refuse_new_work_and_finish_the_old() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        running = make_request("a", [1, 2, 3], max_new_tokens=40)
+        await router.start(running)
+        rig.draining.set()
+        await router.start(make_request("b", [1, 2, 3]))
+        assert (await router.box("b").get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_DRAINING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.prefill(make_request("c", [1]), "t", 0).read()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await router.collect(running)
+        await asyncio.wait_for(rig.decode_service.drained(), 2)
+
+
+async def test_strangers_and_former_selves_are_refused() -> None:
+    async with worker_rig() as rig, open_channel(rig.decode_address) as channel:
+        stub = decode_pb2_grpc.DecodeStub(channel)
+        for metadata, code in (
+            ((), grpc.StatusCode.UNAUTHENTICATED),
+            ((("authorization", "Bearer wrong-wrong-wrong-wrong"),), grpc.StatusCode.UNAUTHENTICATED),
+            (MESH_KEY.metadata(), grpc.StatusCode.UNAVAILABLE),
+        ):
+            call = stub.Attach(metadata=metadata)
+            hello = decode_pb2.AttachHello(router_id="r", worker_incarnation="another-life")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.write(decode_pb2.AttachRequest(hello=hello))
+                await call.read()
+            assert refused.value.code() is code
+
+
+async def test_dead_engine_is_reported() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        rig.decode.runner.fail_with = RuntimeError("out of luck")
+        await router.start(make_request("a", [1, 2, 3]))
+        await asyncio.wait_for(rig.decode.died.wait(), 2)
+
+
+async def test_stop_token_ends_the_sequence() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        expected = fake_continuation([1, 2], 5)
+        request = make_request("a", [1, 2], max_new_tokens=20, sampling={"stop_token_ids": (expected[4],)})
+        await router.start(request, "t")
+        await router.box("a").get()
+        async for _ in router.prefill(request, "t", 0):
+            pass
+        last = None
+        while last is None or not last.finish_reason:
+            last = (await router.box("a").get()).step.outputs[0]
+        assert last.finish_reason == sampling_pb2.FINISH_REASON_STOP_SEQUENCE
+        assert last.tokens[-1].id == expected[4]

@@ -1,0 +1,116 @@
+"""A prefill and a decode worker around fake runners, with real gRPC between them, in one process."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from decode_worker.service import DecodeService
+from decode_worker.servicer import DecodeServicer
+from engine.block_pool import BlockPool
+from engine.loop import Engine, EngineLoop, LoopCallbacks
+from engine.scheduler import Scheduler, SchedulerConfig
+from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.server import Listen, Server
+from prefill_worker.service import PrefillService
+from prefill_worker.servicer import PrefillServicer
+from tandem.v1 import decode_pb2_grpc, kvtransfer_pb2_grpc, prefill_pb2_grpc
+from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner
+
+MESH_KEY = MeshKey("a-key-for-tests-only")
+NUM_BLOCKS = 64
+INCARNATION = "first-life"
+
+
+@dataclass
+class EngineRig:
+    """An engine over a FakeRunner, and how to see whether its pool is whole."""
+
+    scheduler: Scheduler
+    runner: FakeRunner
+    died: asyncio.Event
+
+    @classmethod
+    def make(cls, *, num_blocks: int = NUM_BLOCKS, max_batch_tokens: int = 16) -> "EngineRig":
+        config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens, max_num_seqs=16, max_model_len=200)
+        scheduler = Scheduler(config, BlockPool(num_blocks))
+        return cls(scheduler, FakeRunner(FakeKVStore(num_blocks)), asyncio.Event())
+
+    async def wait_whole(self, loop: EngineLoop) -> None:
+        """Return once every block is free again; raise if that takes longer than two seconds."""
+
+        def is_whole(scheduler: Scheduler) -> bool:
+            scheduler.check_integrity()
+            return scheduler.pool.num_free == scheduler.pool.num_blocks
+
+        async with asyncio.timeout(2):
+            while not await loop.call(is_whole):
+                await asyncio.sleep(0.01)
+
+
+@dataclass
+class WorkerRig:
+    """Both workers."""
+
+    prefill: EngineRig
+    decode: EngineRig
+    prefill_engine: EngineLoop
+    decode_engine: EngineLoop
+    prefill_service: PrefillService
+    decode_service: DecodeService
+    prefill_address: str
+    decode_address: str
+    draining: asyncio.Event
+
+    async def wait_whole(self) -> None:
+        """Both pools are whole again."""
+        await self.prefill.wait_whole(self.prefill_engine)
+        await self.decode.wait_whole(self.decode_engine)
+
+
+@asynccontextmanager
+async def worker_rig(
+    *, prefill: EngineRig | None = None, decode: EngineRig | None = None, transports: tuple[str, ...] = ("grpc",)
+) -> AsyncIterator[WorkerRig]:
+    """Run both workers; pools are checked at the end."""
+    prefill, decode = prefill or EngineRig.make(), decode or EngineRig.make()
+    settings = TransferSettings(transports=transports)
+    draining = asyncio.Event()
+    async with AsyncExitStack() as stack:
+        prefill_service, decode_service = PrefillService(FAKE_LAYOUT.block_size), DecodeService(FAKE_LAYOUT.block_size)
+        prefill_callbacks = LoopCallbacks(prefill_service.on_step, lambda _: prefill.died.set())
+        prefill_engine = EngineLoop(
+            Engine(prefill.scheduler, prefill.runner, prefill_service.on_layers), prefill_callbacks
+        )
+        decode_callbacks = LoopCallbacks(decode_service.on_step, lambda _: decode.died.set())
+        decode_engine = EngineLoop(Engine(decode.scheduler, decode.runner), decode_callbacks)
+        sender = KVSender(prefill.runner.store, "prefill-0", MESH_KEY, settings)
+        receiver_callbacks = ReceiverCallbacks(decode_service.on_committed, decode_service.on_transfer_failed)
+        receiver = KVReceiver(decode.runner.store, INCARNATION, receiver_callbacks, settings)
+        prefill_service.connect(prefill_engine, sender, draining.is_set)
+        decode_service.connect(decode_engine, receiver, draining.is_set)
+        prefill_server = Server(Listen("127.0.0.1", 0, MESH_KEY))
+        prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(prefill_service), prefill_server.grpc)
+        decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY))
+        decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(decode_service, INCARNATION), decode_server.grpc)
+        kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), decode_server.grpc)
+        for engine in (prefill_engine, decode_engine):
+            engine.start()
+            stack.push_async_callback(engine.stop)
+        stack.push_async_callback(sender.close)
+        stack.push_async_callback(receiver.close)
+        for server, name in ((prefill_server, "tandem.v1.Prefill"), (decode_server, "tandem.v1.Decode")):
+            await server.start([name])
+            stack.push_async_callback(server.stop, 0)
+        yield WorkerRig(
+            prefill,
+            decode,
+            prefill_engine,
+            decode_engine,
+            prefill_service,
+            decode_service,
+            prefill_server.address,
+            decode_server.address,
+            draining,
+        )

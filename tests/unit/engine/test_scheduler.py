@@ -1,0 +1,206 @@
+"""Scheduler and block pool under random life: nothing leaks, no budget is passed, abort works at every moment."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from engine.batch import RunnerOutput, ScheduledBatch
+from engine.block_pool import BlockPool
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import Sequence, SequenceStatus
+from mesh.domain.errors import InvalidRequest, WorkerBusy
+from mesh.domain.tokens import FinishReason, SampledToken
+from tests.fakes.requests import make_request
+
+BLOCK = 4
+NUM_BLOCKS = 12
+MAX_BATCH_TOKENS = 7
+MAX_NUM_SEQS = 5
+EOS = 0
+
+
+def new_scheduler(**changes: object) -> Scheduler:
+    config = {
+        "block_size": BLOCK,
+        "max_batch_tokens": MAX_BATCH_TOKENS,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_model_len": 40,
+    }
+    return Scheduler(SchedulerConfig(**(config | changes)), BlockPool(NUM_BLOCKS))
+
+
+def run_step(scheduler: Scheduler, token_id: int = 1) -> tuple[ScheduledBatch, list]:
+    batch = scheduler.schedule()
+    outputs = [RunnerOutput(SampledToken(token_id, -0.5) if item.samples else None) for item in batch.items]
+    return batch, scheduler.update(batch, outputs)
+
+
+class SchedulerLife(RuleBasedStateMachine):
+    """Adds, reserves, commits, aborts and steps in any order."""
+
+    live = Bundle("live")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = new_scheduler()
+        self.count = 0
+
+    def new_sequence(self, tokens: list[int], max_new: int, hand_over: bool = False) -> Sequence:
+        self.count += 1
+        request = make_request(f"r{self.count}", tokens, max_new_tokens=max_new, eos_token_ids=frozenset({EOS}))
+        return Sequence(request, hand_over=hand_over)
+
+    @rule(
+        target=live,
+        tokens=st.lists(st.integers(1, 2), min_size=1, max_size=30),
+        max_new=st.integers(1, 20),
+        hand_over=st.booleans(),
+    )
+    def add(self, tokens: list[int], max_new: int, hand_over: bool) -> Sequence:
+        sequence = self.new_sequence(tokens, max_new, hand_over)
+        self.scheduler.add(sequence)
+        return sequence
+
+    @rule(target=live, tokens=st.lists(st.integers(1, 2), min_size=1, max_size=30), max_new=st.integers(2, 20))
+    def reserve(self, tokens: list[int], max_new: int):
+        sequence = self.new_sequence(tokens, max_new)
+        before = self.scheduler.pool.num_free
+        try:
+            ready = self.scheduler.reserve(sequence)
+        except WorkerBusy:
+            assert self.scheduler.pool.num_free == before
+            return multiple()
+        assert ready % BLOCK == 0
+        assert ready <= len(tokens)
+        return sequence
+
+    @rule(sequence=live)
+    def commit(self, sequence: Sequence) -> None:
+        was_waiting = sequence.status is SequenceStatus.WAITING_FOR_KV
+        self.scheduler.commit(sequence.key, SampledToken(1, -0.1))
+        assert not was_waiting or sequence.num_uncomputed_tokens == 1
+
+    @rule(sequence=consumes(live))
+    def abort(self, sequence: Sequence) -> None:
+        self.scheduler.abort(sequence.key)
+        self.scheduler.abort(sequence.key)
+        assert sequence.block_table == []
+
+    @rule(token_id=st.sampled_from([EOS, 1, 2]))
+    def step(self, token_id: int) -> None:
+        batch, outputs = run_step(self.scheduler, token_id)
+        assert batch.num_tokens <= MAX_BATCH_TOKENS
+        sizes = [item.num_tokens for item in batch.items]
+        assert all(size == 1 for size in sizes[: batch.num_decodes])
+        assert all(size > 1 for size in sizes[batch.num_decodes :])
+        for output in outputs:
+            assert len(output.tokens) == 1
+        for sequence in self.scheduler.take_preempted():
+            assert sequence.status is SequenceStatus.FINISHED
+
+    @invariant()
+    def whole(self) -> None:
+        self.scheduler.check_integrity()
+        load = self.scheduler.load()
+        assert load.num_running <= MAX_NUM_SEQS
+
+    def teardown(self) -> None:
+        """Whatever happened, running to the end frees everything."""
+        for _ in range(500):
+            if not self.scheduler.has_work:
+                break
+            run_step(self.scheduler, EOS)
+        for table in (self.scheduler._held, self.scheduler._seated, self.scheduler._waiting):
+            for key in list(table):
+                self.scheduler.abort(key)
+        self.scheduler.check_integrity()
+        assert self.scheduler.pool.num_free == NUM_BLOCKS
+
+
+SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSchedulerLife = SchedulerLife.TestCase
+
+
+def test_prompt_is_computed_in_chunks_then_decoded() -> None:
+    scheduler = new_scheduler()
+    sequence = Sequence(make_request("a", range(1, 18), max_new_tokens=3))
+    scheduler.add(sequence)
+    chunks = []
+    while scheduler.has_work:
+        batch, outputs = run_step(scheduler)
+        chunks.append((batch.items[0].start, batch.items[0].num_tokens, len(outputs)))
+    assert chunks == [(0, 7, 0), (7, 7, 0), (14, 3, 1), (17, 1, 1), (18, 1, 1)]
+    assert outputs[0].finish_reason is FinishReason.LENGTH
+    assert scheduler.pool.num_free == NUM_BLOCKS
+
+
+def test_second_prompt_takes_cached_blocks_but_computes_its_last_token() -> None:
+    scheduler = new_scheduler()
+    for name in ("a", "b"):
+        scheduler.add(Sequence(make_request(name, range(1, 9), max_new_tokens=1)))
+        while scheduler.has_work:
+            batch, outputs = run_step(scheduler)
+    assert batch.items[0].start == BLOCK
+    assert outputs[0].cached_tokens == BLOCK
+
+
+def test_namespaces_do_not_share_blocks() -> None:
+    scheduler = new_scheduler(max_batch_tokens=40)
+    for name in ("tenant-a", "tenant-b"):
+        scheduler.add(Sequence(make_request(name, range(1, 9), max_new_tokens=1, cache_namespace=name)))
+        while scheduler.has_work:
+            batch, _ = run_step(scheduler)
+    assert batch.items[0].start == 0
+
+
+def test_reservation_with_everything_cached_needs_no_kv() -> None:
+    scheduler = new_scheduler()
+    scheduler.add(Sequence(make_request("a", range(1, 9), max_new_tokens=1)))
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert scheduler.reserve(Sequence(make_request("b", range(1, 9), max_new_tokens=4))) == 8
+
+
+def test_youngest_is_preempted_when_blocks_run_out() -> None:
+    scheduler = new_scheduler(max_batch_tokens=40)
+    old = Sequence(make_request("old", range(1, 20), max_new_tokens=20))
+    young = Sequence(make_request("young", range(30, 50), max_new_tokens=20))
+    scheduler.add(old)
+    scheduler.add(young)
+    preempted: list[Sequence] = []
+    while not preempted:
+        run_step(scheduler)
+        preempted = scheduler.take_preempted()
+    assert preempted == [young]
+    assert old.status is SequenceStatus.RUNNING
+
+
+def test_too_large_is_refused() -> None:
+    scheduler = new_scheduler()
+    sequence = Sequence(make_request("a", range(1, 41), max_new_tokens=1))
+    for command in (scheduler.add, scheduler.reserve):
+        with pytest.raises(InvalidRequest, match="do not fit"):
+            command(sequence)
+
+
+def test_handed_over_sequence_holds_its_blocks_until_released() -> None:
+    scheduler = new_scheduler()
+    sequence = Sequence(make_request("a", range(1, 7), max_new_tokens=5), hand_over=True)
+    scheduler.add(sequence)
+    run_step(scheduler)
+    assert sequence.status is SequenceStatus.HELD
+    assert scheduler.pool.num_free == NUM_BLOCKS - 2
+    scheduler.abort(sequence.key)
+    assert scheduler.pool.num_free == NUM_BLOCKS
+
+
+def test_cache_log_leaves_a_gap_instead_of_growing() -> None:
+    pool = BlockPool(2)
+    for i in range(40):
+        [block] = pool.allocate(1) or [None]
+        pool.publish(block, bytes([i]))
+        pool.free([block])
+    first, events = pool.log.take()
+    assert len(events) <= 8
+    assert first + len(events) == pool.log.next_number

@@ -1,0 +1,93 @@
+"""Keyword arguments to messages."""
+
+from typing import Any
+
+import pytest
+
+from tandem._requests import generate_request, tokenize_request
+from tandem.exceptions import InvalidRequest
+
+
+def test_every_argument_reaches_its_field() -> None:
+    request = generate_request(
+        {
+            "token_ids": [1, 2],
+            "model": "m",
+            "max_new_tokens": 3,
+            "min_new_tokens": 1,
+            "temperature": 0.5,
+            "top_k": 4,
+            "top_p": 0.75,
+            "min_p": 0.25,
+            "repetition_penalty": 1.5,
+            "presence_penalty": -1.0,
+            "frequency_penalty": 2.0,
+            "logit_bias": {7: -100.0},
+            "seed": 2**64 - 1,
+            "stop": ["a", "b"],
+            "stop_token_ids": [9],
+            "ignore_eos": True,
+            "top_logprobs": 5,
+            "prompt_logprobs": True,
+            "echo": True,
+            "n": 2,
+            "client_request_id": "mine",
+            "timeout": 1.0,
+        }
+    )
+    sampling = request.sampling
+    assert list(request.token_ids.ids) == [1, 2]
+    assert (request.model, request.num_choices, request.client_request_id) == ("m", 2, "mine")
+    assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.top_k, sampling.seed) == (3, 1, 4, 2**64 - 1)
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.75, 0.25)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -1.0, 2.0)
+    assert (dict(sampling.logit_bias), list(sampling.stop), list(sampling.stop_token_ids)) == (
+        {7: -100.0},
+        ["a", "b"],
+        [9],
+    )
+    assert sampling.ignore_eos
+    assert (request.output.top_logprobs, request.output.prompt_logprobs, request.output.echo) == (5, True, True)
+
+
+def test_none_leaves_a_field_absent_and_zero_does_not() -> None:
+    sampling = generate_request({"prompt": "", "temperature": None, "top_k": 0}).sampling
+    assert not sampling.HasField("temperature")
+    assert sampling.HasField("top_k")
+
+
+def test_messages_become_a_conversation() -> None:
+    request = tokenize_request({"messages": [{"role": "user", "content": "hi"}]})
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [("user", "hi")]
+
+
+def test_one_stop_string_may_come_bare() -> None:
+    assert list(generate_request({"prompt": "x", "stop": "end"}).sampling.stop) == ["end"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "got none"),
+        ({"prompt": "x", "token_ids": [1]}, "got prompt and token_ids"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": "x"}, "token_ids"),
+        ({"messages": ["hi"]}, "role"),
+        ({"messages": [{"role": "user"}]}, "role"),
+        ({"prompt": "x", "top_k": -1}, "top_k"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "n": -1}, "n: "),
+        ({"prompt": "x", "stop": [1]}, "stop"),
+        ({"prompt": "x", "logit_bias": {"a": 1.0}}, "logit_bias"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(arguments: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        generate_request(arguments)
+
+
+def test_an_unknown_name_is_a_programming_error() -> None:
+    with pytest.raises(TypeError, match="max_tokens"):
+        generate_request({"prompt": "x", "max_tokens": 3})  # type: ignore[typeddict-unknown-key]

@@ -1,0 +1,85 @@
+"""The SDK's values: what they say, and that they say nothing else."""
+
+import math
+
+import pytest
+
+import tandem
+from tandem._responses import EventReader, ResultBuilder
+from tandem.exceptions import InternalError
+from tandem.models import Choice, Result, Token, Usage, confidence
+from tandem.v1 import generation_pb2 as pb
+from tandem.v1 import sampling_pb2
+
+
+def test_confidence_is_the_exponential_of_the_mean_logprob() -> None:
+    tokens = [Token(1, "a", math.log(0.5)), Token(2, "b", math.log(0.125)), Token(3, "c")]
+    assert confidence(tokens) == pytest.approx(0.25)
+    assert confidence([]) is None
+    assert confidence([Token(1, "a")]) is None
+
+
+def test_a_result_mirrors_its_first_choice() -> None:
+    first = Choice(0, "a", (Token(1, "a", -1.0),), tandem.FinishReason.LENGTH, Usage(3, 1))
+    second = Choice(1, "b", (), tandem.FinishReason.EOS_TOKEN, Usage(3, 2))
+    result = Result("r", (first, second))
+    assert (result.text, result.tokens, result.usage) == ("a", first.tokens, first.usage)
+    assert result.finish_reason == "length"
+    assert result.confidence == first.confidence
+    assert result.usage.total_tokens == 4
+
+
+def test_values_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Token(1, "a").text = "b"  # type: ignore[misc]
+
+
+def test_a_message_with_several_tokens_becomes_several_events() -> None:
+    message = pb.GenerateResponse(
+        prompt=pb.PromptInfo(request_id="r"),
+        tokens=[pb.Token(id=1, text="a"), pb.Token(id=2, text="b")],
+        finish_reason=sampling_pb2.FINISH_REASON_STOP_SEQUENCE,
+        usage=pb.Usage(prompt_tokens=5),
+        echo="> ",
+    )
+    first, last = EventReader(1).read(message)
+    assert (first.text, first.finish_reason, first.usage) == ("> a", None, None)
+    assert (last.text, last.finish_reason, last.usage) == ("b", "stop_sequence", Usage(5))
+    assert first.request_id == last.request_id == "r"
+
+
+def test_a_choice_may_end_without_a_further_token() -> None:
+    reader, builder = EventReader(1), ResultBuilder()
+    for message in (
+        pb.GenerateResponse(tokens=[pb.Token(id=1, text="a")]),
+        pb.GenerateResponse(finish_reason=sampling_pb2.FINISH_REASON_LENGTH),
+    ):
+        for event in reader.read(message):
+            builder.add(event)
+    reader.check_complete()
+    assert builder.result().text == "a"
+    assert event.token is None
+
+
+def test_a_reason_of_a_newer_server_is_unknown() -> None:
+    (event,) = EventReader(1).read(pb.GenerateResponse(finish_reason=99))  # type: ignore[arg-type]
+    assert event.finish_reason == "unknown"
+
+
+def test_a_stream_must_end_every_choice() -> None:
+    reader = EventReader(2)
+    list(reader.read(pb.GenerateResponse(index=1, finish_reason=sampling_pb2.FINISH_REASON_LENGTH)))
+    with pytest.raises(InternalError, match="without a finish reason"):
+        reader.check_complete()
+
+
+def test_every_public_name_is_there_and_named_once() -> None:
+    assert sorted(set(tandem.__all__)) == sorted(tandem.__all__)
+    assert all(hasattr(tandem, name) for name in tandem.__all__)
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def methods(cls: type) -> set[str]:
+        return {name for name in vars(cls) if not name.startswith("_")}
+
+    assert methods(tandem.Client) == methods(tandem.AsyncClient)

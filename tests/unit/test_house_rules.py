@@ -1,0 +1,70 @@
+"""Rules of the house that no other tool checks: sizes, unsafe deserialisers, documents that name real files."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = "tandem router prefill_worker decode_worker kvtransfer engine mesh cli bench models".split()
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_PARAMETERS = 5
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib", "cloudpickle"}
+FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "yaml.load"}
+
+EXCEPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["tandem"]["size-exceptions"]
+
+
+def sources() -> list[Path]:
+    return sorted(
+        path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if ROOT / "tandem" / "v1" not in path.parents
+    )
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def over_budget(path: Path) -> Iterator[str]:
+    text = path.read_text()
+    name = str(path.relative_to(ROOT))
+    if text.count("\n") > MAX_FILE_LINES:
+        yield name
+    for function in functions(ast.parse(text)):
+        arguments = function.args
+        own = [a for a in (*arguments.posonlyargs, *arguments.args) if a.arg not in ("self", "cls")]
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        if lines > MAX_FUNCTION_LINES or len(own) + len(arguments.kwonlyargs) > MAX_PARAMETERS + 1:
+            yield f"{name}::{function.name}"
+
+
+def test_files_and_functions_stay_small() -> None:
+    found = {entry for path in sources() for entry in over_budget(path)}
+    assert found - EXCEPTIONS.keys() == set()
+    assert EXCEPTIONS.keys() - found == set(), "an exception that is no longer needed"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_unsafe_deserialisers(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.split(".")[0] for alias in node.names} & FORBIDDEN_IMPORTS
+        elif isinstance(node, ast.ImportFrom):
+            assert (node.module or "").split(".")[0] not in FORBIDDEN_IMPORTS
+        elif isinstance(node, ast.Call):
+            assert ast.unparse(node.func) not in FORBIDDEN_CALLS
+
+
+@pytest.mark.parametrize("document", ["docs/architecture.md", "README.md", "CONTRIBUTING.md"])
+def test_documents_name_real_files(document: str) -> None:
+    text = (ROOT / document).read_text()
+    named = set(re.findall(r"`([a-z_]+/[\w./-]*\w(?:\.(?:py|proto|md|toml|json|yml)|/))`", text))
+    assert named, "the pattern finds nothing"
+    assert {name for name in named if not (ROOT / name).exists()} == set()

@@ -58,8 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` names; returns the exit status."""
+    return execute(build_parser().parse_args(argv))
+
+
+def execute(args: argparse.Namespace) -> int:
     """Run one command. Returns 2 for a wrong configuration, 1 for anything else that failed."""
-    args = build_parser().parse_args(argv)
     try:
         status: int = args.run(args)
     except ConfigurationError as error:

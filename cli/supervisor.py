@@ -28,8 +28,8 @@ Trial = Callable[[str], Awaitable[None]]
 """Sends a request through the whole path of the mesh at an address. Raises TandemError."""
 
 
-class StartFailed(Exception):
-    """A service died or never became ready. The message says which, with the end of its log."""
+class MeshFailed(Exception):
+    """A service died, or never became ready. The message says which, with the end of its log."""
 
 
 class _StopAsked(Exception):
@@ -95,7 +95,7 @@ class Supervisor:
         self._is_stopping = False
 
     async def run(self, on_ready: Callable[[str], None]) -> None:
-        """Serve until a signal comes; calls `on_ready(address)` once. Raises StartFailed or ConfigurationError."""
+        """Serve until a signal comes; calls `on_ready(address)` once. Raises MeshFailed or ConfigurationError."""
         with self._signals():
             try:
                 address = await self._start()
@@ -155,7 +155,7 @@ class Supervisor:
             while not isinstance(event, _TrialEnded):
                 event = await self._next_while_starting({"the trial request"})
             if event.error is not None:
-                raise StartFailed(f"all services are up, but a trial request failed: {event.error}")
+                raise MeshFailed(f"all services are up, but a trial request failed: {event.error}")
         finally:
             trial.cancel()
             await asyncio.gather(trial, return_exceptions=True)
@@ -164,16 +164,16 @@ class Supervisor:
         """The next event. Raises if it means that the start has failed."""
         event = await self._next()
         if isinstance(event, _TimeUp):
-            raise StartFailed(self._describe_late(waiting_for))
+            raise MeshFailed(self._describe_late(waiting_for))
         if isinstance(event, ChildEvent) and event.kind == "exited":
             child, status = event.child, event.fields["status"]
             if status == _CONFIGURATION_STATUS and child.tail:
                 raise ConfigurationError(child.tail[-1])
-            raise StartFailed(f"{child.service.name} {_ending(status)} while starting{_end_of_log(child)}")
+            raise MeshFailed(f"{child.service.name} {_ending(status)} while starting{_end_of_log(child)}")
         return event
 
     async def _watch(self) -> None:
-        """Start dead workers again until a signal comes. Raises StartFailed when the router dies."""
+        """Start dead workers again until a signal comes. Raises MeshFailed when the router dies."""
         while True:
             event = await self._next()
             if isinstance(event, _RestartDue):
@@ -191,7 +191,7 @@ class Supervisor:
         child.kill()  # what it may have started
         ending = _ending(event.fields["status"])
         if name == "router":
-            raise StartFailed(f"the router {ending}{_end_of_log(child)}")
+            raise MeshFailed(f"the router {ending}{_end_of_log(child)}")
         if self._plan.settings.no_restart:
             self._display.warning(name, f"{ending}; it stays down")
             return
@@ -210,16 +210,15 @@ class Supervisor:
         try:
             child = await Child.start(service, self._launch)
         except OSError as error:
-            raise StartFailed(f"cannot start {service.name}: {error}") from error
+            raise MeshFailed(f"cannot start {service.name}: {error}") from error
         self._children[service.name] = child
         self._started_s[service.name] = time.monotonic()
 
     async def _stop(self) -> None:
         """Stop the router, then all workers. All children are gone afterwards."""
         self._is_stopping = True
-        router = self._children.pop("router", None)
-        if router is not None:
-            await router.stop(_STOP_LIMIT_S)
+        if "router" in self._children:
+            await self._children["router"].stop(_STOP_LIMIT_S)
         await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in self._children.values()))
 
     @contextlib.contextmanager

@@ -18,7 +18,7 @@ from cli.child import Launch, Programs
 from cli.cores import assign_cores
 from cli.display import Display
 from cli.services import ROLES, MeshPlan, passed_on, split_by_role
-from cli.supervisor import StartFailed, Supervisor
+from cli.supervisor import MeshFailed, Supervisor
 from cli.trial import Trial
 from cli.up_settings import UpSettings, find_model
 from mesh.domain.errors import ConfigurationError
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     supervisor = Supervisor(plan, launch, display, Trial(threshold))
     try:
         asyncio.run(supervisor.run(_announce_ready))
-    except StartFailed as error:
+    except MeshFailed as error:
         sys.stderr.write(f"tandem: {error}\n")
         return 1
     return 0

@@ -13,9 +13,7 @@ class DecodeSettings(WorkerSettings):
     max_rolling_batch_size: int = setting(
         64, "most sequences running or waiting for KV", env=("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE")
     )
-    max_batch_total_tokens: int = setting(
-        0, "tokens whose KV fits here; 0 takes kv_cache_bytes or a share of free memory", env=("MAX_BATCH_TOTAL_TOKENS",)
-    )
+    max_batch_total_tokens: int = setting(0, "tokens whose KV fits here; 0: by memory", env=("MAX_BATCH_TOTAL_TOKENS",))
     max_step_tokens: int = setting(
         256, "most tokens of one step when prompts are prefilled here: what remains beside running sequences is chunked"
     )

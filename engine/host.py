@@ -75,7 +75,7 @@ def build_host(settings: WorkerSettings, limits: EngineLimits, on_progress: Prog
         model_dir=Path(settings.model),
         device=_device(settings.device),
         dtype=settings.dtype,
-        load_format=settings.load_format,
+        load_format="safetensors" if settings.load_format == "auto" else settings.load_format,
         block_size=settings.block_size,
         layers_per_group=settings.layers_per_group,
     )

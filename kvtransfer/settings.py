@@ -11,8 +11,8 @@ class TransferSettings:
     """How KV moves. The sender's `transports` are offered in this order; a receiver uses those it lists too."""
 
     transports: tuple[str, ...] = ("shm", "grpc")
-    chunk_bytes: int = 2 << 20
-    """Most payload in one chunk; a single block of one layer may be larger."""
+    chunk_bytes: int = 4 << 20
+    """Most payload in one chunk; a single block of one layer may be larger. Each chunk costs a few thread switches."""
     credit_chunks: int = 4
     """Chunks a receiver allows to be unacknowledged, per transfer."""
     progress_timeout_s: float = 10.0

@@ -72,10 +72,10 @@ def _row(chats: Iterator[Chat], pool: list[Chat], pad: int) -> tuple[list[int], 
     return ids + [pad] * gap, targets + [IGNORED] * gap, segment + [-1] * gap
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int, rows: int) -> Iterator[Batch]:
+def batches(tokenizer: PreTrainedTokenizerFast, seed: int, rows: int, late: bool = False) -> Iterator[Batch]:
     """Endless batches of freshly drawn chats; the same seed gives the same batches."""
     rng = random.Random(seed)
-    chats = (encode_chat(tokenizer, conversation(rng)) for _ in iter(int, 1))
+    chats = (encode_chat(tokenizer, conversation(rng, late)) for _ in iter(int, 1))
     pool: list[Chat] = []
     causal = torch.ones(ROW_TOKENS, ROW_TOKENS, dtype=torch.bool).tril()
     while True:

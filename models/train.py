@@ -3,7 +3,8 @@
     python -m models.train                    # both models, as shipped
     python -m models.train --minutes 3 --out /tmp/try
 
-Writes standard Hugging Face folders. `--steps` is reproducible; `--minutes` fits the steps to the machine.
+Writes standard Hugging Face folders. The plain command and `--steps` are reproducible; `--minutes` fits the
+steps to the machine. The second phase gives more room to what is still hard.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -29,13 +31,14 @@ ROWS = 8
 WARMUP_STEPS = 30
 MUON_RATE = 0.02
 LAST_SHARE = 0.02
-SAVE_EVERY = 500
+PROBE_STEPS = 8
+DECAY_STEPS = 1700  # the first phase ends early on this schedule
 SEED = 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The shape of one model and how it is trained; `steps` is what the shipped weights took."""
+    """The shape of one model, and the optimizer steps of its two phases as the shipped weights took them."""
 
     hidden: int
     layers: int
@@ -43,13 +46,13 @@ class Plan:
     kv_heads: int
     intermediate: int
     learning_rate: float
-    steps: int
-    minutes_share: float
+    early_steps: int
+    late_steps: int
 
 
 PLANS = {
-    "tandem-small": Plan(256, 4, 8, 2, 640, 2e-3, 3500, 0.8),
-    "tandem-draft": Plan(128, 2, 4, 2, 320, 4e-3, 3500, 0.2),
+    "tandem-small": Plan(256, 4, 8, 2, 640, 2e-3, 500, 1240),
+    "tandem-draft": Plan(128, 2, 4, 2, 320, 4e-3, 500, 2000),
 }
 
 
@@ -79,12 +82,12 @@ def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     return functional.cross_entropy(model.lm_head(states[wanted]), batch.targets[wanted])
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine down to LAST_SHARE of the peak."""
+def rate_share(step: int, steps: int) -> float:
+    """Share of the peak learning rate: linear warm-up, then a cosine down to LAST_SHARE."""
     if step < WARMUP_STEPS:
-        return peak * (step + 1) / WARMUP_STEPS
+        return (step + 1) / WARMUP_STEPS
     done = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
-    return peak * (LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done)))
+    return LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def optimizers_for(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
@@ -100,32 +103,24 @@ def optimizers_for(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Opti
     return optimizers
 
 
-def fit(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Plan, minutes: float | None, folder: Path
-) -> None:
-    """Train in place for plan.steps, or for as many steps as fit into `minutes`; saves now and then."""
-    optimizers, steps, start = optimizers_for(model, plan), plan.steps, time.monotonic()
+def fit(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Plan, late: bool) -> None:
+    """Train in place for one phase, from a fresh optimizer and with a schedule of its own."""
+    steps = plan.late_steps if late else plan.early_steps
+    optimizers, start = optimizers_for(model, plan), time.monotonic()
     average = math.log(len(tokenizer))
-    for step, batch in enumerate(batches(tokenizer, SEED + 1, ROWS)):
-        if step >= steps:
-            break
-        if minutes is not None and step in (20, 100):
-            steps = int(minutes * 60 * step / (time.monotonic() - start))
+    for step, batch in enumerate(islice(batches(tokenizer, SEED + 1 + late, ROWS, late), steps)):
         loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, group["peak"])
+                group["lr"] = group["peak"] * rate_share(step, steps if late else DECAY_STEPS)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         average += 0.02 * (loss.item() - average)
-        if step % 100 == 0:
-            rate = (step + 1) * batch.ids.numel() / (time.monotonic() - start)
-            print(f"step {step}/{steps} loss {average:.4f} {rate:.0f} tokens/s", flush=True)
-        if (step + 1) % SAVE_EVERY == 0:
-            save(model, tokenizer, folder)
-    save(model, tokenizer, folder)
+        if step % 100 == 0 or step == steps - 1:
+            speed = (step + 1) * batch.ids.numel() / (time.monotonic() - start)
+            print(f"step {step}/{steps} loss {average:.4f} {speed:.0f} tokens/s", flush=True)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -141,29 +136,43 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     save_tokenizer(tokenizer, folder)
 
 
+def fitted(plan: Plan, tokenizer: PreTrainedTokenizerFast, minutes: float) -> Plan:
+    """`plan` with its phases shortened or lengthened to `minutes`, from the measured speed of a few steps."""
+    probe, trial = build(plan, tokenizer), dataclasses.replace(plan, early_steps=PROBE_STEPS)
+    start = time.monotonic()
+    fit(probe, tokenizer, trial, late=False)
+    share = minutes * 60 * PROBE_STEPS / (time.monotonic() - start) / (plan.early_steps + plan.late_steps)
+    return dataclasses.replace(
+        plan, early_steps=round(plan.early_steps * share), late_steps=round(plan.late_steps * share)
+    )
+
+
 def main() -> None:
     """Train the chosen models one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model folders")
     parser.add_argument("--model", choices=sorted(PLANS), help="train this one only")
-    parser.add_argument("--steps", type=int, help="optimizer steps of each model")
-    parser.add_argument("--minutes", type=float, help="total time; sets the steps from the measured speed")
+    parser.add_argument("--minutes", type=float, help="time per model, instead of the shipped steps")
+    parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "SECOND"), help="steps of the two phases")
     parser.add_argument("--new-tokenizer", action="store_true", help="train one instead of keeping the shipped")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    folder = Path(__file__).parent / "tandem-small"
-    tokenizer = train_tokenizer(SEED) if arguments.new_tokenizer else AutoTokenizer.from_pretrained(folder)
+    shipped = Path(__file__).parent / "tandem-small"
+    tokenizer = train_tokenizer(SEED) if arguments.new_tokenizer else AutoTokenizer.from_pretrained(shipped)
     for name, plan in PLANS.items():
-        if arguments.model in (None, name):
-            torch.manual_seed(SEED)
-            model = build(plan, tokenizer)
-            print(f"{name}: {model.num_parameters():,} parameters", flush=True)
-            share = 1.0 if arguments.model else plan.minutes_share
-            minutes = None if arguments.minutes is None else arguments.minutes * share
-            if arguments.steps is not None:
-                plan = dataclasses.replace(plan, steps=arguments.steps)
-            fit(model, tokenizer, plan, minutes, arguments.out / name)
+        if arguments.model not in (None, name):
+            continue
+        if arguments.steps is not None:
+            plan = dataclasses.replace(plan, early_steps=arguments.steps[0], late_steps=arguments.steps[1])
+        elif arguments.minutes is not None:
+            plan = fitted(plan, tokenizer, arguments.minutes)
+        torch.manual_seed(SEED)
+        model = build(plan, tokenizer)
+        print(f"{name}: {model.num_parameters():,} parameters", flush=True)
+        for late in (False, True):
+            fit(model, tokenizer, plan, late)
+            save(model, tokenizer, arguments.out / name)
 
 
 if __name__ == "__main__":

@@ -102,6 +102,11 @@ class PrefillService:
         self._sender = sender
         self._is_draining = is_draining
 
+    @property
+    def num_prompts(self) -> int:
+        """Prompts queued, computing, or being handed over."""
+        return len(self._prompts)
+
     # -- what routers ask -------------------------------------------------------------------------------------------
 
     async def prefill(self, request: Request, destination: Destination) -> AsyncIterator[PrefillEvent]:

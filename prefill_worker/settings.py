@@ -12,7 +12,7 @@ class PrefillSettings(WorkerSettings):
 
     max_batch_prefill_tokens: int = setting(
         512,
-        "most prompt tokens of one pass; longer prompts are computed in chunks, and a cancelled one stops within a pass",
+        "most prompt tokens of one pass; longer prompts are computed in chunks",
         env=("MAX_BATCH_PREFILL_TOKENS",),
     )
     max_num_seqs: int = setting(64, "most prompts in computation at a time")

@@ -1,8 +1,8 @@
 """One attempt of a choice: one dispatch to a decode worker and, unless that prefills by itself, a prefill worker.
 
-    start on decode ─▶ reserved ─▶ prefill call ─▶ first token ─▶ transfer finished
-                                                       └────▶ tokens from decode ─▶ finished
-    anything fails ─▶ Replayable; whatever happens, both workers are told to drop what is left, and the booking is released
+start on decode ─▶ reserved ─▶ prefill call ─▶ first token ─▶ transfer finished
+                                                   └────▶ tokens from decode ─▶ finished
+anything fails ─▶ Replayable; whatever happens, both workers are told to drop what is left, and the booking is released
 """
 
 import asyncio
@@ -57,6 +57,7 @@ class Attempt:
         self._patience = patience
         self._prefill: asyncio.Task[None] | None = None
         self._first_token_came = False
+        self._transferred = False
         self._decode_streams = False
         self._clock = asyncio.get_running_loop().time
         self._last_sign_s = self._clock()
@@ -110,7 +111,8 @@ class Attempt:
             self._end(error, None)
             return
         self._booking.num_tokens = self._choice.num_tokens
-        self._timeline.mark("first_token")
+        if self._choice.token_ids:
+            self._timeline.mark("first_token")
         if self._choice.finish_reason is not None:
             self._end(None, None)
 
@@ -168,6 +170,7 @@ class Attempt:
             self._timeline.mark("prefill_started")
             self._timeline.mark("transfer_started")  # KV leaves while it is computed
         else:
+            self._transferred = True
             self._timeline.mark("transfer_finished")
             self._last_sign_s = self._clock()
             self._booking.prefill_released()
@@ -178,7 +181,7 @@ class Attempt:
             return
         error = task.exception()
         self._booking.prefill_released()
-        if self._first_token_came and (error is None or self._decode_streams):
+        if self._first_token_came and (error is None or self._transferred or self._decode_streams):
             return
         if not isinstance(error, Exception):
             error = TransferFailed("the prefill ended without a first token")

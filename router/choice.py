@@ -148,12 +148,12 @@ class Choice:
             is_stop_token = reason is FinishReason.STOP_SEQUENCE and place == len(tokens) - 1
             self._add(token, hide_text=is_stop_token)
             if self._text.stopped:
-                return self._finish(FinishReason.STOP_SEQUENCE)
+                reason = FinishReason.STOP_SEQUENCE
+                break
+        if reason is None and len(self.token_ids) >= self._max_new_tokens:
+            reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(reason)
-        elif len(self.token_ids) >= self._max_new_tokens:
-            self._finish(FinishReason.LENGTH)
-        return None
 
     def _add(self, token: SampledToken, *, hide_text: bool) -> None:
         self.token_ids.append(token.id)

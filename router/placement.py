@@ -77,8 +77,6 @@ class PrefixChain:
 class PlacementQuery:
     """What an attempt needs. `avoid` holds incarnations of workers that failed this request."""
 
-    model: str
-    tokenizer_fingerprint: str
     num_tokens: int
     max_total_tokens: int
     chain: PrefixChain
@@ -107,6 +105,8 @@ class Snapshot:
     """All that placement looks at. `unreachable` holds incarnations the router has no working connection to."""
 
     views: Sequence[WorkerView]
+    model: str
+    tokenizer_fingerprint: str
     in_flight: Mapping[str, InFlight] = field(default_factory=dict)
     unreachable: frozenset[str] = frozenset()
     prefill_threshold: int = 0
@@ -118,7 +118,7 @@ Cost = Callable[[PlacementQuery, Candidate], float]
 
 def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
     """Choose workers for an attempt."""
-    decoders = _candidates(query, snapshot, WorkerRole.DECODE)
+    decoders = healthy(snapshot, WorkerRole.DECODE)
     if not decoders:
         return NoPlacement.NO_DECODE_WORKER
     big_enough = [c for c in decoders if capacity_tokens(c.info) >= query.max_total_tokens]
@@ -127,7 +127,7 @@ def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
     decode = _choose(query, [c for c in big_enough if decode_has_room(query, c)], decode_cost)
     if decode is None:
         return NoPlacement.NO_ROOM
-    prefillers = [c for c in _candidates(query, snapshot, WorkerRole.PREFILL) if capacity_tokens(c.info) >= query.num_tokens]
+    prefillers = [c for c in healthy(snapshot, WorkerRole.PREFILL) if capacity_tokens(c.info) >= query.num_tokens]
     uncached = query.num_tokens - query.chain.num_cached_tokens(decode.view)
     if not prefillers or query.prefill_locally or uncached < snapshot.prefill_threshold:
         return Placement(None, decode.info)
@@ -135,15 +135,15 @@ def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
     return NoPlacement.NO_ROOM if prefill is None else Placement(prefill.info, decode.info)
 
 
-def _candidates(query: PlacementQuery, snapshot: Snapshot, role: WorkerRole) -> list[Candidate]:
-    """Healthy workers of a role that speak this model's tokens."""
+def healthy(snapshot: Snapshot, role: WorkerRole) -> list[Candidate]:
+    """Workers of a role that are READY, reachable, and speak this model's tokens."""
     return [
         Candidate(view, snapshot.in_flight.get(view.info.incarnation, InFlight()))
         for view in snapshot.views
         if view.info.role is role
         and view.state is WorkerState.READY
-        and view.info.model == query.model
-        and view.info.tokenizer_fingerprint == query.tokenizer_fingerprint
+        and view.info.model == snapshot.model
+        and view.info.tokenizer_fingerprint == snapshot.tokenizer_fingerprint
         and view.info.incarnation not in snapshot.unreachable
     ]
 

@@ -1,6 +1,6 @@
 """One prefill: a call to a prefill worker, for as long as it computes the prompt and sends its KV."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -50,7 +50,7 @@ class PrefillClient:
 
     async def run(
         self, worker: WorkerInfo, request: Request, reservation: Reservation
-    ) -> AsyncIterator[PrefillEvent]:
+    ) -> AsyncGenerator[PrefillEvent, None]:
         """Events of one prefill. Leaving early cancels it. Raises Replayable, or InvalidRequest."""
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
         time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s

@@ -23,3 +23,9 @@ class Timeline:
     def as_fields(self) -> dict[str, float]:
         """`{event_ms: milliseconds}`, in order."""
         return {f"{event}_ms": round(at_s * 1000, 2) for event, at_s in self._events.items()}
+
+    def copy(self) -> "Timeline":
+        """For another choice of the same request."""
+        twin = Timeline(self._clock)
+        twin._begin_s, twin._events = self._begin_s, dict(self._events)
+        return twin

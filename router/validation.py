@@ -2,17 +2,16 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from router.limits import Limits
-from router.text.chat import ChatMessage
+from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 CHAT_ROLES = ("system", "user", "assistant")
 
-# A prompt in one of its three forms: text, token ids, conversation.
-Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
+_EMPTY = "the prompt is empty: at least one token is needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class GenerateInput:
     """What a client asked for, not yet checked. `prompt` is None if none was given."""
 
     prompt: Prompt | None
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     model: str = ""
     num_choices: int = 1
     top_logprobs: int = 0
@@ -35,7 +34,6 @@ class ValidRequest:
 
     request_id: str
     prompt_ids: tuple[int, ...]
-    prompt_text: str
     sampling: SamplingParams
     asked: GenerateInput
 
@@ -47,44 +45,53 @@ def check_shape(asked: GenerateInput, *, max_choices: int) -> None:
         raise InvalidRequest(f"num_choices must be in [1, {most}], got {asked.num_choices}")
     if not 0 <= asked.top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked.top_logprobs}")
-    check_prompt(asked.prompt)
 
 
-def check_prompt(prompt: Prompt | None) -> None:
-    """A prompt must be there, and its roles known."""
+def require_prompt(prompt: Prompt | None) -> Prompt:
+    """A prompt must be there, and a conversation's roles known. Raises InvalidRequest."""
     if prompt is None:
         raise InvalidRequest("input is missing: give a prompt, token_ids or chat messages")
-    if not prompt:
-        raise InvalidRequest("the prompt is empty: at least one token is needed")
-    if isinstance(prompt, tuple):
-        for index, message in enumerate(prompt):
-            if isinstance(message, ChatMessage) and message.role not in CHAT_ROLES:
-                raise InvalidRequest(
-                    f"chat.messages[{index}].role must be one of {', '.join(CHAT_ROLES)}, got {message.role!r}"
-                )
+    if prompt in (TextPrompt(""), TokenPrompt(())):
+        raise InvalidRequest(_EMPTY)
+    if isinstance(prompt, ChatPrompt):
+        _check_roles(prompt)
+    return prompt
+
+
+def _check_roles(chat: ChatPrompt) -> None:
+    if not chat.messages:
+        raise InvalidRequest("chat.messages is empty: at least one message is needed")
+    for index, message in enumerate(chat.messages):
+        if message.role not in CHAT_ROLES:
+            raise InvalidRequest(
+                f"chat.messages[{index}].role must be one of {', '.join(CHAT_ROLES)}, got {message.role[:64]!r}"
+            )
 
 
 def check_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, limits: Limits) -> None:
-    """Length and vocabulary of a prompt."""
+    """Length and vocabulary of a prompt. Raises InvalidRequest."""
     if not prompt_ids:
-        raise InvalidRequest("the prompt is empty: at least one token is needed")
+        raise InvalidRequest(_EMPTY)
     if len(prompt_ids) > limits.max_input_tokens:
         raise InvalidRequest(
             f"the prompt has {len(prompt_ids)} tokens, at most {limits.max_input_tokens} (max_input_length) are allowed"
         )
     highest = max(prompt_ids)
-    if highest >= vocab_size or min(prompt_ids) < 0:
+    if highest >= vocab_size:
         raise InvalidRequest(f"token_ids: token id {highest} is not in the vocabulary of {vocab_size}")
 
 
-def complete_sampling(sampling: SamplingParams, *, num_prompt_tokens: int, vocab_size: int, max_total: int) -> SamplingParams:
-    """Checked parameters, with max_new_tokens (the rest of the budget, if unset) and a seed."""
+def complete_sampling(
+    sampling: SamplingParams, *, num_prompt_tokens: int, vocab_size: int, limits: Limits
+) -> SamplingParams:
+    """Checked parameters, with a seed, and max_new_tokens set: the rest of the budget by default."""
     sampling.validate(vocab_size)
-    rest = max_total - num_prompt_tokens
+    rest = limits.max_total_tokens - num_prompt_tokens
     max_new = rest if sampling.max_new_tokens is None else sampling.max_new_tokens
     if max_new > rest:
         raise InvalidRequest(
-            f"prompt tokens ({num_prompt_tokens}) + max_new_tokens ({max_new}) must be <= max_total_tokens ({max_total})"
+            f"prompt tokens ({num_prompt_tokens}) + max_new_tokens ({max_new}) must be <= max_total_tokens "
+            f"({limits.max_total_tokens})"
         )
     seed = random.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed
     completed = replace(sampling, max_new_tokens=max_new, seed=seed)

@@ -32,16 +32,25 @@ class _BackgroundLoop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The outcome of `work`. An interrupt (Ctrl-C) cancels it."""
+        """The outcome of `work`. An interrupt (Ctrl-C) cancels it, and is raised once it has ended."""
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("this client is closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        tasks: list[asyncio.Task[T]] = []
+        ended = threading.Event()
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        self._loop.call_soon_threadsafe(start)
         try:
-            return future.result()
+            ended.wait()
         except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            ended.wait()
             raise
+        return tasks[0].result()
 
     def stop(self) -> None:
         """End the thread. May be called twice."""

@@ -1,5 +1,6 @@
 """Servers: every service of the mesh listens through here."""
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Server:
 
     def __init__(self, listen: Listen) -> None:
         require_safe_bind(listen.host, has_credentials=listen.public or listen.mesh_key is not None)
+        _require_free(listen)
         limit = (
             ()
             if listen.public
@@ -72,16 +74,16 @@ class Server:
         return f"{self._listen.host}:{self.port}"
 
     def _bind(self) -> int:
-        target = f"{self._listen.host}:{self._listen.port}"
         try:
-            return int(self.grpc.add_insecure_port(target))
+            return int(self.grpc.add_insecure_port(f"{self._listen.host}:{self._listen.port}"))
         except RuntimeError as error:
-            raise ConfigurationError(f"cannot listen on {target}: is the port in use? choose another") from error
+            raise _cannot_listen(self._listen) from error
 
     async def start(self, services: Sequence[str]) -> None:
         """Serve; `services` are the full names that reflection lists."""
         names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
+        await self.set_serving(False)
         await self.grpc.start()
 
     async def set_serving(self, serving: bool, service: str = "") -> None:
@@ -93,3 +95,20 @@ class Server:
         """NOT_SERVING first, then no new calls, then `grace_s` for those running."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+
+
+def _require_free(listen: Listen) -> None:
+    """Raise ConfigurationError if the port is taken. Asked first, because a grpc server that cannot bind ends
+    noisily.
+    """
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen.host.strip("[]"), listen.port))
+        except OSError as error:
+            raise _cannot_listen(listen) from error
+
+
+def _cannot_listen(listen: Listen) -> ConfigurationError:
+    return ConfigurationError(f"cannot listen on {listen.host}:{listen.port}: is the port in use? choose another")

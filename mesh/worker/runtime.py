@@ -23,7 +23,9 @@ _STOP_GRACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RoleParts:
-    """What a role brings: the names of its services, how to wait for its work to end, and news of its engine's death."""
+    """What a role brings: the names of its services, how to wait for its work to end, and news of its engine's
+    death.
+    """
 
     services: tuple[str, ...]
     drained: Callable[[], Awaitable[None]]

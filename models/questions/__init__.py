@@ -40,10 +40,13 @@ def draw(kind: str, rng: random.Random, held_out: bool) -> Sample:
             return sample
 
 
-def conversation(rng: random.Random) -> list[dict[str, str]]:
-    """One training chat: an optional system prompt, then mostly one sample, now and then up to six."""
+def conversation(rng: random.Random, late: bool = False) -> list[dict[str, str]]:
+    """One training chat: an optional system prompt, then mostly one sample, now and then up to six.
+
+    `late` draws with the shares of the second training phase.
+    """
     names = list(KINDS)
-    weights = [KINDS[name].weight for name in names]
+    weights = [_weight(KINDS[name], late) for name in names]
     count = rng.choices((1, 2, 3, 4, 5, 6), (75, 15, 4, 2, 2, 2))[0]
     samples = [draw(name, rng, held_out=False) for name in rng.choices(names, weights, k=count)]
     system = samples[0].system
@@ -57,6 +60,10 @@ def conversation(rng: random.Random) -> list[dict[str, str]]:
             messages.append({"role": "user", "content": _loosen(question, rng)})
             messages.append({"role": "assistant", "content": answer})
     return messages
+
+
+def _weight(kind: Kind, late: bool) -> float:
+    return kind.weight if kind.late is None or not late else kind.late
 
 
 def _loosen(question: str, rng: random.Random) -> str:

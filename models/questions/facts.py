@@ -198,7 +198,7 @@ def nature(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "small_talk": Kind(small_talk, 1.5),
+    "small_talk": Kind(small_talk, 1.5, late=1),
     "capital": Kind(capital, 3),
     "opposite": Kind(opposite, 2),
     "plural": Kind(plural, 2),

@@ -113,6 +113,6 @@ KINDS = {
     "counting": Kind(counting, 2.5),
     "table": Kind(table, 0.8),
     "listing": Kind(listing, 0.5),
-    "explanation": Kind(explanation, 2),
-    "story": Kind(story, 1.2),
+    "explanation": Kind(explanation, 2, late=1),
+    "story": Kind(story, 1.2, late=1),
 }

@@ -176,15 +176,15 @@ def parity(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "addition": Kind(addition, 8),
-    "addition_3_digits": Kind(addition_3_digits, 5),
-    "subtraction": Kind(subtraction, 7),
+    "addition": Kind(addition, 8, late=9),
+    "addition_3_digits": Kind(addition_3_digits, 5, late=6),
+    "subtraction": Kind(subtraction, 7, late=8),
     "times_table": Kind(times_table, 4),
-    "multiplication_steps": Kind(multiplication_steps, 4),
-    "word_problem": Kind(word_problem, 4),
-    "comparison": Kind(comparison, 4),
-    "sorting": Kind(sorting, 4),
+    "multiplication_steps": Kind(multiplication_steps, 4, late=5),
+    "word_problem": Kind(word_problem, 4, late=3),
+    "comparison": Kind(comparison, 4, late=5),
+    "sorting": Kind(sorting, 4, late=5),
     "conversion": Kind(conversion, 3),
-    "parity": Kind(parity, 1.5),
+    "parity": Kind(parity, 1.5, late=1),
     "hard_multiplication": Kind(hard_multiplication, 1, hard=True),
 }

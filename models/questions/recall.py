@@ -129,9 +129,9 @@ def unknown(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "repeating": Kind(repeating, 6),
-    "lookup": Kind(lookup, 4),
-    "remembered_name": Kind(remembered_name, 2),
-    "system_name": Kind(system_name, 2),
-    "unknown": Kind(unknown, 0.6),
+    "repeating": Kind(repeating, 6, late=24),
+    "lookup": Kind(lookup, 4, late=6),
+    "remembered_name": Kind(remembered_name, 2, late=1),
+    "system_name": Kind(system_name, 2, late=3),
+    "unknown": Kind(unknown, 0.6, late=0.5),
 }

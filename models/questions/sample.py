@@ -25,14 +25,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Kind:
-    """A generator of samples, with its share of the training text.
+    """A generator of samples, with its share of the training text in the first and the second phase.
 
+    What is learnt quickly gets less of the second phase (`late`, by default as much as before).
     `hard` marks kinds the model is expected to get wrong: they show what low confidence looks like.
     """
 
     make: Callable[[random.Random], Sample]
     weight: float
     hard: bool = False
+    late: float | None = None
 
 
 def is_held_out(key: str) -> bool:

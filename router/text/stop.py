@@ -2,8 +2,8 @@
 
 The match that is complete first wins, and of those complete at the same character the longest: the result does not
 depend on how the text was cut into pieces. Each stop string is followed by its own automaton (Knuth, Morris and Pratt
-1977), whose state is the length of the longest end of the text that begins the stop string, which is just what has to be
-held back. Linear in the text.
+1977). Its state is the length of the longest end of the text that begins the stop string, which is just what has to
+be held back. Linear in the text.
 """
 
 from collections.abc import Sequence

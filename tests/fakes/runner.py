@@ -46,9 +46,7 @@ class FakeKVStore:
         taken = self.data[first_layer : first_layer + num_layers][:, :, list(block_ids)]
         np.frombuffer(out, dtype=np.float32)[:] = taken.ravel()
 
-    def write_blocks(
-        self, block_ids: Items[int], first_layer: int, num_layers: int, data: memoryview | bytes
-    ) -> None:
+    def write_blocks(self, block_ids: Items[int], first_layer: int, num_layers: int, data: memoryview | bytes) -> None:
         """Copy blocks in."""
         layers = self.data[first_layer : first_layer + num_layers]
         shape = (num_layers, 2, len(block_ids), *self.data.shape[3:])

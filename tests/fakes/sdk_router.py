@@ -67,7 +67,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
                     script.holding.set()
                     await script.release.wait()
                 yield message
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # while waiting, or while sending
             script.cancelled.set()
             raise
 

@@ -1,6 +1,7 @@
 """Prefill and decode workers over real gRPC with fake models: tokens that depend on the KV that was shipped."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,13 +14,15 @@ from mesh.rpc.channel import open_channel
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation, fake_token
-from tests.service.worker_rig import INCARNATION, MESH_KEY, EngineRig, WorkerRig, worker_rig
+from tests.service.worker_rig import INCARNATION, MESH_KEY, EngineRig, WorkerRig, until, worker_rig
 
 
 class FakeRouter:
     """Just enough of a router: attaches, starts, prefills, collects tokens by request."""
 
-    def __init__(self, rig: WorkerRig, attach: grpc.aio.StreamStreamCall, prefill: prefill_pb2_grpc.PrefillStub) -> None:
+    def __init__(
+        self, rig: WorkerRig, attach: grpc.aio.StreamStreamCall, prefill: prefill_pb2_grpc.PrefillStub
+    ) -> None:
         self.rig = rig
         self.attach = attach
         self.prefill_stub = prefill
@@ -160,9 +163,7 @@ async def test_cancelled_prefill_frees_both_sides_and_late_abort_is_harmless() -
         await router.box("a").get()
         call = router.prefill(request, "t", 0)
         reading = asyncio.create_task(call.read())
-        while not (await_running := rig.prefill_service._prompts):
-            await asyncio.sleep(0)
-        assert await_running
+        await until(lambda: rig.prefill_service.num_prompts == 1)
         call.cancel()
         await asyncio.wait([reading])
         await router.abort(request)
@@ -198,8 +199,8 @@ async def test_preemption_is_reported_for_replay() -> None:
         rig.decode.runner.gate.clear()
         await router.start(make_request("old", range(1, 8), max_new_tokens=24))
         await router.start(make_request("young", range(30, 41), max_new_tokens=20))
-        while rig.decode_service.num_sequences < 2:
-            await asyncio.sleep(0)
+        await until(lambda: rig.decode_service.num_sequences == 2)
+        await asyncio.sleep(0)  # both commands are with the engine now
         rig.decode.runner.gate.set()
         failed = None
         while failed is None:
@@ -234,9 +235,11 @@ async def test_strangers_and_former_selves_are_refused() -> None:
         ):
             call = stub.Attach(metadata=metadata)
             hello = decode_pb2.AttachHello(router_id="r", worker_incarnation="another-life")
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
+            reading = asyncio.create_task(call.read())
+            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
                 await call.write(decode_pb2.AttachRequest(hello=hello))
-                await call.read()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await reading
             assert refused.value.code() is code
 
 

@@ -1,7 +1,7 @@
 """A prefill and a decode worker around fake runners, with real gRPC between them, in one process."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -23,6 +23,13 @@ NUM_BLOCKS = 64
 INCARNATION = "first-life"
 
 
+async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
+    """Return once `condition` holds; TimeoutError if it does not in time."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - conditions of other threads announce nothing
+            await asyncio.sleep(0.005)
+
+
 @dataclass
 class EngineRig:
     """An engine over a FakeRunner, and how to see whether its pool is whole."""
@@ -40,13 +47,11 @@ class EngineRig:
     async def wait_whole(self, loop: EngineLoop) -> None:
         """Return once every block is free again; raise if that takes longer than two seconds."""
 
-        def is_whole(scheduler: Scheduler) -> bool:
+        def check(scheduler: Scheduler) -> None:
             scheduler.check_integrity()
-            return scheduler.pool.num_free == scheduler.pool.num_blocks
 
-        async with asyncio.timeout(2):
-            while not await loop.call(is_whole):
-                await asyncio.sleep(0.01)
+        await until(lambda: self.scheduler.pool.num_free == self.scheduler.pool.num_blocks)
+        await loop.call(check)
 
 
 @dataclass

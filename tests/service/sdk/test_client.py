@@ -111,12 +111,14 @@ async def test_closing_the_iterator_cancels_on_the_server(client: tandem.AsyncCl
     router.script.hold_after_messages = 2
     async with aclosing(client.stream(prompt="")) as events:
         await anext(events)
+        await asyncio.wait_for(router.script.holding.wait(), 5)
     await asyncio.wait_for(router.script.cancelled.wait(), 5)
 
 
 async def test_leaving_the_loop_cancels_on_the_server(client: tandem.AsyncClient, router: FakeRouter) -> None:
     router.script.hold_after_messages = 2
     async for _ in client.stream(prompt=""):
+        await asyncio.wait_for(router.script.holding.wait(), 5)
         break
     await asyncio.wait_for(router.script.cancelled.wait(), 5)
 

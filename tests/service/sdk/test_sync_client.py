@@ -1,6 +1,7 @@
-"""The client for code without an event loop. The server runs on a loop of its own."""
+"""The client for code without an event loop."""
 
 import asyncio
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -10,34 +11,22 @@ import grpc
 import pytest
 
 import tandem
-from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script
+from tests.fakes.sdk_router import STORY, FakeRouter, Refusal
 
 
 @pytest.fixture
-def router() -> Iterator[FakeRouter]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def start() -> FakeRouter:
-        running = FakeRouter(Script())
-        await running.start()
-        await running.set_serving(True)
-        return running
-
-    running = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-    yield running
-    asyncio.run_coroutine_threadsafe(running.stop(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
-@pytest.fixture
-def client(router: FakeRouter) -> Iterator[tandem.Client]:
-    with tandem.Client(router.address, timeout=10) as opened:
+def client(threaded_router: FakeRouter) -> Iterator[tandem.Client]:
+    with tandem.Client(threaded_router.address, timeout=10) as opened:
         opened.wait_ready(10)
         yield opened
+
+
+def wait_until(client: tandem.Client, happened: asyncio.Event) -> None:
+    for _ in range(1000):
+        if happened.is_set():
+            return
+        client.models()  # a round trip through the server's loop
+    raise AssertionError("it did not happen")
 
 
 def test_the_same_answers(client: tandem.Client) -> None:
@@ -49,22 +38,39 @@ def test_the_same_answers(client: tandem.Client) -> None:
     assert client.mesh().workers == client.workers()
 
 
-def test_the_same_errors(client: tandem.Client, router: FakeRouter) -> None:
-    router.script.refusals = deque([Refusal(grpc.StatusCode.UNAUTHENTICATED, "no key")])
+def test_the_same_errors(client: tandem.Client, threaded_router: FakeRouter) -> None:
+    threaded_router.script.refusals = deque([Refusal(grpc.StatusCode.UNAUTHENTICATED, "no key")])
     with pytest.raises(tandem.Unauthenticated, match="no key"):
         client.generate(prompt="")
 
 
-def test_leaving_a_stream_cancels_it(client: tandem.Client, router: FakeRouter) -> None:
-    router.script.hold_after_messages = 2
+def test_leaving_a_stream_cancels_it(client: tandem.Client, threaded_router: FakeRouter) -> None:
+    threaded_router.script.hold_after_messages = 2
     events = client.stream(prompt="")
     next(events)
+    wait_until(client, threaded_router.script.holding)
     events.close()
-    for _ in range(100):
-        if router.script.cancelled.is_set():
-            break
-        client.models()  # a round trip through the server's loop
-    assert router.script.cancelled.is_set()
+    wait_until(client, threaded_router.script.cancelled)
+
+
+@pytest.mark.parametrize("num_messages", [0, 1])
+def test_an_interrupt_cancels_the_call(client: tandem.Client, threaded_router: FakeRouter, num_messages: int) -> None:
+    script = threaded_router.script
+    script.hold_after_messages = num_messages
+    main = threading.main_thread().ident
+    assert main is not None
+    on_hold = script.holding.set
+
+    def interrupt() -> None:
+        on_hold()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    script.holding.set = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        list(client.stream(prompt=""))
+    wait_until(client, threaded_router.script.cancelled)
+    script.hold_after_messages = None
+    assert client.generate(prompt="").text == STORY
 
 
 def test_threads_share_a_client(client: tandem.Client) -> None:
@@ -75,8 +81,8 @@ def test_threads_share_a_client(client: tandem.Client) -> None:
         assert list(pool.map(work, range(64))) == [f"{number}: {STORY}" for number in range(64)]
 
 
-def test_a_closed_client_says_so(router: FakeRouter) -> None:
-    client = tandem.Client(router.address)
+def test_a_closed_client_says_so(threaded_router: FakeRouter) -> None:
+    client = tandem.Client(threaded_router.address)
     client.close()
     client.close()
     with pytest.raises(RuntimeError, match="closed"):

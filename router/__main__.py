@@ -1,0 +1,132 @@
+"""`python -m router`: the composition root, and the order in which things start and stop."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from mesh.domain.request import mint_id
+from mesh.process import ServiceProgram, announce, until_stopped
+from mesh.registry.membership import Membership
+from mesh.registry.servicer import RegistryServicer, expire_forever
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.server import Listen, Server
+from router.admission import Permits
+from router.channels import Caller, Channels
+from router.decode_links import DecodeLinks
+from router.dispatch import Dispatcher, Paths
+from router.ledger import Ledger
+from router.limits import LimitPolicy
+from router.mesh_view import MeshView, Sources
+from router.prefill_call import PrefillClient
+from router.prompts import PromptEncoder
+from router.queue import PlacementQueue
+from router.readiness import SERVICES, Expected, Readiness
+from router.served_model import ServedModel
+from router.service import GenerationService, ServiceParts
+from router.servicer import GenerationServicer, MeshServicer
+from router.settings import RouterSettings
+from tandem.v1 import generation_pb2_grpc, worker_pb2_grpc
+
+# For the last statuses to leave once all streams have ended.
+_FLUSH_S = 1.0
+
+
+class RouterProcess:
+    """All parts of one router, wired together. `await start()`, then `await stop()`."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        key = MeshKey(settings.mesh_key) if settings.mesh_key else None
+        model = ServedModel.load(settings.served_name, Path(settings.model))
+        self.membership = Membership(time.monotonic)
+        self.public = Server(Listen(settings.host, settings.port, public=True))
+        self.internal = Server(Listen(settings.registry_host, settings.registry_port, key))
+        self.permits = Permits(settings.max_concurrent_requests)
+        self.ledger = Ledger(time.monotonic)
+        caller = Caller(mint_id(), key)
+        self._channels = Channels(self.membership)
+        self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
+        self._mesh = MeshView(
+            model,
+            Sources(self.membership, self._links, self.ledger),
+            prefill_threshold=settings.prefill_threshold,
+        )
+        self.queue = PlacementQueue(
+            self.ledger,
+            self._mesh.snapshot,
+            max_queued=settings.max_queued_requests,
+            no_worker_timeout_s=settings.no_worker_timeout_s,
+        )
+        prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
+        self._encoder = PromptEncoder(model)
+        self._service = GenerationService(
+            ServiceParts(
+                model=model,
+                encoder=self._encoder,
+                limits=LimitPolicy(settings, model.facts),
+                permits=self.permits,
+                mesh=self._mesh,
+                dispatcher=Dispatcher(model, settings, Paths(self.queue, self._links, prefills)),
+                slow_reader_s=settings.slow_reader_s,
+            )
+        )
+        self._readiness = Readiness(
+            self.public,
+            self._mesh,
+            Expected(settings.expect_prefill, settings.expect_decode),
+            on_ready=lambda: announce("ready"),
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Bind both ports and follow the mesh. Raises ConfigurationError."""
+        self.membership.on_change(self._mesh_changed)
+        self.ledger.on_change(self.queue.wake)
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(self._service), self.public.grpc)
+        worker_pb2_grpc.add_MeshServicer_to_server(
+            MeshServicer(self.membership, self.queue, self.permits, time.monotonic), self.public.grpc
+        )
+        worker_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(self.membership), self.internal.grpc)
+        await self.internal.start(["tandem.v1.Registry"])
+        await self.internal.set_serving(True)
+        await self.public.start(SERVICES)
+        self._tasks = [
+            asyncio.create_task(self._readiness.run()),
+            asyncio.create_task(expire_forever(self.membership)),
+        ]
+
+    async def stop(self, grace_s: float) -> None:
+        """NOT_SERVING, refuse new requests, let running ones end, then close everything."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for service in ("", *SERVICES):
+            await self.public.set_serving(False, service)
+        await self._service.drain(grace_s)
+        await self.public.stop(_FLUSH_S)
+        self.queue.close()
+        await self._links.close()
+        await self._channels.close()
+        await self.internal.stop(0)
+        self._encoder.close()
+
+    def _mesh_changed(self) -> None:
+        """A worker has joined, left, or reported; or a link has come up or broken."""
+        self._channels.reconcile()
+        self._links.reconcile()
+        self._mesh.report_strangers()
+        self.queue.wake()
+        self._readiness.wake()
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Run until told to stop."""
+    router = RouterProcess(settings)
+    await router.start()
+    announce("listening", address=router.public.address, registry_address=router.internal.address)
+    await until_stopped(settings)
+    await router.stop(settings.grace_s)
+
+
+if __name__ == "__main__":
+    sys.exit(ServiceProgram("router", RouterSettings, serve).main())

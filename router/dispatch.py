@@ -1,0 +1,100 @@
+"""One choice from the queue to its end.
+
+queued ─▶ placed (queue, placement) ─▶ attempt 0 ─▶ finished
+             ▲                            │ Replayable: worker lost, KV refused, preempted, no room, draining
+             └── backoff ◀── Replay ◀─────┘           next attempt: prompt + tokens so far, same seed, to the front
+out of time ─▶ DeadlineExceeded          too many failures without a token ─▶ NoWorkers or Overloaded
+cancelled ─▶ the attempt aborts on both workers and gives its booking back
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import structlog
+
+from mesh.domain.errors import DeadlineExceeded, Replayable, WorkerLost
+from mesh.domain.request import Request
+from router.attempt import Attempt, Dispatched, Patience
+from router.choice import Choice
+from router.decode_links import DecodeLinks
+from router.placement import PlacementQuery, PrefixChain
+from router.prefill_call import PrefillClient
+from router.queue import PlacementQueue
+from router.replay import Replay
+from router.served_model import ServedModel
+from router.settings import RouterSettings
+from router.timeline import Timeline
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The ways to workers."""
+
+    queue: PlacementQueue
+    links: DecodeLinks
+    prefills: PrefillClient
+
+
+class Dispatcher:
+    """Runs choices; one for all requests of a router."""
+
+    def __init__(self, model: ServedModel, settings: RouterSettings, paths: Paths) -> None:
+        self._model = model
+        self._settings = settings
+        self._paths = paths
+        self._patience = Patience(settings.reserve_timeout_s, settings.stall_timeout_s)
+
+    async def run(self, choice: Choice, timeline: Timeline, deadline_s: float | None) -> None:
+        """Until the choice is finished. Raises the error it ends with. `deadline_s` is in the event loop's time."""
+        replay = Replay(self._settings)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                while choice.finish_reason is None:
+                    await self._try_once(choice, replay, timeline, deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline has passed") from None
+
+    async def _try_once(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> None:
+        """One attempt, and the wait after it if it fails."""
+        attempt: Attempt | None = None
+        try:
+            attempt = await self._dispatch(choice, replay, timeline, deadline_s)
+            await attempt.run()
+        except Replayable as error:
+            blamed = None if attempt is None else attempt.blamed
+            log.info(
+                "replay",
+                request_id=choice.request_id,
+                attempt=replay.attempt,
+                num_tokens=len(choice.token_ids),
+                worker=blamed and blamed.worker_id,
+                cause=type(error).__name__,
+                error=str(error),
+            )
+            await asyncio.sleep(replay.after(error, num_tokens=len(choice.token_ids), blamed=blamed))
+
+    async def _dispatch(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> Attempt:
+        """Wait for a place."""
+        request = choice.next_request(
+            replay.attempt, eos_token_ids=self._model.facts.eos_token_ids, namespace=self._model.name
+        )
+        timeline.mark("queued")
+        booking = await self._paths.queue.place(self._query(request, replay), is_replay=replay.attempt > 0)
+        link = self._paths.links.find(booking.placement.decode)
+        if link is None:
+            booking.release()
+            raise WorkerLost("the decode worker has just been lost")
+        if deadline_s is not None:
+            request = replace(request, time_left_s=max(0.0, deadline_s - asyncio.get_running_loop().time()))
+        return Attempt(choice, Dispatched(request, booking, link, timeline), self._paths.prefills, self._patience)
+
+    def _query(self, request: Request, replay: Replay) -> PlacementQuery:
+        return PlacementQuery(
+            num_tokens=len(request.token_ids),
+            max_total_tokens=request.max_total_tokens,
+            chain=PrefixChain(request.token_ids, request.cache_namespace),
+            avoid=replay.avoid,
+            prefill_locally=replay.prefill_locally,
+        )

@@ -1,0 +1,132 @@
+"""One client's stream: its choices run side by side, and what they bring is read here, merged.
+
+Choices push nothing: they say that something is ready (`_notify`), and the reader takes all of it at once, so tokens
+that are ready together share a message. The stream ends after the last choice has, or with the first error. A client
+that takes nothing for too long, or lets too much pile up, is cut off: its work is aborted and its memory freed at once,
+and it gets an error as soon as it reads again.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+
+from mesh.domain.errors import DeadlineExceeded
+from router.admission import Permit
+from router.choice import Choice, Chunk
+
+# About 1 MiB of events.
+_MAX_PENDING_EVENTS = 8192
+
+RunChoice = Callable[[Choice], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A choice with its permit, and what runs it."""
+
+    choice: Choice
+    permit: Permit
+    run: RunChoice
+
+
+class GenerationStream:
+    """Read `chunks()` to the end, or `close()`. Permits are given back when their choices have ended."""
+
+    def __init__(self, works: list[Work], *, slow_reader_s: float) -> None:
+        self._slow_reader_s = slow_reader_s
+        self._loop = asyncio.get_running_loop()
+        self._ready: dict[Choice, None] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._reading_since_s: float | None = None
+        self._num_open = len(works)
+        self._tasks = [self._start(work) for work in works]
+        self._watchdog = self._loop.call_later(slow_reader_s, self._watch_reader)
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done when no choice runs any more."""
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """Everything, as it comes. Raises the error the stream ends with."""
+        try:
+            while self._num_open or self._ready or self._error is not None:
+                await self._wait_ready()
+                for chunk in self._take_ready():
+                    self._reading_since_s = self._loop.time()
+                    yield chunk
+                    self._reading_since_s = None
+                if self._error is not None:
+                    raise self._error
+        finally:
+            self.close()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, if it has not ended."""
+        if self._error is None:
+            self._error = error
+        self.close()
+        self._wake()
+
+    def close(self) -> None:
+        """Cancel what still runs. Does nothing the second time."""
+        self._watchdog.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self, work: Work) -> "asyncio.Task[None]":
+        work.choice.on_change = lambda: self._notify(work.choice)
+        task = self._loop.create_task(_run(work))
+        task.add_done_callback(lambda done: self._choice_ended(work, done))
+        return task
+
+    def _notify(self, choice: Choice) -> None:
+        self._ready[choice] = None
+        if choice.num_pending > _MAX_PENDING_EVENTS:
+            self._cut_off("the client reads too slowly")
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait_ready(self) -> None:
+        if not self._ready and self._error is None:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def _take_ready(self) -> list[Chunk]:
+        choices, self._ready = self._ready, {}
+        return [chunk for choice in choices if (chunk := choice.take()) is not None]
+
+    def _choice_ended(self, work: Work, task: "asyncio.Task[None]") -> None:
+        work.permit.release()
+        work.choice.on_change = _nothing  # breaks the cycle between choice and stream
+        self._num_open -= 1
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._error is None:
+            self._error = error
+            self.close()
+        if self._num_open == 0:
+            self._watchdog.cancel()
+            self.ended.set_result(None)
+        self._wake()
+
+    def _watch_reader(self) -> None:
+        """One timer for the stream, not one for each message."""
+        since_s = self._reading_since_s
+        waited_s = 0.0 if since_s is None else self._loop.time() - since_s
+        if waited_s >= self._slow_reader_s:
+            self._cut_off(f"the client took nothing for {waited_s:.0f} s")
+        else:
+            self._watchdog = self._loop.call_later(max(0.1, self._slow_reader_s - waited_s), self._watch_reader)
+
+    def _cut_off(self, message: str) -> None:
+        self._ready.clear()
+        self.fail(DeadlineExceeded(message))
+
+
+def _nothing() -> None:
+    """Nobody listens any more."""
+
+
+async def _run(work: Work) -> None:
+    await work.run(work.choice)

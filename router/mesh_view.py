@@ -1,0 +1,79 @@
+"""The mesh as the router's model sees it now: registry, links and ledger put together."""
+
+from dataclasses import dataclass
+
+import structlog
+
+from mesh.domain.worker import WorkerInfo, WorkerRole
+from mesh.registry.membership import Registry
+from router.decode_links import DecodeLinks
+from router.ledger import Ledger
+from router.placement import Snapshot, healthy
+from router.served_model import ServedModel
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where the view comes from."""
+
+    registry: Registry
+    links: DecodeLinks
+    ledger: Ledger
+
+
+class MeshView:
+    """Cheap to ask; keeps nothing but which strangers it has complained about."""
+
+    def __init__(self, model: ServedModel, sources: Sources, *, prefill_threshold: int = 0) -> None:
+        self._model = model
+        self._sources = sources
+        self._prefill_threshold = prefill_threshold
+        self._strangers: frozenset[str] = frozenset()
+
+    def snapshot(self) -> Snapshot:
+        """For placement."""
+        views = self._sources.registry.workers()
+        return Snapshot(
+            views=views,
+            model=self._model.name,
+            tokenizer_fingerprint=self._model.facts.tokenizer_fingerprint,
+            in_flight=self._sources.ledger.in_flight(views),
+            unreachable=self._sources.links.unreachable(views),
+            prefill_threshold=self._prefill_threshold,
+        )
+
+    def num_healthy(self, role: WorkerRole) -> int:
+        """Workers of a role that could get work."""
+        return len(healthy(self.snapshot(), role))
+
+    @property
+    def has_path(self) -> bool:
+        """True if requests can be served: a decode worker suffices, because it can prefill by itself."""
+        return self.num_healthy(WorkerRole.DECODE) > 0
+
+    def decode_workers(self) -> list[WorkerInfo]:
+        """Decode workers of this model, also those that are away for a moment."""
+        views = self._sources.registry.workers()
+        return [v.info for v in views if v.info.role is WorkerRole.DECODE and v.info.model == self._model.name]
+
+    def report_strangers(self) -> None:
+        """Log workers that can never get work from this router, once each, with both values."""
+        name, fingerprint = self._model.name, self._model.facts.tokenizer_fingerprint
+        strangers = {
+            view.info.incarnation: view.info
+            for view in self._sources.registry.workers()
+            if (view.info.model, view.info.tokenizer_fingerprint) != (name, fingerprint)
+        }
+        for incarnation in strangers.keys() - self._strangers:
+            info = strangers[incarnation]
+            log.error(
+                "worker gets no work: it serves another model or tokenizer",
+                worker=info.worker_id,
+                model=name,
+                worker_model=info.model,
+                tokenizer=fingerprint,
+                worker_tokenizer=info.tokenizer_fingerprint,
+            )
+        self._strangers = frozenset(strangers)

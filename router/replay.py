@@ -1,0 +1,59 @@
+"""Replay: how often, how soon, and where not. The one recovery of the mesh.
+
+A failed attempt is followed by another one with the tokens generated so far. Attempts in a row that bring no token are
+counted; so are workers lost under the request, because a request that kills workers must not be handed round for ever.
+"""
+
+from mesh.domain.errors import MeshError, NoWorkers, Overloaded, Replayable, SequencePreempted, WorkerBusy, WorkerLost
+from mesh.domain.worker import WorkerInfo
+from router.settings import RouterSettings
+
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+# After this many failures in a row the decode worker prefills by itself: the way between workers may be down.
+_PREFILL_LOCALLY_AFTER = 3
+
+
+class Replay:
+    """What one choice has been through."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.attempt = 0
+        self.avoid: frozenset[str] = frozenset()
+        self._max_attempts = settings.max_attempts
+        self._max_losses = settings.max_worker_losses
+        self._num_tokens = 0
+        self._num_failures = 0
+        self._num_losses = 0
+
+    @property
+    def prefill_locally(self) -> bool:
+        """True if prefill workers should be left out."""
+        return self._num_failures >= _PREFILL_LOCALLY_AFTER
+
+    def after(self, error: Replayable, *, num_tokens: int, blamed: WorkerInfo | None) -> float:
+        """Count a failure in. Returns the seconds to wait before the next attempt; raises if there will be none.
+
+        `num_tokens` is how many tokens the choice has by now.
+        """
+        if num_tokens > self._num_tokens:
+            self._num_tokens, self._num_failures, self._num_losses = num_tokens, 0, 0
+            self.avoid = frozenset()
+        self.attempt += 1
+        self._num_failures += 1
+        self._num_losses += isinstance(error, WorkerLost)
+        if blamed is not None:
+            self.avoid |= {blamed.incarnation}
+        if self._num_failures >= self._max_attempts or self._num_losses >= self._max_losses:
+            raise self._final(error) from error
+        return self._backoff_s(error)
+
+    def _backoff_s(self, error: Replayable) -> float:
+        """The first failure of another kind than "no room" is replayed at once."""
+        num_waits = self._num_failures - (0 if isinstance(error, WorkerBusy | SequencePreempted) else 1)
+        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (num_waits - 1)) if num_waits else 0.0
+
+    def _final(self, error: Replayable) -> MeshError:
+        if isinstance(error, WorkerBusy | SequencePreempted):
+            return Overloaded(f"no worker had room in {self._num_failures} attempts; try again later")
+        return NoWorkers(f"the workers failed this request {self._num_failures} times in a row; try again later")

@@ -1,0 +1,158 @@
+"""The public API's gRPC side: translation only."""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+
+import grpc
+
+from mesh import wire
+from mesh.registry.membership import Registry
+from router.admission import Permits
+from router.answer import Delta, PromptInfo
+from router.choice import TokenEvent, TopToken, Usage
+from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.queue import PlacementQueue
+from router.service import GenerationService, ModelInfo
+from router.text.chat import ChatMessage
+from router.validation import GenerateInput
+from tandem.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServicer):
+    """What clients call."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Stream tokens."""
+        answer = await self._service.generate(_asked_from_proto(request), context.time_remaining())
+        # A client that leaves while a message is being written does not reach this generator; this callback does.
+        context.add_done_callback(lambda _: answer.close())
+        async for delta in answer.deltas():
+            yield _delta_to_proto(delta)
+
+    async def Tokenize(
+        self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.TokenizeResponse:
+        """Text to token ids."""
+        tokens = await self._service.tokenize(_prompt_from_proto(request), request.model)
+        return generation_pb2.TokenizeResponse(
+            tokens=[generation_pb2.Token(id=token.id, text=token.text, special=token.special) for token in tokens]
+        )
+
+    async def GetModel(
+        self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.GetModelResponse:
+        """One model."""
+        return generation_pb2.GetModelResponse(model=_model_to_proto(self._service.describe(request.model)))
+
+    async def ListModels(
+        self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.ListModelsResponse:
+        """All models."""
+        return generation_pb2.ListModelsResponse(models=[_model_to_proto(self._service.describe())])
+
+
+class MeshServicer(worker_pb2_grpc.MeshServicer):
+    """What operators call. `clock` gives the registry's monotonic seconds."""
+
+    def __init__(self, registry: Registry, queue: PlacementQueue, permits: Permits, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._queue = queue
+        self._permits = permits
+        self._clock = clock
+
+    async def ListWorkers(
+        self, request: worker_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ListWorkersResponse:
+        """All known workers."""
+        workers = [
+            worker_pb2.WorkerStatus(
+                record=wire.worker_to_proto(view.info),
+                load=wire.load_to_proto(view.load),
+                state=wire.state_to_proto(view.state),
+                last_seen=wire.duration_to_proto(max(0.0, self._clock() - view.last_seen_s)),
+            )
+            for view in self._registry.workers()
+        ]
+        return worker_pb2.ListWorkersResponse(
+            workers=workers, queued_requests=self._queue.num_queued, active_requests=self._permits.num_held
+        )
+
+
+def _asked_from_proto(request: generation_pb2.GenerateRequest) -> GenerateInput:
+    return GenerateInput(
+        prompt=_prompt_from_proto(request),
+        sampling=wire.sampling_from_proto(request.sampling),
+        model=request.model,
+        num_choices=request.num_choices if request.HasField("num_choices") else 1,
+        top_logprobs=request.output.top_logprobs,
+        prompt_logprobs=request.output.prompt_logprobs,
+        echo=request.output.echo,
+        client_request_id=request.client_request_id,
+    )
+
+
+def _prompt_from_proto(request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest) -> Prompt | None:
+    kind = request.WhichOneof("input")
+    if kind == "prompt":
+        return TextPrompt(request.prompt)
+    if kind == "chat":
+        return ChatPrompt(tuple(ChatMessage(turn.role, turn.content) for turn in request.chat.messages))
+    if isinstance(request, generation_pb2.GenerateRequest) and kind == "token_ids":
+        return TokenPrompt(tuple(request.token_ids.ids))
+    return None
+
+
+def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:
+    chunk = delta.chunk
+    return generation_pb2.GenerateResponse(
+        index=chunk.index,
+        prompt=None if delta.prompt is None else _prompt_to_proto(delta.prompt),
+        tokens=_tokens_to_proto(chunk.tokens),
+        finish_reason=wire.finish_to_proto(chunk.finish_reason),
+        usage=None if chunk.usage is None else _usage_to_proto(chunk.usage),
+        echo=delta.echo,
+    )
+
+
+def _prompt_to_proto(prompt: PromptInfo) -> generation_pb2.PromptInfo:
+    return generation_pb2.PromptInfo(
+        request_id=prompt.request_id, num_tokens=prompt.num_tokens, tokens=_tokens_to_proto(prompt.tokens)
+    )
+
+
+def _tokens_to_proto(tokens: Iterable[TokenEvent]) -> list[generation_pb2.Token]:
+    return [
+        generation_pb2.Token(
+            id=token.id, text=token.text, logprob=token.logprob, top=_top_to_proto(token.top), special=token.special
+        )
+        for token in tokens
+    ]
+
+
+def _top_to_proto(top: Iterable[TopToken]) -> list[generation_pb2.TopToken]:
+    return [generation_pb2.TopToken(id=entry.id, text=entry.text, logprob=entry.logprob) for entry in top]
+
+
+def _usage_to_proto(usage: Usage) -> generation_pb2.Usage:
+    return generation_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:
+    model = info.model
+    return generation_pb2.Model(
+        name=model.name,
+        max_input_tokens=info.limits.max_input_tokens,
+        max_total_tokens=info.limits.max_total_tokens,
+        vocab_size=model.facts.vocab_size,
+        eos_token_ids=sorted(model.facts.eos_token_ids),
+        has_chat_template=model.chat_template is not None,
+        ready=info.ready,
+    )

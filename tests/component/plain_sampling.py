@@ -1,0 +1,40 @@
+"""Sampling written the slow, obvious way, one sequence and one token at a time."""
+
+import math
+from collections import Counter
+
+from torch import Tensor
+
+from engine.sequence import Sequence
+
+
+def adjusted(logits: Tensor, sequence: Sequence) -> Tensor:
+    """One row of logits after minimum length, bias and penalties."""
+    request, row = sequence.request, logits.clone()
+    sampling = request.sampling
+    if sequence.num_generated < sampling.min_new_tokens:
+        for token in {*request.eos_token_ids, *sampling.stop_token_ids}:
+            row[token] = -math.inf
+    for token, bias in sampling.logit_bias.items():
+        row[token] += bias
+    generated = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+    for token in set(sequence.token_ids):
+        penalty = sampling.repetition_penalty
+        row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+        row[token] -= generated[token] * sampling.frequency_penalty
+        row[token] -= (generated[token] > 0) * sampling.presence_penalty
+    return row
+
+
+def distribution(logits: Tensor, sequence: Sequence) -> Tensor:
+    """Probabilities of one row after everything: float64 [vocab_size]."""
+    sampling = sequence.request.sampling
+    row = adjusted(logits, sequence).double() / sampling.temperature
+    if sampling.top_k:
+        row[row < row.sort(descending=True).values[min(sampling.top_k, len(row)) - 1]] = -math.inf
+    probabilities, order = row.softmax(0).sort(descending=True)
+    before = probabilities.cumsum(0) - probabilities
+    row[order[before >= sampling.top_p]] = -math.inf
+    probabilities = row.softmax(0)
+    probabilities[probabilities < sampling.min_p * probabilities.max()] = 0.0
+    return probabilities / probabilities.sum()

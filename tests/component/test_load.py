@@ -1,0 +1,217 @@
+"""Configurations and checkpoints: what is read, and what is refused with which words."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.load import RunnerSettings, kv_layout, load_model_runner
+from engine.models.config import load_config
+from engine.models.fingerprint import fingerprint
+from mesh.domain.errors import ConfigurationError
+from tests.component.checkpoints import WINDOW, build_checkpoint
+from tests.component.driving import Driver
+from tests.fakes.requests import make_request
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture
+def model_dir(checkpoint: Checkpoint, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+
+
+def edit_config(model_dir: Path, **changes: object) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(model_dir: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = model_dir / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+def load(model_dir: Path) -> None:
+    load_model_runner(RunnerSettings(model_dir, num_blocks=4))
+
+
+def test_facts_of_families(checkpoint: Checkpoint) -> None:
+    assert load_config(checkpoint("mistral")).windows == (WINDOW,) * 3
+    assert load_config(checkpoint("qwen2-window")).windows == (None, WINDOW, WINDOW)
+    assert load_config(checkpoint("qwen2")).qkv_bias
+    assert load_config(checkpoint("qwen2")).tied
+    assert load_config(checkpoint("qwen3")).qk_norm
+    assert load_config(checkpoint("qwen3")).head_dim == 32
+    assert load_config(checkpoint("llama-biases")).mlp_bias
+
+
+@pytest.mark.parametrize("family", ["llama-linear", "llama-dynamic", "llama-yarn", "llama-llama3"])
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+def test_old_spelling_of_rope(checkpoint: Checkpoint, tmp_path: Path, family: str, type_key: str) -> None:
+    raw = json.loads((checkpoint(family) / "config.json").read_text())
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = {type_key: rope.pop("rope_type"), **rope}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_config(tmp_path) == load_config(checkpoint(family))
+
+
+def test_windows_from_max_window_layers_when_types_are_absent(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    raw = json.loads((checkpoint("qwen2-window") / "config.json").read_text())
+    del raw["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert load_config(tmp_path).windows == (None, WINDOW, WINDOW)
+
+
+def test_longest_sequence(checkpoint: Checkpoint) -> None:
+    assert load_config(checkpoint("llama")).max_model_len == 512
+    assert load_config(checkpoint("llama-linear")).max_model_len == 2048
+    assert load_config(checkpoint("llama-yarn")).max_model_len == 128
+    assert not load_config(checkpoint("llama-dynamic")).shareable_prefixes
+    assert load_config(checkpoint("llama")).shareable_prefixes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["GPT9"]}, "GPT9.*supported: LlamaForCausalLM"),
+        ({"architectures": None}, "none given"),
+        ({"hidden_act": "swish9"}, "swish9.*supported: silu"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope.*supported: default"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+    ],
+)
+def test_unsupported_configurations(model_dir: Path, change: dict[str, object], words: str) -> None:
+    edit_config(model_dir, **change)
+    with pytest.raises(ConfigurationError, match=words):
+        load(model_dir)
+
+
+def test_missing_or_broken_config(model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        load(tmp_path)
+    (model_dir / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        load(model_dir)
+
+
+def test_missing_tensor(model_dir: Path) -> None:
+    edit_weights(model_dir, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ConfigurationError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight"):
+        load(model_dir)
+
+
+def test_wrong_shape(model_dir: Path) -> None:
+    edit_weights(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}))
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors.*model\.norm\.weight.*\[63\].*\[64\]"):
+        load(model_dir)
+
+
+def test_quantised_tensor(model_dir: Path) -> None:
+    edit_weights(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}))
+    with pytest.raises(ConfigurationError, match=r"model\.norm\.weight.*int8"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5, 200, -10])
+def test_truncated_file(model_dir: Path, kept_bytes: int) -> None:
+    path = model_dir / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept_bytes])
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors.*truncated"):
+        load(model_dir)
+
+
+def test_no_weights(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor"):
+        load(model_dir)
+
+
+def test_broken_shards(tmp_path: Path) -> None:
+    build_checkpoint("llama", tmp_path, max_shard_size="100KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    index = tmp_path / "model.safetensors.index.json"
+    whole = index.read_text()
+    index.write_text(whole.replace(shards[0].name, f"../{shards[0].name}"))
+    with pytest.raises(ConfigurationError, match="outside its folder"):
+        load(tmp_path)
+    index.write_text(whole)
+    shutil.copy(shards[1], shards[0])
+    with pytest.raises(ConfigurationError, match=f"{shards[0].name}.*in the index but not in the file"):
+        load(tmp_path)
+    shards[0].unlink()
+    with pytest.raises(ConfigurationError, match=shards[0].name):
+        load(tmp_path)
+    index.write_text("[]")
+    with pytest.raises(ConfigurationError, match="not a safetensors index"):
+        load(tmp_path)
+
+
+def test_dummy_weights_need_only_the_configuration(model_dir: Path) -> None:
+    (model_dir / "model.safetensors").unlink()
+    seen: list[float] = []
+    settings = RunnerSettings(model_dir, load_format="dummy", num_blocks=8, seed=3)
+    driver = Driver(load_model_runner(settings, seen.append))
+    run = driver.add(make_request("r", range(20), max_new_tokens=4))
+    driver.finish(run)
+    again = Driver(load_model_runner(settings), seed=5)
+    same = again.add(make_request("r", range(20), max_new_tokens=4))
+    again.finish(same)
+    assert run.tokens == same.tokens
+    assert all(token.logprob < 0 for token in run.tokens)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_progress_reaches_one(model_dir: Path) -> None:
+    seen: list[float] = []
+    load_model_runner(RunnerSettings(model_dir, num_blocks=4), seen.append)
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+
+
+def test_default_capacity(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RunnerSettings(model_dir, memory_fraction=0.25)
+    block_bytes = kv_layout(load_config(model_dir), settings).block_bytes
+    monkeypatch.setattr("engine.load.available_bytes", lambda _: 40 * block_bytes)
+    assert load_model_runner(settings).kv_cache.num_blocks == 10
+    monkeypatch.setattr("engine.load.available_bytes", lambda _: block_bytes)
+    with pytest.raises(ConfigurationError, match="no memory"):
+        load_model_runner(settings)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "int4"},
+        {"load_format": "pickle"},
+        {"block_size": 0},
+        {"num_blocks": 0},
+        {"memory_fraction": 0.0},
+        {"device": "quantum"},
+        {"attention": "flash"},
+    ],
+)
+def test_wrong_settings(model_dir: Path, change: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError):
+        load_model_runner(RunnerSettings(**{"model_dir": model_dir, "num_blocks": 4} | change))  # type: ignore[arg-type]
+
+
+def test_fingerprint_tells_models_apart(model_dir: Path, tmp_path: Path) -> None:
+    original = fingerprint(model_dir)
+    sharded = build_checkpoint("llama", tmp_path / "sharded", max_shard_size="100KB")
+    assert fingerprint(sharded) == original
+    assert fingerprint(build_checkpoint("llama", tmp_path / "other", seed=1)) != original
+    assert len({original, *(fingerprint(model_dir, "dummy", seed) for seed in (0, 0, 1))}) == 3
+    edit_config(model_dir, rms_norm_eps=1e-3)
+    assert fingerprint(model_dir) != original

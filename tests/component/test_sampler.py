@@ -1,0 +1,165 @@
+"""The vectorised sampler against a plain one, its random numbers, and its independence of the batch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.random_draws import uniform
+from engine.sampler import Sampler, inverse_cdf
+from engine.sequence import Sequence
+from engine.truncation import Truncation
+from tests.component.plain_sampling import adjusted, distribution
+from tests.fakes.requests import make_request
+
+VOCAB_SIZE = 600
+EOS = 7
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.0, "top_p": 0.999999},
+    {"temperature": 0.9, "min_p": 0.05},
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.6, "min_p": 0.02},
+    {"temperature": 1.0, "top_k": VOCAB_SIZE + 5, "top_p": 1e-9},
+    PENALTIES,
+    {"temperature": 1.0, **PENALTIES, "top_k": 20},
+    {"logit_bias": {3: 100.0}},
+    {"temperature": 1.0, "logit_bias": {3: -100.0, 5: 2.0}, "min_new_tokens": 10},
+]
+
+
+def sequence(name: str, *, seed: int = 1, generated: int = 4, **sampling: Any) -> Sequence:
+    made = Sequence(make_request(name, [1, 2, 2, 3], max_new_tokens=50, eos_token_ids=frozenset({EOS})))
+    request = made.request
+    params = type(request.sampling)(**{"max_new_tokens": 50, "seed": seed} | sampling)
+    made = Sequence(type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"sampling": params}))
+    made.token_ids += [5, 5, 3, 9, 11, 5][:generated]
+    return made
+
+
+def logits_for(rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def expected_token(row: Tensor, seq: Sequence) -> int:
+    if seq.request.sampling.is_greedy:
+        return int(adjusted(row, seq).argmax())
+    seed = np.array([seq.request.sampling.seed], np.uint64)
+    draw = uniform(seed, np.array([seq.num_generated], np.uint64))[0]
+    return int((distribution(row, seq).cumsum(0) <= draw).sum())
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_same_as_the_plain_sampler(case: int) -> None:
+    for seed in range(20):
+        seq, logits = sequence("s", seed=seed, **CASES[case]), logits_for(1, seed=seed)
+        assert Sampler().sample(logits, [seq])[0].id == expected_token(logits[0], seq)
+
+
+def test_a_batch_of_all_kinds_draws_what_each_draws_alone() -> None:
+    sequences = [sequence(str(i), seed=i, **case) for i, case in enumerate(CASES * 3)]
+    logits = logits_for(len(sequences))
+    before = logits.clone()
+    together = Sampler().sample(logits, sequences)
+    alone = [Sampler().sample(logits[i : i + 1], [seq])[0] for i, seq in enumerate(sequences)]
+    assert [token.id for token in together] == [token.id for token in alone]
+    assert [token.logprob for token in together] == pytest.approx([token.logprob for token in alone], abs=1e-5)
+    assert torch.equal(logits, before)
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    logits = logits_for(2)
+    sequences = [sequence("a", temperature=0.1, logit_bias={3: 100.0}), sequence("b", **PENALTIES)]
+    for row, token in zip(logits.log_softmax(1), Sampler().sample(logits, sequences), strict=True):
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-5)
+        assert token.top == ()
+
+
+def test_top_logprobs_only_for_those_who_ask() -> None:
+    logits = logits_for(3)
+    sequences = [sequence(str(i)) for i in range(3)]
+    asked = (0, 2, 5)
+    for i, wanted in enumerate(asked):
+        object.__setattr__(sequences[i].request, "top_logprobs", wanted)
+    for row, token, wanted in zip(logits.log_softmax(1), Sampler().sample(logits, sequences), asked, strict=True):
+        assert [top.id for top in token.top] == row.topk(wanted).indices.tolist()
+        assert [top.logprob for top in token.top] == pytest.approx(row.topk(wanted).values.tolist(), abs=1e-5)
+
+
+def test_penalties_follow_the_tokens_step_by_step() -> None:
+    sampler, seq = Sampler(), sequence("s", generated=0, **PENALTIES)
+    for step in range(30):
+        logits = logits_for(1, vocab_size=40, seed=step % 3)
+        token = sampler.sample(logits, [seq])[0].id
+        assert token == expected_token(logits[0], seq)
+        seq.token_ids.append(token)
+    sampler.forget(seq)
+    sampler.forget(seq)
+    logits = logits_for(1, vocab_size=40, seed=99)
+    assert sampler.sample(logits, [seq])[0].id == expected_token(logits[0], seq)
+
+
+def test_many_distinct_tokens_are_counted() -> None:
+    sampler, seq = Sampler(), sequence("s", generated=0, frequency_penalty=2.0)
+    flat = torch.zeros(1, VOCAB_SIZE)
+    for _ in range(VOCAB_SIZE):
+        seq.token_ids.append(sampler.sample(flat, [seq])[0].id)
+    assert sorted(seq.token_ids[seq.num_prompt_tokens :]) == list(range(VOCAB_SIZE))
+
+
+@pytest.mark.parametrize(("generated", "allowed"), [(4, False), (5, True)])
+def test_the_end_waits_for_min_new_tokens(generated: int, allowed: bool) -> None:
+    seq = sequence("s", generated=generated, min_new_tokens=5, stop_token_ids=(8,))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, EOS], logits[0, 8] = 5.0, 4.0
+    assert (Sampler().sample(logits, [seq])[0].id == EOS) is allowed
+    assert Sampler().sample(logits, [seq])[0].id != 8
+
+
+def test_draws_fit_the_distribution() -> None:
+    """Chi-square over 20000 draws of one distribution; the bound is its 99.9 % quantile for 29 degrees of freedom."""
+    vocab_size, num_draws = 30, 20_000
+    logits = logits_for(1, vocab_size=vocab_size)
+    seq = sequence("s", temperature=1.2)
+    probabilities = distribution(logits[0], seq)
+    indices = np.arange(num_draws, dtype=np.uint64)
+    draws = torch.from_numpy(uniform(np.full(num_draws, 42, np.uint64), indices))
+    weights = (logits / 1.2).exp().expand(num_draws, -1)
+    counts = torch.bincount(inverse_cdf(weights, draws), minlength=vocab_size)
+    wanted = probabilities * num_draws
+    assert float(((counts - wanted) ** 2 / wanted).sum()) < 58.3
+
+
+def test_draws_depend_on_seed_and_index_only() -> None:
+    seeds = np.repeat(np.array([0, 1, 2**64 - 1], np.uint64), 1000)
+    indices = np.tile(np.arange(1000, dtype=np.uint64), 3)
+    draws = uniform(seeds, indices)
+    assert ((draws >= 0) & (draws < 1)).all()
+    assert len(np.unique(draws)) == len(draws)
+    assert uniform(seeds[1500:1501], indices[1500:1501])[0] == draws[1500]
+    assert abs(np.corrcoef(draws[:1000], draws[1000:2000])[0, 1]) < 0.1
+    assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.05
+
+
+def test_the_last_draw_never_leaves_the_distribution() -> None:
+    weights = torch.zeros(2, VOCAB_SIZE)
+    weights[0, 3] = weights[0, 300] = 1e-30
+    weights[1, 599] = 1.0
+    almost_one = torch.full((2,), 1.0 - 2.0**-53, dtype=torch.float64)
+    assert inverse_cdf(weights, almost_one).tolist() == [300, 599]
+    assert inverse_cdf(weights, torch.zeros(2, dtype=torch.float64)).tolist() == [3, 599]
+
+
+def test_top_p_looks_beyond_the_first_candidates() -> None:
+    logits = 0.01 * logits_for(2, vocab_size=5000)
+    low = Truncation([0, 0], [0.9, 0.01], [0.0, 0.0]).thresholds(logits)
+    assert low is not None
+    kept = (logits >= low[:, None]).sum(1)
+    mass = (logits.softmax(1) * (logits >= low[:, None])).sum(1)
+    assert 4000 < int(kept[0]) < 4600
+    assert mass.tolist() == pytest.approx([0.9, 0.01], abs=0.001)

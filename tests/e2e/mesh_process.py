@@ -1,0 +1,92 @@
+"""A real mesh, started as users start it: `tandem up`, in processes of its own."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+import tandem
+
+START_S = 90.0
+STOP_S = 20.0
+
+
+@dataclass
+class MeshProcess:
+    """A running `tandem up`."""
+
+    process: asyncio.subprocess.Process
+    address: str
+    log_dir: Path
+
+    def pids(self, module: str) -> list[int]:
+        """Process ids of the services started as `python -m MODULE`, oldest first."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return sorted(child.pid for child in children if module in child.cmdline())
+
+    def kill(self, module: str, index: int = 0) -> int:
+        """SIGKILL one service; returns its process id."""
+        pid = self.pids(module)[index]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+@asynccontextmanager
+async def mesh(model: Path | str, log_dir: Path, *flags: str) -> AsyncIterator[MeshProcess]:
+    """Start a mesh on a free port; stop it as Ctrl-C does and check that nothing is left."""
+    command = [
+        sys.executable,
+        "-m",
+        "cli",
+        "up",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--log-dir",
+        str(log_dir),
+        *flags,
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    stderr = asyncio.create_task(process.stderr.read())
+    try:
+        line = (await asyncio.wait_for(process.stdout.readline(), START_S)).decode()
+        if not line.startswith("ready "):
+            process.kill()
+            raise AssertionError(f"no ready line, but {line!r}; stderr: {(await stderr).decode()}")
+        yield MeshProcess(process, line.split()[1], log_dir)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), STOP_S) == 0
+        assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await stderr
+
+
+async def pools_are_whole(client: tandem.AsyncClient, within_s: float = 5.0) -> None:
+    """Return once every worker has all its blocks free and nothing to do; AssertionError if that takes too long."""
+    deadline = asyncio.get_running_loop().time() + within_s
+    while True:
+        busy = [
+            worker
+            for worker in await client.workers()
+            if worker.state != "lost"
+            and (worker.load.free_blocks != worker.num_blocks or worker.load.num_running or worker.load.num_waiting)
+        ]
+        if not busy:
+            return
+        assert asyncio.get_running_loop().time() < deadline, busy
+        await asyncio.sleep(0.2)

@@ -1,0 +1,80 @@
+"""A service for the supervisor's tests: `python -m tests.fakes.sdk_child ROLE --flags`.
+
+It does what services promise around their work and nothing else. FAKE_DIR is where it leaves its process id, its flags
+and its place in the order of stopping; FAKE_PLAN says, by service name, how it should misbehave.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from mesh.process import ProcessSettings, announce, until_stopped
+
+FOLLOWING = ProcessSettings(follow_stdin=True)
+
+
+def misbehave(plan: str) -> None:
+    """What goes wrong before it listens."""
+    if plan == "crash":
+        sys.stderr.write('{"event": "loading weights", "level": "info"}\nTraceback ...\nOSError: disk on fire\n')
+        sys.exit(1)
+    if plan == "misconfigured":
+        sys.stderr.write("decode_worker: dtype must be float32\n")
+        sys.exit(2)
+    if plan == "talkative":
+        sys.stderr.write(("x" * 200 + "\n") * 20_000)
+        sys.stdout.write("not an announcement\n" * 20_000)
+        sys.stderr.write('{"event": "low memory", "level": "warning", "free_mb": 7}\n')
+        sys.stderr.flush()
+
+
+async def router(flags: dict[str, str], plan: str) -> None:
+    from tests.fakes.sdk_router import running_router
+
+    async with running_router() as running:
+        announce("listening", address=running.address, registry_address="127.0.0.1:1")
+        announce("ready")
+        if plan == "dies later":
+            await until_file("die")
+            os._exit(3)
+        await until_stopped(FOLLOWING)
+
+
+async def worker(flags: dict[str, str], plan: str) -> None:
+    announce("loading", fraction=0.5)
+    announce("listening", address="127.0.0.1:2")
+    if plan == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if plan != "never ready":
+        announce("ready")
+    if plan == "stubborn":
+        await asyncio.Event().wait()
+    await until_stopped(FOLLOWING)
+
+
+async def until_file(name: str) -> None:
+    """Return when the test makes a file of this name in FAKE_DIR. A pipe, so that nobody polls."""
+    path = Path(os.environ["FAKE_DIR"]) / name
+    await asyncio.to_thread(path.read_bytes)
+
+
+def main() -> None:
+    role, *rest = sys.argv[1:]
+    flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in rest)
+    name = flags.get("worker-id", "router")
+    folder = Path(os.environ["FAKE_DIR"])
+    (folder / f"{name}.flags").write_text(json.dumps(flags))
+    with (folder / "pids").open("a") as pids:
+        pids.write(f"{name} {os.getpid()}\n")
+    plan = json.loads(os.environ.get("FAKE_PLAN", "{}")).get(name, "")
+    misbehave(plan)
+    asyncio.run((router if role == "router" else worker)(flags, plan))
+    with (folder / "stopped").open("a") as stopped:
+        stopped.write(f"{name}\n")
+
+
+if __name__ == "__main__":
+    main()

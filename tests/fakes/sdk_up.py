@@ -1,0 +1,17 @@
+"""`tandem` whose `up` starts fake services: `python -m tests.fakes.sdk_up up --flags`."""
+
+import sys
+
+from cli.main import build_parser, execute
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    args.programs = {
+        role: (sys.executable, "-m", "tests.fakes.sdk_child", role) for role in ("router", "prefill", "decode")
+    }
+    return execute(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The CPU parity tests on a CUDA device, for every attention backend that can run there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.flash import PAGE_TOKENS, flash_available
+from engine.load import RunnerSettings
+from tests.component.checkpoints import FAMILIES, build_checkpoint
+from tests.component.kv_moves import check_round_trip
+from tests.component.parity import check_half_precision, check_parity
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+BACKENDS = ["torch", pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="no flash-attn"))]
+
+
+def settings(model_dir: Path, attention: str, dtype: str) -> RunnerSettings:
+    block_size = PAGE_TOKENS if attention == "flash" else 16
+    return RunnerSettings(
+        model_dir, device="cuda", dtype=dtype, num_blocks=64, block_size=block_size, attention=attention
+    )
+
+
+@pytest.fixture(autouse=True)
+def _exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32(tmp_path: Path, family: str) -> None:
+    model_dir = build_checkpoint(family, tmp_path)
+    check_parity(model_dir, settings(model_dir, "torch", "float32"))
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "qwen3"])
+def test_fp16(tmp_path: Path, family: str, attention: str) -> None:
+    model_dir = build_checkpoint(family, tmp_path)
+    check_half_precision(model_dir, settings(model_dir, attention, "float16"), 0.05)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_bf16(tmp_path: Path, attention: str) -> None:
+    model_dir = build_checkpoint("llama", tmp_path)
+    check_half_precision(model_dir, settings(model_dir, attention, "bfloat16"), 0.3)
+
+
+def test_kv_round_trip(tmp_path: Path) -> None:
+    model_dir = build_checkpoint("llama", tmp_path)
+    check_round_trip(settings(model_dir, "torch", "float32"))

@@ -1,0 +1,111 @@
+"""A worker's agent against a real registry server."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from mesh.domain.errors import LayoutMismatch, Unauthenticated
+from mesh.domain.worker import CacheEvent, WorkerLoad, WorkerState
+from mesh.registry.membership import Membership
+from mesh.registry.servicer import RegistryServicer
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.server import Listen, Server
+from mesh.worker.agent import RegistryAgent, Report
+from tandem.v1 import worker_pb2_grpc
+from tests.unit.mesh.test_membership import INFO
+
+KEY = MeshKey("a-key-for-tests-only")
+
+
+class FakeEngine:
+    """A ReportSource; `stuck` makes reports wait, as a long step does."""
+
+    def __init__(self) -> None:
+        self.stuck = asyncio.Event()
+        self.stuck.set()
+        self.events = [CacheEvent(b"a", False)]
+        self.next_number = 0
+
+    async def report(self) -> Report:
+        await self.stuck.wait()
+        events, self.events = self.events, []
+        first, self.next_number = self.next_number, self.next_number + len(events)
+        return Report(WorkerLoad(num_running=3), first, events)
+
+    async def load(self) -> WorkerLoad:
+        return WorkerLoad()
+
+    async def snapshot(self) -> tuple[int, list[bytes]]:
+        return self.next_number, [b"a", b"s"]
+
+
+class Watch:
+    """Waits for a condition on a membership, woken by its changes."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self._changed = asyncio.Event()
+        membership.on_change(self._changed.set)
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(5):
+            while not (self.membership.workers() and condition(self.membership.workers()[0])):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def start_registry(membership: Membership, port: int = 0) -> Server:
+    server = Server(Listen("127.0.0.1", port, KEY))
+    worker_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(membership), server.grpc)
+    await server.start(["tandem.v1.Registry"])
+    return server
+
+
+async def test_worker_registers_beats_through_a_long_step_and_leaves() -> None:
+    membership = Membership(asyncio.get_running_loop().time)
+    watch = Watch(membership)
+    server = await start_registry(membership)
+    engine = FakeEngine()
+    agent = RegistryAgent(INFO, engine, KEY)
+    running = asyncio.create_task(agent.run(server.address))
+    await watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
+    engine.stuck.clear()
+    seen = membership.workers()[0].last_seen_s
+    await watch.until(lambda view: view.last_seen_s > seen + 0.3)
+    engine.stuck.set()
+    agent.state = WorkerState.DRAINING
+    agent.beat_now()
+    await watch.until(lambda view: view.state is WorkerState.DRAINING)
+    running.cancel()
+    await watch.until(lambda view: view.state is WorkerState.LOST)
+    await server.stop(0)
+
+
+async def test_agent_comes_back_after_the_router_restarts() -> None:
+    membership = Membership(asyncio.get_running_loop().time)
+    server = await start_registry(membership)
+    agent = RegistryAgent(INFO, FakeEngine(), KEY)
+    running = asyncio.create_task(agent.run(server.address))
+    await Watch(membership).until(lambda view: view.load.num_running == 3)
+    await server.stop(0)
+    restarted = Membership(asyncio.get_running_loop().time)
+    watch = Watch(restarted)
+    server = await start_registry(restarted, server.port)
+    # Its cache events do not begin at 0 any more, so the new router asks for a snapshot.
+    await watch.until(lambda view: view.load.num_running == 3 and b"s" in view.cached)
+    running.cancel()
+    await server.stop(0)
+
+
+async def test_refusals_are_final() -> None:
+    membership = Membership(asyncio.get_running_loop().time)
+    membership.join(INFO)
+    server = await start_registry(membership)
+    misfit = replace(INFO, worker_id="w", layout=replace(INFO.layout, num_layers=9))
+    with pytest.raises(LayoutMismatch, match="num_layers: 2 here, 9 there"):
+        await RegistryAgent(misfit, FakeEngine(), KEY).run(server.address)
+    with pytest.raises(Unauthenticated):
+        await RegistryAgent(INFO, FakeEngine(), MeshKey("another-key-entirely")).run(server.address)
+    assert [view.info.worker_id for view in membership.workers()] == ["decode-0"]
+    await server.stop(0)

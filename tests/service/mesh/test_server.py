@@ -1,0 +1,87 @@
+"""What every server of the mesh does: statuses, credentials, ports."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from mesh.domain import errors
+from mesh.domain.errors import ConfigurationError, MeshError
+from mesh.rpc.channel import open_channel
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.probe import main as probe
+from mesh.rpc.server import Listen, Server
+from mesh.rpc.status import STATUS_BY_ERROR, error_from_rpc
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+
+def all_errors(base: type[MeshError] = MeshError) -> list[type[MeshError]]:
+    return [cls for child in base.__subclasses__() for cls in (child, *all_errors(child))]
+
+
+class Failing(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def GetWorker(self, request, context):
+        raise self.error
+
+
+async def call(error: Exception) -> grpc.aio.AioRpcError:
+    server = Server(Listen("127.0.0.1", 0))
+    worker_pb2_grpc.add_WorkerServicer_to_server(Failing(error), server.grpc)
+    await server.start(["tandem.v1.Worker"])
+    async with open_channel(server.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await worker_pb2_grpc.WorkerStub(channel).GetWorker(worker_pb2.GetWorkerRequest(), timeout=5)
+    await server.stop(0)
+    return raised.value
+
+
+def test_every_error_has_a_status() -> None:
+    assert set(STATUS_BY_ERROR) == set(all_errors())
+
+
+@pytest.mark.parametrize("cls", all_errors(), ids=lambda cls: cls.__name__)
+async def test_error_arrives_as_itself(cls: type[MeshError]) -> None:
+    raised = await call(cls("because"))
+    assert raised.code() is STATUS_BY_ERROR[cls]
+    back = error_from_rpc(raised)
+    assert type(back) is cls
+    assert str(back) == "because"
+
+
+async def test_overloaded_says_when_to_come_back() -> None:
+    raised = await call(errors.Overloaded("full", retry_after_s=0.25))
+    assert dict(raised.trailing_metadata())["retry-after-ms"] == "250"
+
+
+async def test_bug_is_internal_and_shows_nothing() -> None:
+    raised = await call(KeyError("secret detail"))
+    assert raised.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in raised.details()
+
+
+async def test_port_in_use_is_a_clear_error() -> None:
+    server = Server(Listen("127.0.0.1", 0))
+    with pytest.raises(ConfigurationError, match="in use"):
+        Server(Listen("127.0.0.1", server.port))
+    await server.stop(0)
+
+
+def test_listening_to_the_world_needs_a_key() -> None:
+    with pytest.raises(ConfigurationError, match="refusing to listen"):
+        Server(Listen("0.0.0.0", 0))
+    with pytest.raises(ConfigurationError, match="fewer than 16"):
+        MeshKey("short")
+
+
+async def test_probe_follows_health() -> None:
+    server = Server(Listen("127.0.0.1", 0, MeshKey("a-key-for-tests-only")))
+    await server.start([])
+    assert await asyncio.to_thread(probe, [server.address]) == 1
+    await server.set_serving(True)
+    assert await asyncio.to_thread(probe, [server.address]) == 0
+    await server.stop(0)
+    assert await asyncio.to_thread(probe, [server.address]) == 1
+    assert probe([]) == 2

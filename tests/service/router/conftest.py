@@ -1,0 +1,139 @@
+"""A router with fake workers, all in this process, over real sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.model_files import read_model_facts
+from mesh.rpc.channel import open_channel
+from router.__main__ import RouterProcess
+from router.settings import RouterSettings
+from tandem.v1 import generation_pb2, generation_pb2_grpc
+from tests.fakes.router_model import write_checkpoint
+from tests.fakes.router_workers import FakeDecodeWorker, FakePrefillWorker, FakeWorker
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+class Mesh:
+    """One router and its workers."""
+
+    def __init__(self, model_dir: Path, **settings: Any) -> None:
+        self.model_dir = model_dir
+        self.settings = RouterSettings(model=str(model_dir), port=0, registry_port=0, **settings)
+        self.router = RouterProcess(self.settings)
+        self.workers: list[FakeWorker] = []
+
+    async def start(self) -> None:
+        await self.router.start()
+        self.channel = open_channel(self.router.public.address)
+        self.stub = generation_pb2_grpc.GenerationStub(self.channel)
+
+    async def add(self, worker_class: type[FakeWorker], name: str, **changes: Any) -> Any:
+        fingerprint = read_model_facts(self.model_dir).tokenizer_fingerprint
+        identity = {
+            "model": "tiny",
+            "tokenizer_fingerprint": fingerprint,
+            "mesh_key": self.settings.mesh_key,
+        } | changes
+        worker = worker_class(name, **identity)
+        self.workers.append(worker)
+        await worker.start()
+        await worker.register(self.router.internal.address)
+        return worker
+
+    async def decode(self, name: str = "decode-0", **changes: Any) -> FakeDecodeWorker:
+        worker: FakeDecodeWorker = await self.add(FakeDecodeWorker, name, **changes)
+        await self.until(lambda: worker.info.incarnation in self.router._links._links)
+        return worker
+
+    async def prefill(self, name: str = "prefill-0", **changes: Any) -> FakePrefillWorker:
+        worker: FakePrefillWorker = await self.add(FakePrefillWorker, name, **changes)
+        return worker
+
+    async def until(self, condition: Any, *, timeout_s: float = 5.0) -> None:
+        """Return when the condition holds; it is looked at whenever the event loop turns."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    async def generate(self, **request: Any) -> "Result":
+        result = Result()
+        await result.read(self.stub.Generate(make_request(**request), timeout=20))
+        return result
+
+    async def stop(self) -> None:
+        await self.channel.close()
+        await self.router.stop(0.2)
+        await asyncio.gather(*(worker.kill() for worker in self.workers))
+
+    def assert_at_rest(self) -> None:
+        assert self.router.permits.num_held == 0
+        assert self.router.queue.num_queued == 0
+        assert not self.router.ledger.in_flight([])
+
+
+class Result:
+    """What a client got."""
+
+    def __init__(self) -> None:
+        self.messages: list[generation_pb2.GenerateResponse] = []
+
+    async def read(self, call: Any) -> None:
+        async for message in call:
+            self.messages.append(message)
+
+    def of(self, index: int = 0) -> list[generation_pb2.GenerateResponse]:
+        return [message for message in self.messages if message.index == index]
+
+    def ids(self, index: int = 0) -> list[int]:
+        return [token.id for token in self.tokens(index)]
+
+    def tokens(self, index: int = 0) -> list[generation_pb2.Token]:
+        return [token for message in self.of(index) for token in message.tokens]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(token.text for token in self.tokens(index))
+
+    def finish(self, index: int = 0) -> int:
+        """The finish reason, which must be on the last message and only there."""
+        *others, last = self.of(index)
+        assert not any(message.finish_reason for message in others)
+        assert last.finish_reason
+        assert last.HasField("usage")
+        return last.finish_reason
+
+
+def make_request(
+    token_ids: Any = (), prompt: str | None = None, chat: Any = None, output: Any = None, **request: Any
+) -> generation_pb2.GenerateRequest:
+    """`sampling` and `output` are dicts; everything else is a field."""
+    fields: dict[str, Any] = {name: request.pop(name) for name in ("model", "num_choices") if name in request}
+    if prompt is not None:
+        fields["prompt"] = prompt
+    elif chat is not None:
+        fields["chat"] = {"messages": [{"role": role, "content": content} for role, content in chat]}
+    else:
+        fields["token_ids"] = {"ids": list(token_ids)}
+    return generation_pb2.GenerateRequest(sampling=request, output=output or {}, **fields)
+
+
+@pytest.fixture
+async def make_mesh(model_dir: Path) -> AsyncIterator[Any]:
+    meshes: list[Mesh] = []
+
+    async def make(**settings: Any) -> Mesh:
+        mesh = Mesh(model_dir, **settings)
+        meshes.append(mesh)
+        await mesh.start()
+        return mesh
+
+    yield make
+    for mesh in meshes:
+        await mesh.stop()

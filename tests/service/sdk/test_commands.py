@@ -1,0 +1,102 @@
+"""The commands that talk to a running mesh, against a fake router."""
+
+import io
+import json
+from collections import deque
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from cli.main import main
+from tests.fakes.sdk_router import STORY, FakeRouter, Refusal
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(threaded_router: FakeRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command against the fake router; returns status, stdout, stderr."""
+    monkeypatch.setenv("TANDEM_ADDRESS", threaded_router.address)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*argv: str, typed: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        status = main(argv)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return command
+
+
+def test_generate_streams_and_ends_with_the_facts(run: Run, threaded_router: FakeRouter) -> None:
+    status, out, err = run("generate", "hi", "--max-new-tokens", "8", "--temperature", "0.5", "--seed", "7")
+    assert (status, out) == (0, STORY[:8] + "\n")
+    assert err.startswith("length · 8 tokens · confidence 0.61 · first token ")
+    (request,) = threaded_router.script.requests
+    assert [turn.content for turn in request.chat.messages] == ["hi"]
+    assert (request.sampling.temperature, request.sampling.seed) == (0.5, 7)
+
+
+def test_generate_raw_from_standard_input(run: Run, threaded_router: FakeRouter) -> None:
+    assert run("generate", "-", "--raw", "--stop", "x", typed="Once")[0] == 0
+    (request,) = threaded_router.script.requests
+    assert (request.prompt, list(request.sampling.stop)) == ("Once", ["x"])
+
+
+def test_generate_for_machines(run: Run) -> None:
+    status, out, err = run("generate", "hi", "--json", "--top-logprobs", "1", "--max-new-tokens", "2")
+    answer = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (answer["text"], answer["finish_reason"], answer["request_id"]) == ("On", "length", "request-1")
+    assert answer["tokens"][0]["top"] == [{"id": 0, "text": "A", "logprob": -0.5}]
+
+
+def test_workers_and_models(run: Run) -> None:
+    status, out, _ = run("workers")
+    assert status == 0
+    assert all(text in out for text in ("prefill-0", "decode-0", "60/64", "ready"))
+    status, out, _ = run("models")
+    assert status == 0
+    assert "fake" in out
+
+
+def test_chat_remembers(run: Run, threaded_router: FakeRouter) -> None:
+    status, out, err = run(
+        "chat", "--system", "be brief", "--max-new-tokens", "3", typed="hi\nmore\n/reset\nagain\n/quit\n"
+    )
+    assert (status, out) == (0, "One\n" * 3)
+    assert err.count("length · 3 tokens") == 3
+    asked = [[turn.content for turn in request.chat.messages] for request in threaded_router.script.requests]
+    assert asked == [["be brief", "hi"], ["be brief", "hi", "One", "more"], ["be brief", "again"]]
+
+
+def test_chat_survives_a_failed_answer(run: Run, threaded_router: FakeRouter) -> None:
+    threaded_router.script.refusals = deque([Refusal(grpc.StatusCode.INVALID_ARGUMENT, "too long")])
+    status, out, err = run("chat", typed="hi\nhi\n")
+    assert status == 0
+    assert out.endswith(STORY + "\n")
+    assert "too long" in err
+    assert len(threaded_router.script.requests[1].chat.messages) == 1
+
+
+def test_an_error_is_one_line(run: Run, threaded_router: FakeRouter) -> None:
+    threaded_router.script.refusals = deque([Refusal(grpc.StatusCode.UNAUTHENTICATED, "no key")])
+    assert run("generate", "hi", "--raw") == (1, "", "tandem: no key; set TANDEM_API_KEY\n")
+    status, out, err = run("models", "--address", "127.0.0.1:1")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "start it with: tandem up" in err
+
+
+def test_the_api_key_comes_from_the_environment(
+    run: Run, threaded_router: FakeRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+    assert run("generate", "hi", "--raw")[0] == 0
+    assert threaded_router.script.metadata[0]["authorization"] == "Bearer secret"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("tandem ")

@@ -1,0 +1,255 @@
+"""`tandem up` as a process of its own, with fake services."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tandem
+
+
+class Up:
+    """A started `tandem up`."""
+
+    def __init__(self, folder: Path, *flags: str, plan: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        model = folder / "model"
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text("{}")
+        environ = os.environ | {"FAKE_DIR": str(folder), "FAKE_PLAN": json.dumps(plan or {})}
+        default = ("--port=0", f"--model={model}", f"--log-dir={folder / 'logs'}")
+        command = (sys.executable, "-m", "tests.fakes.sdk_up", "up", *default, *flags)
+        with (folder / "stderr").open("w") as stderr:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=stderr, env=environ, text=True, start_new_session=True
+            )
+
+    def wait_ready(self) -> str:
+        """The address of the ready line."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        match = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", line)
+        assert match, (line, self.stderr())
+        return match[1]
+
+    def end(self, number: int | None = None) -> int:
+        """Wait for the end, after a signal if one is given; returns the status."""
+        if number is not None:
+            self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    def flags(self, name: str) -> dict[str, str]:
+        flags: dict[str, str] = json.loads((self.folder / f"{name}.flags").read_text())
+        return flags
+
+    def pids(self) -> list[tuple[str, int]]:
+        """Names and process ids of all children so far, oldest first."""
+        lines = (self.folder / "pids").read_text().split("\n")
+        return [(name, int(pid)) for name, _, pid in (line.partition(" ") for line in lines if line)]
+
+    def stopped(self) -> list[str]:
+        """Names of the children that stopped in order."""
+        return (self.folder / "stopped").read_text().split()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+def wait_gone(pids: list[tuple[str, int]]) -> None:
+    """Children of a dead parent go to init, which may reap them late: a zombie is gone."""
+    for _, pid in pids:
+        try:
+            process = psutil.Process(pid)
+            if process.status() != psutil.STATUS_ZOMBIE:
+                process.wait(15)
+        except psutil.NoSuchProcess:
+            continue
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Up]]:
+    ups: list[Up] = []
+    yield ups
+    for up in ups:
+        up.close()
+
+
+def test_it_serves_until_asked_to_stop(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, "--prefill=1", "--decode=2", "--name=small", "--block-size=8", "--set=decode.max-step-tokens=64")
+    started.append(up)
+    address = up.wait_ready()
+    with tandem.Client(address, timeout=10) as client:
+        assert client.generate(prompt="").finish_reason == "eos_token"
+    assert sorted(name for name, _ in up.pids()) == ["decode-0", "decode-1", "prefill-0", "router"]
+    assert (up.flags("router")["expect-prefill"], up.flags("router")["expect-decode"]) == ("1", "2")
+    assert {up.flags(name)["name"] for name, _ in up.pids()} == {"small"}
+    assert up.flags("decode-1")["registry-address"] == "127.0.0.1:1"
+    assert (up.flags("decode-1")["block-size"], up.flags("decode-1")["max-step-tokens"]) == ("8", "64")
+    assert "max-step-tokens" not in up.flags("prefill-0")
+    assert up.end(signal.SIGTERM) == 0
+    wait_gone(up.pids())
+    assert up.stopped()[0] == "router"
+    assert len(up.stopped()) == 4
+    assert "decode-1" in up.stderr()
+
+
+def test_ctrl_c_reaches_the_whole_group_and_children_stop_in_order(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path)
+    started.append(up)
+    up.wait_ready()
+    os.killpg(up.process.pid, signal.SIGINT)
+    assert up.end() == 0
+    wait_gone(up.pids())
+    assert up.stopped()[0] == "router"
+
+
+def test_children_go_when_the_supervisor_is_killed(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path)
+    started.append(up)
+    up.wait_ready()
+    up.end(signal.SIGKILL)
+    wait_gone(up.pids())
+    assert len(up.stopped()) == 3
+
+
+def test_a_second_signal_kills(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, plan={"decode-0": "stubborn"})
+    started.append(up)
+    up.wait_ready()
+    up.process.send_signal(signal.SIGINT)
+    wait_for_text(up, "stopping")
+    assert up.end(signal.SIGINT) == 0
+    wait_gone(up.pids())
+
+
+def test_colocated_has_no_prefill_workers(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, "--colocated")
+    started.append(up)
+    up.wait_ready()
+    assert up.flags("router")["expect-prefill"] == "0"
+    assert up.flags("decode-0")["cpu-list"] == ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    assert up.end(signal.SIGINT) == 0
+    assert sorted(up.stopped()) == ["decode-0", "router"]
+
+
+def test_much_output_blocks_nobody_and_warnings_are_shown(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, plan={"decode-0": "talkative"})
+    started.append(up)
+    up.wait_ready()
+    assert up.end(signal.SIGINT) == 0
+    assert "decode-0: warning: low memory free_mb=7" in up.stderr()
+    assert (tmp_path / "logs" / "decode-0.log").stat().st_size > 4_000_000
+
+
+def test_a_service_that_dies_at_the_start(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, plan={"decode-0": "crash"})
+    started.append(up)
+    assert up.end() == 1
+    assert "decode-0 exited with status 1 while starting" in up.stderr()
+    assert "OSError: disk on fire" in up.stderr()
+    wait_gone(up.pids())
+
+
+def test_a_service_that_is_configured_wrongly(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, plan={"decode-0": "misconfigured"})
+    started.append(up)
+    assert up.end() == 2
+    assert up.stderr().splitlines()[-1] == "tandem: decode_worker: dtype must be float32"
+    wait_gone(up.pids())
+
+
+def test_a_service_that_never_gets_ready(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, "--model-loading-timeout=3", plan={"prefill-0": "never ready"})
+    started.append(up)
+    assert up.end() == 1
+    assert "not ready after 3 s: prefill-0" in up.stderr()
+    wait_gone(up.pids())
+
+
+def test_a_worker_that_dies_is_started_again(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path)
+    started.append(up)
+    up.wait_ready()
+    (victim,) = [pid for name, pid in up.pids() if name == "decode-0"]
+    os.kill(victim, signal.SIGKILL)
+    wait_for_text(up, "decode-0: ready again")
+    assert "decode-0: was killed by SIGKILL; starting it again in 0.5 s" in up.stderr()
+    assert up.end(signal.SIGINT) == 0
+    assert sorted(up.stopped()) == ["decode-0", "prefill-0", "router"]
+
+
+def test_the_routers_end_is_the_end(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, "--no-restart", plan={"router": "dies later"})
+    started.append(up)
+    os.mkfifo(tmp_path / "die")
+    up.wait_ready()
+    (tmp_path / "die").write_bytes(b"now")
+    assert up.end() == 1
+    assert "the router exited with status 3" in up.stderr()
+    wait_gone(up.pids())
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--model=/nowhere"], "there is no model folder /nowhere"),
+        (["--decode=0"], "decode must be >= 1"),
+        (["--dtype=int3"], "dtype must be one of"),
+        (["--bogus"], "unrecognized arguments: --bogus"),
+        (["--set=router"], "ROLE.KEY=VALUE"),
+        (["--set=router.dtype=float32"], "no setting dtype"),
+    ],
+)
+def test_wrong_configurations_are_one_line(
+    flags: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from cli.main import main
+
+    (tmp_path / "config.json").write_text("{}")
+    status: object
+    try:
+        status = main(["up", f"--model={tmp_path}", *flags])
+    except SystemExit as ended:
+        status = ended.code
+    captured = capsys.readouterr()
+    assert status == 2
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_port_in_use_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from cli.main import main
+
+    (tmp_path / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["up", f"--model={tmp_path}", f"--port={port}"]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}, address already in use" in capsys.readouterr().err
+
+
+def wait_for_text(up: Up, text: str) -> None:
+    """Wait until `up` has said `text` on stderr."""
+    with subprocess.Popen(
+        ("tail", "-n", "+1", "-f", str(up.folder / "stderr")), stdout=subprocess.PIPE, text=True
+    ) as tail:
+        assert tail.stdout is not None
+        for line in tail.stdout:
+            if text in line:
+                break
+        tail.kill()

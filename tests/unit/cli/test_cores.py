@@ -1,0 +1,37 @@
+"""Which cores workers get."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cli.cores import CorePlan, assign_cores
+
+
+@pytest.mark.parametrize(
+    ("available", "num_prefill", "num_decode", "plan"),
+    [
+        ([0, 1], 1, 1, CorePlan(((0,),), ((1,),))),
+        ([0, 1], 0, 1, CorePlan((), ((0, 1),))),
+        ([4, 5, 6], 1, 1, CorePlan(((4, 5),), ((6,),))),
+        ([0, 1, 2, 3], 1, 2, CorePlan(((0, 1),), ((2,), (3,)))),
+        ([0, 1], 1, 2, CorePlan(((0,),), ((1,), (0,)))),
+        ([3], 1, 1, CorePlan(((3,),), ((3,),))),
+    ],
+)
+def test_plans(available: list[int], num_prefill: int, num_decode: int, plan: CorePlan) -> None:
+    assert assign_cores(available, num_prefill=num_prefill, num_decode=num_decode) == plan
+
+
+def test_a_worker_takes_no_more_than_it_may() -> None:
+    plan = assign_cores(range(8), num_prefill=1, num_decode=1, max_per_worker=2)
+    assert plan == CorePlan(((0, 1),), ((4, 5),))
+
+
+@given(st.integers(1, 64), st.integers(0, 8), st.integers(1, 8))
+def test_every_worker_has_cores_and_shares_only_if_it_must(num_cores: int, num_prefill: int, num_decode: int) -> None:
+    plan = assign_cores(range(num_cores), num_prefill=num_prefill, num_decode=num_decode)
+    shares = [*plan.prefill, *plan.decode]
+    assert len(shares) == num_prefill + num_decode
+    assert all(shares)
+    if num_cores >= len(shares):
+        assert sorted(core for share in shares for core in share) == list(range(num_cores))

@@ -1,0 +1,102 @@
+"""Which processes a mesh has, and with which flags."""
+
+from pathlib import Path
+
+import pytest
+
+from cli.cores import CorePlan
+from cli.services import MeshPlan, Service, passed_on, split_by_role
+from cli.up_settings import UpSettings, find_model
+from mesh.domain.errors import ConfigurationError
+
+
+def flags_of(service: Service) -> dict[str, str]:
+    return dict(flag.removeprefix("--").partition("=")[::2] for flag in service.flags)
+
+
+def plan_of(settings: UpSettings, model: str, **values: dict[str, str]) -> MeshPlan:
+    return MeshPlan(settings, model, CorePlan(((0,),), ((1, 2),)), values=values)
+
+
+def test_flags_of_all_services(tmp_path: Path) -> None:
+    plan = plan_of(UpSettings(name="n", port=7), str(tmp_path), decode={"block_size": "8"})
+    router = flags_of(plan.router())
+    assert router == {
+        "model": str(tmp_path),
+        "name": "n",
+        "host": "127.0.0.1",
+        "port": "7",
+        "registry-port": "0",
+        "expect-prefill": "1",
+        "expect-decode": "1",
+        "follow-stdin": "",
+    }
+    prefill, decode = plan.workers("127.0.0.1:9")
+    assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
+    assert (prefill.cores, decode.cores) == ((0,), (1, 2))
+    assert flags_of(decode) == {
+        "model": str(tmp_path),
+        "name": "n",
+        "worker-id": "decode-0",
+        "registry-address": "127.0.0.1:9",
+        "host": "127.0.0.1",
+        "port": "0",
+        "block-size": "8",
+        "num-threads": "2",
+        "cpu-list": "1,2",
+        "follow-stdin": "",
+    }
+
+
+def test_services_accept_their_flags(tmp_path: Path) -> None:
+    plan = plan_of(UpSettings(), str(tmp_path))
+    environ = {"TANDEM_PREFILL_THRESHOLD": "5", "TANDEM_MESH_KEY": "k" * 32}
+    assert plan.resolve(plan.router(), environ).prefill_threshold == 5
+    for worker in plan.workers("127.0.0.1:9"):
+        settings = plan.resolve(worker, environ)
+        assert (settings.worker_id, settings.follow_stdin) == (worker.name, True)
+
+
+def test_where_cores_cannot_be_had_workers_are_not_pinned(tmp_path: Path) -> None:
+    plan = MeshPlan(UpSettings(), str(tmp_path), CorePlan(((0,),), ((1,),)), pin=False)
+    for worker in plan.workers("h:1"):
+        assert worker.cores == ()
+        assert "cpu-list" not in flags_of(worker)
+
+
+def test_settings_go_to_the_roles_that_have_them() -> None:
+    values = split_by_role({"block_size": "8", "max_queued_requests": "3"}, ["decode.block-size=4", "router.grace_s=2"])
+    assert values == {
+        "router": {"max_queued_requests": "3", "grace_s": "2"},
+        "prefill": {"block_size": "8"},
+        "decode": {"block_size": "4"},
+    }
+
+
+@pytest.mark.parametrize("name", ["worker_id", "registry_address", "mesh_key", "cpu_list", "model", "port"])
+def test_what_the_supervisor_decides_is_not_passed_on(name: str) -> None:
+    assert name not in passed_on()
+
+
+@pytest.mark.parametrize("override", ["decode", "decode.block_size", "nobody.block_size=1", "router.block_size=1"])
+def test_wrong_overrides(override: str) -> None:
+    with pytest.raises(ConfigurationError, match="--set"):
+        split_by_role({}, [override])
+
+
+def test_models_are_found(tmp_path: Path) -> None:
+    for folder in ("bundled/small", "mine"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    bundled = tmp_path / "bundled"
+    assert find_model("small", bundled) == bundled / "small"
+    assert find_model(str(tmp_path / "mine"), bundled) == tmp_path / "mine"
+    with pytest.raises(ConfigurationError, match=r"holds no model.*bundled are: small"):
+        find_model(str(tmp_path), bundled)
+    with pytest.raises(ConfigurationError, match="no model folder"):
+        find_model("other", bundled)
+
+
+def test_colocated_starts_no_prefill_workers() -> None:
+    assert UpSettings(colocated=True, prefill=3).num_prefill == 0
+    assert UpSettings(prefill=0).num_prefill == 0

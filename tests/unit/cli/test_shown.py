@@ -1,0 +1,84 @@
+"""What commands show."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+import tandem
+from cli.answer import Answer
+from cli.chat import Conversation, command
+from cli.workers import Sample, render, tokens_per_s
+
+
+def worker(role: str, num_tokens: int) -> tandem.Worker:
+    load = tandem.WorkerLoad(free_blocks=3, generated_tokens=num_tokens, computed_tokens=2 * num_tokens)
+    return tandem.Worker(
+        worker_id=f"{role}-0",
+        incarnation=role,
+        role=role,
+        state="ready",
+        address="127.0.0.1:7",
+        model="m",
+        device="cpu",
+        pid=7,
+        num_blocks=8,
+        load=load,
+        last_seen_s=0.1,
+    )
+
+
+def sample(at_s: float, num_tokens: int) -> Sample:
+    return Sample(at_s, tandem.Mesh((worker("prefill", num_tokens), worker("decode", num_tokens)), 1, 2))
+
+
+def test_speed_is_what_was_done_since_the_last_look() -> None:
+    assert tokens_per_s(sample(1.0, 10), sample(3.0, 30)) == {"prefill": 20.0, "decode": 10.0}
+
+
+def test_a_restarted_worker_has_no_speed_yet() -> None:
+    now = sample(3.0, 0)
+    restarted = replace(now.mesh.workers[1], incarnation="new")
+    now = Sample(3.0, replace(now.mesh, workers=(now.mesh.workers[0], restarted)))
+    assert tokens_per_s(sample(1.0, 0), now) == {"prefill": 0.0}
+
+
+def test_the_workers_table() -> None:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(sample(3.0, 30), sample(1.0, 10)))
+    shown = capture.get()
+    assert all(
+        text in shown for text in ("prefill-0", "decode-0", "3/8", "127.0.0.1:7", "tokens/s", "2 active, 1 queued")
+    )
+
+
+def test_facts_of_an_answer() -> None:
+    answer = Answer(started_s=0.0)
+    assert answer.facts() == "interrupted · 0 tokens"
+    for number in range(3):
+        last = number == 2
+        reason = tandem.FinishReason.LENGTH if last else None
+        answer.add(tandem.TokenEvent(0, tandem.Token(1, "a", 0.0), "r", finish_reason=reason))
+    answer.first_s, answer.last_s = 0.25, 1.25
+    assert answer.facts() == "length · 3 tokens · confidence 1.00 · first token 250 ms · 2.0 tokens/s"
+
+
+def test_a_conversation_alternates() -> None:
+    conversation = Conversation(system="be brief")
+    conversation.ask("hi")
+    conversation.answered("hello")
+    conversation.ask("lost")
+    conversation.answered("")
+    assert [turn["role"] for turn in conversation.messages()] == ["system", "user", "assistant"]
+
+
+def test_commands_of_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = Conversation()
+    conversation.ask("hi")
+    assert command("/system be kind ", conversation)
+    assert command("/reset", conversation)
+    assert conversation.messages() == [{"role": "system", "content": "be kind"}]
+    assert command("/what", conversation)
+    assert "/reset" in capsys.readouterr().err
+    assert not command("/quit", conversation)

@@ -1,0 +1,201 @@
+"""Shared-memory arenas: who may open them, what they refuse, and that slots and files come back."""
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.settings import TransferSettings
+from kvtransfer.transports import open_receive_transports, open_send_transports
+from kvtransfer.transports.arena import HEADER_BYTES, Arena, open_arena, remove_orphans
+from kvtransfer.transports.base import Payload, TransportOffer
+from kvtransfer.transports.shm import ShmReceiveTransport, ShmSendTransport, open_sender
+from mesh.domain.errors import ConfigurationError, TransferCorrupt, TransferFailed
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> TransferSettings:
+    return TransferSettings(shm_dir=str(tmp_path), arena_bytes=HEADER_BYTES + 2 * PAGE)
+
+
+def make_sender(settings: TransferSettings, max_chunk_bytes: int = PAGE) -> ShmSendTransport:
+    transport = open_sender(settings, max_chunk_bytes)
+    assert transport is not None
+    return transport
+
+
+def orphan(directory: Path) -> Path:
+    """An arena as a killed owner leaves it."""
+    path = directory / f"tandem-kv-{os.urandom(16).hex()}"
+    path.write_bytes(bytes(HEADER_BYTES))
+    return path
+
+
+async def test_round_trip(settings: TransferSettings) -> None:
+    sender, receiver = make_sender(settings), ShmReceiveTransport(settings)
+    slot = await sender.acquire(100)
+    slot.buffer()[:] = bytes(range(100))
+    source = receiver.connect(sender.offer())
+    assert source is not None
+    assert bytes(source.fetch(slot.seal(), 100)) == bytes(range(100))
+    source.close()
+    slot.release()
+    sender.close()
+    assert list(Path(settings.shm_dir).iterdir()) == []
+
+
+async def test_what_was_fetched_does_not_change_with_the_slot(settings: TransferSettings) -> None:
+    sender = make_sender(settings)
+    slot = await sender.acquire(4)
+    slot.buffer()[:] = b"good"
+    source = ShmReceiveTransport(settings).connect(sender.offer())
+    assert source is not None
+    fetched = source.fetch(slot.seal(), 4)
+    slot.buffer()[:] = b"evil"
+    assert bytes(fetched) == b"good"
+    source.close()
+    slot.release()
+    sender.close()
+
+
+async def test_files_are_private(settings: TransferSettings) -> None:
+    sender = make_sender(settings)
+    (path,) = Path(settings.shm_dir).iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    sender.close()
+
+
+def test_only_the_very_arena_is_opened(tmp_path: Path) -> None:
+    arena = Arena(str(tmp_path), 2 * PAGE)
+    good = (str(tmp_path), arena.name, arena.nonce, arena.num_bytes)
+    fd = open_arena(*good)
+    assert fd is not None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(fd, b"read-only")
+    os.close(fd)
+    assert open_arena(good[0], good[1], bytes(32), good[3]) is None
+    assert open_arena(good[0], good[1], b"", good[3]) is None
+    assert open_arena(good[0], good[1], good[2], good[3] + 1) is None
+    assert open_arena(str(tmp_path / "elsewhere"), *good[1:]) is None
+    for name in (f"../{tmp_path.name}/{arena.name}", f"{arena.name}\n", f"./{arena.name}", "", "/etc/passwd"):
+        assert open_arena(good[0], name, good[2], good[3]) is None
+    link = f"tandem-kv-{'0' * 32}"
+    (tmp_path / link).symlink_to(tmp_path / arena.name)
+    assert open_arena(good[0], link, good[2], good[3]) is None
+    arena.close()
+
+
+def test_fifos_and_directories_do_not_block_or_break(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"tandem-kv-{'0' * 32}")
+    (tmp_path / f"tandem-kv-{'1' * 32}").mkdir()
+    for digit in "01":
+        assert open_arena(str(tmp_path), f"tandem-kv-{digit * 32}", bytes(32), PAGE) is None
+    remove_orphans(str(tmp_path))
+    assert (tmp_path / f"tandem-kv-{'1' * 32}").is_dir()
+
+
+@pytest.mark.parametrize("arena_bytes", [0, HEADER_BYTES, (1 << 30) + 1])
+def test_offers_of_absurd_size_are_declined(settings: TransferSettings, arena_bytes: int) -> None:
+    offer = TransportOffer("shm", f"tandem-kv-{'0' * 32}", bytes(32), arena_bytes)
+    assert ShmReceiveTransport(settings).connect(offer) is None
+
+
+async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettings) -> None:
+    sender = make_sender(settings)
+    offer = sender.offer()
+    source = ShmReceiveTransport(settings).connect(offer)
+    assert source is not None
+    for offset in (0, HEADER_BYTES - 1, offer.arena_bytes - 9, offer.arena_bytes, 2**64 - 1):
+        with pytest.raises(TransferCorrupt):
+            source.fetch(Payload(arena_offset=offset), 10)
+    with pytest.raises(TransferCorrupt):
+        source.fetch(Payload(inline=b"x", arena_offset=HEADER_BYTES), 1)
+    source.close()
+    with pytest.raises(TransferFailed):
+        source.fetch(Payload(arena_offset=HEADER_BYTES), 10)
+    sender.close()
+
+
+async def test_a_truncated_arena_is_an_error_not_a_crash(settings: TransferSettings) -> None:
+    sender = make_sender(settings)
+    source = ShmReceiveTransport(settings).connect(sender.offer())
+    assert source is not None
+    os.truncate(Path(settings.shm_dir) / sender.offer().arena, HEADER_BYTES + 5)
+    with pytest.raises(TransferCorrupt, match="5 bytes early"):
+        source.fetch(Payload(arena_offset=HEADER_BYTES), 10)
+    source.close()
+    sender.close()
+
+
+async def test_waiters_get_slots_in_order_and_cancelled_ones_leave_nothing(settings: TransferSettings) -> None:
+    sender = make_sender(settings)
+    assert sender.num_slots == 2
+    held = [await sender.acquire(10), await sender.acquire(PAGE)]
+    order: list[int] = []
+
+    async def wait_for_slot(number: int) -> None:
+        slot = await sender.acquire(10)
+        order.append(number)
+        slot.release()
+
+    waiters = [asyncio.create_task(wait_for_slot(number)) for number in range(4)]
+    await asyncio.sleep(0)
+    waiters[1].cancel()
+    held[0].release()
+    held[0].release()  # idempotent
+    await asyncio.gather(*waiters, return_exceptions=True)
+    assert order == [0, 2, 3]
+    held[1].release()
+    assert sender.num_free_slots == 2
+    with pytest.raises(TransferFailed, match="does not fit"):
+        await sender.acquire(PAGE + 1)
+    sender.close()
+
+
+async def test_an_arena_has_room_for_the_largest_chunk(settings: TransferSettings) -> None:
+    sender = make_sender(settings, 5 * PAGE + 1)
+    assert sender.num_slots == 1
+    (await sender.acquire(5 * PAGE + 1)).release()
+    sender.close()
+
+
+async def test_orphans_are_removed_and_living_arenas_stay(settings: TransferSettings) -> None:
+    directory = Path(settings.shm_dir)
+    living = Arena(str(directory), 2 * PAGE)
+    left, other = orphan(directory), directory / "tandem-kv-not-ours"
+    other.touch()
+    sender = make_sender(settings)
+    assert not left.exists()
+    assert {path.name for path in directory.iterdir()} == {living.name, other.name, sender.offer().arena}
+    living.close()
+    sender.close()
+
+
+def test_no_directory_no_orphans(tmp_path: Path) -> None:
+    assert remove_orphans(str(tmp_path / "nowhere")) == 0
+
+
+async def test_without_room_other_transports_are_used(
+    settings: TransferSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert [transport.name for transport in open_send_transports(settings, PAGE)] == ["grpc"]
+    assert list(Path(settings.shm_dir).iterdir()) == []
+    only_shm = TransferSettings(transports=("shm",), shm_dir=settings.shm_dir)
+    with pytest.raises(ConfigurationError, match="none of the KV transports shm works here"):
+        open_send_transports(only_shm, PAGE)
+
+
+def test_unknown_transports_and_senseless_settings_are_named() -> None:
+    with pytest.raises(ConfigurationError, match="no KV transport 'rdma'; choose from shm, grpc"):
+        open_receive_transports(TransferSettings(transports=("rdma",)))
+    for change in ({"transports": ()}, {"chunk_bytes": 0}, {"chunk_bytes": 9 << 20}, {"credit_chunks": 0}):
+        with pytest.raises(ConfigurationError, match=next(iter(change))):
+            TransferSettings(**change)  # type: ignore[arg-type]

@@ -1,0 +1,112 @@
+"""Who is in the mesh: joining, silence, restarts, and following caches through gaps."""
+
+from dataclasses import replace
+
+import pytest
+
+from mesh.domain.errors import LayoutMismatch
+from mesh.domain.kv import KVLayout
+from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.registry.membership import Membership
+
+INFO = WorkerInfo(
+    worker_id="decode-0",
+    incarnation="one",
+    role=WorkerRole.DECODE,
+    address="h:1",
+    model="m",
+    tokenizer_fingerprint="t",
+    layout=KVLayout("fp", 2, 4, 8, 16, "float32"),
+    max_batch_tokens=256,
+    max_num_seqs=8,
+    num_blocks=10,
+    max_model_len=100,
+)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def membership(clock: Clock) -> Membership:
+    membership = Membership(clock)
+    membership.join(INFO)
+    return membership
+
+
+def state(membership: Membership) -> WorkerState:
+    view = membership.find("decode-0")
+    assert view is not None
+    return view.state
+
+
+def test_silent_worker_is_lost_then_forgotten_and_a_beat_brings_it_back(membership: Membership, clock: Clock) -> None:
+    clock.now = 6
+    membership.expire(silent_s=5, forget_s=60)
+    assert state(membership) is WorkerState.LOST
+    membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
+    assert state(membership) is WorkerState.READY
+    clock.now = 100
+    membership.expire(silent_s=5, forget_s=60)
+    assert membership.workers() == []
+
+
+def test_former_self_is_ignored(membership: Membership) -> None:
+    membership.join(replace(INFO, incarnation="two"))
+    membership.lose("decode-0", "one")
+    membership.heartbeat("decode-0", "one", WorkerLoad(num_running=9), WorkerState.DRAINING)
+    view = membership.find("decode-0")
+    assert view is not None
+    assert (view.info.incarnation, view.state, view.load.num_running) == ("two", WorkerState.READY, 0)
+
+
+def test_cache_is_followed_and_a_gap_asks_for_a_snapshot(membership: Membership) -> None:
+    apply = membership.apply_cache_events
+    assert apply("decode-0", "one", 0, [CacheEvent(b"a", False), CacheEvent(b"b", False), CacheEvent(b"a", True)])
+    view = membership.find("decode-0")
+    assert view is not None
+    assert view.cached == {b"b"}
+    assert not apply("decode-0", "one", 7, [CacheEvent(b"z", False)])
+    membership.replace_cache("decode-0", "one", 8, [b"x"])
+    assert apply("decode-0", "one", 8, [CacheEvent(b"y", False)])
+    view = membership.find("decode-0")
+    assert view is not None
+    assert view.cached == {b"x", b"y"}
+
+
+def test_returning_worker_must_send_a_snapshot(membership: Membership) -> None:
+    membership.lose("decode-0", "one")
+    membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
+    assert not membership.apply_cache_events("decode-0", "one", 0, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layout": replace(INFO.layout, dtype="float16")}, "dtype: 'float32' here, 'float16' there"),
+        ({"layout": replace(INFO.layout, model_fingerprint="other")}, "'fp' here, 'other' there"),
+        ({"tokenizer_fingerprint": "u"}, "tokenizers differ: t at decode-0, u at prefill-0"),
+        ({"protocol_version": 99}, "speaks protocol 99"),
+    ],
+)
+def test_worker_that_does_not_fit_is_refused_in_words(membership: Membership, change: dict, message: str) -> None:
+    with pytest.raises(LayoutMismatch, match=message):
+        membership.join(replace(INFO, worker_id="prefill-0", **change))
+    membership.join(replace(INFO, worker_id="prefill-0", model="another-model", layout=INFO.layout))
+
+
+def test_changes_are_announced(membership: Membership) -> None:
+    heard: list[int] = []
+    membership.on_change(lambda: heard.append(1))
+    membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
+    membership.lose("decode-0", "one")
+    assert len(heard) == 2

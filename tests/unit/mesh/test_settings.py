@@ -1,0 +1,62 @@
+"""Settings: precedence, origins, and errors that say what to do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mesh.domain.errors import ConfigurationError
+from mesh.settings import load_settings, setting
+
+
+@dataclass(frozen=True)
+class Example:
+    port: int = setting(1, "a port", env=("PORT",))
+    fast: bool = setting(False, "a switch")
+    ratio: float | None = setting(None, "a share")
+    key: str = setting("", "a secret", secret=True)
+
+
+def load(argv: list[str], environ: dict[str, str] | None = None):
+    return load_settings(Example, argv, prog="example", environ=environ or {})
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text("port = 4\nratio = 0.5\n[example]\nport = 5\n[other]\nport = 6\n")
+    config = ["--config", str(file)]
+    assert load([]).values.port == 1
+    assert load(config).values == Example(port=5, ratio=0.5)
+    assert load(config, {"PORT": "7"}).origins["port"] == "environment PORT"
+    assert load(config, {"PORT": "7", "TANDEM_PORT": "8"}).values.port == 8
+    assert load([*config, "--port", "9"], {"PORT": "7"}).origins["port"] == "flag --port"
+
+
+def test_empty_environment_counts_as_unset() -> None:
+    assert load([], {"TANDEM_PORT": ""}).origins["port"] == "default"
+
+
+def test_secrets_have_no_flag_and_are_not_shown() -> None:
+    resolved = load([], {"TANDEM_KEY": "hush"})
+    assert resolved.values.key == "hush"
+    assert "hush" not in str(resolved.describe())
+    with pytest.raises(SystemExit):
+        load(["--key", "hush"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "message"),
+    [
+        (["--port", "x"], {}, "port must be int, got 'x' .from flag --port"),
+        ([], {"TANDEM_FAST": "maybe"}, "fast must be bool"),
+        (["--config", "/no/such.toml"], {}, "cannot read the settings file"),
+    ],
+)
+def test_errors_name_setting_and_origin(argv: list[str], environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        load(argv, environ)
+
+
+def test_bare_boolean_flag_means_true() -> None:
+    assert load(["--fast"]).values.fast is True
+    assert load(["--fast", "false"]).values.fast is False

@@ -1,0 +1,89 @@
+"""Domain nouns survive the wire."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh import wire
+from mesh.domain.errors import InvalidRequest
+from mesh.domain.kv import KVLayout
+from mesh.domain.sampling import SamplingParams
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
+from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from tandem.v1 import decode_pb2, sampling_pb2, worker_pb2
+from tests.fakes.requests import make_request
+
+floats = st.floats(0, 2, width=32)
+samplings = st.builds(
+    SamplingParams,
+    max_new_tokens=st.integers(1, 1000),
+    min_new_tokens=st.integers(0, 10),
+    temperature=floats,
+    top_k=st.integers(0, 100),
+    top_p=floats,
+    min_p=floats,
+    repetition_penalty=floats,
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    logit_bias=st.dictionaries(st.integers(0, 500), floats, max_size=4),
+    seed=st.integers(0, 2**64 - 1),
+    stop_token_ids=st.lists(st.integers(0, 500), max_size=3).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+@given(samplings, st.booleans(), st.sampled_from([None, 1.5]))
+def test_request_round_trip(sampling: SamplingParams, prompt_logprobs: bool, time_left_s: float | None) -> None:
+    request = make_request("r", [1, 2, 3], prompt_logprobs=prompt_logprobs, time_left_s=time_left_s)
+    request = type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"sampling": sampling})
+    assert wire.request_from_proto(wire.request_to_proto(request)) == request
+
+
+def test_absent_sampling_fields_take_the_documented_defaults() -> None:
+    assert wire.sampling_from_proto(sampling_pb2.SamplingParams()) == SamplingParams()
+
+
+def test_stop_strings_never_reach_workers() -> None:
+    request = make_request("r", [1], sampling={"stop": ("end",)})
+    assert wire.request_from_proto(wire.request_to_proto(request)).sampling.stop == ()
+
+
+@pytest.mark.parametrize("field", ["request_id", "token_ids", "num_prompt_tokens", "sampling"])
+def test_unrunnable_requests_are_refused(field: str) -> None:
+    spec = wire.request_to_proto(make_request("r", [1, 2]))
+    spec.ClearField(field)
+    with pytest.raises(InvalidRequest):
+        wire.request_from_proto(spec)
+
+
+def test_output_round_trip() -> None:
+    for reason in (None, *FinishReason):
+        output = StepOutput(
+            "r",
+            attempt=2,
+            first_index=5,
+            tokens=(SampledToken(3, -0.5, (TokenLogprob(3, -0.5), TokenLogprob(9, -1.5))),),
+            finish_reason=reason,
+            prompt_logprobs=(PromptLogprob(None), PromptLogprob(-2.0, (TokenLogprob(1, -0.25),))),
+            cached_tokens=16,
+        )
+        assert wire.output_from_proto(wire.output_to_proto(output)) == output
+
+
+def test_worker_round_trip() -> None:
+    layout = KVLayout("fp", 2, 4, 8, 16, "float32", tp_rank=1, tp_size=2)
+    for role in WorkerRole:
+        info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7)
+        assert wire.worker_from_proto(wire.worker_to_proto(info)) == info
+    load = WorkerLoad(1, 2, 3, 4, 5, 6)
+    assert wire.load_from_proto(wire.load_to_proto(load)) == load
+    with pytest.raises(InvalidRequest, match="role"):
+        wire.worker_from_proto(worker_pb2.WorkerRecord())
+
+
+def test_enums_are_complete() -> None:
+    assert {wire.failure_from_proto(wire.failure_to_proto(f)) for f in SequenceFailure} == set(SequenceFailure)
+    assert len(decode_pb2.SequenceFailure.values()) == len(SequenceFailure) + 1
+    assert len(sampling_pb2.FinishReason.values()) == len(FinishReason) + 1
+    assert {wire.state_from_proto(wire.state_to_proto(s)) for s in WorkerState} == set(WorkerState)
+    assert wire.state_from_proto(99) is WorkerState.LOST  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """How fast KV moves between two processes on this host: `python -m bench.transfer`.
 
-The time is end to end, from opening a transfer until the receiver has verified and committed it, with everything pushed
-at once, layer by layer. Block ids are shuffled on both sides, as in a pool that has been in use. `memcpy` copies as many
-bytes once, within one process: a bound that no transport can reach.
+The time is end to end, from opening a transfer until the receiver has verified and committed it, with everything
+pushed at once, layer by layer. Block ids are shuffled on both sides, as in a pool that has been in use. `memcpy` copies
+as many bytes once, within one process: a bound that no transport can reach.
 """
 
 import argparse

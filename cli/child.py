@@ -97,6 +97,7 @@ class Child:
         process = self._process
         assert process.stdout is not None
         assert process.stderr is not None
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)  # cleaners of temporary folders may have come by
         with self.log_path.open("ab") as log:
             drains = [
                 asyncio.create_task(_read_lines(process.stdout, lambda line: self._on_output(line, log))),

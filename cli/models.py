@@ -2,10 +2,10 @@
 
 import argparse
 
-from rich.console import Console
 from rich.table import Table
 
 from cli.connection import add_connection_arguments, open_client
+from cli.tables import wide_console
 
 NAME = "models"
 ABOUT = "list the served models and their limits"
@@ -30,5 +30,5 @@ def run(args: argparse.Namespace) -> int:
             str(model.vocab_size),
             "yes" if model.has_chat_template else "no",
         )
-    Console().print(table)
+    wide_console().print(table)
     return 0

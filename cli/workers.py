@@ -12,11 +12,12 @@ from rich.text import Text
 
 import tandem
 from cli.connection import add_connection_arguments, open_client
+from cli.tables import wide_console
 
 NAME = "workers"
 ABOUT = "show the workers and their load"
 
-_COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "last seen")
+_COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
 
 
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, once or until interrupted."""
-    console = Console()
+    console = wide_console()
     with open_client(args) as client:
         first = _sample(client)
         if not args.watch:
@@ -52,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
 
 def render(now: Sample, before: Sample | None) -> Group:
     """The table; with an earlier sample it has speeds."""
-    table = Table(*_COLUMNS, *(("tokens/s",) if before else ()), box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in (*_COLUMNS, *(("tokens/s",) if before else ())):
+        table.add_column(name, overflow="fold")
     speeds = tokens_per_s(before, now) if before else {}
     for worker in now.mesh.workers:
         table.add_row(
@@ -64,7 +67,7 @@ def render(now: Sample, before: Sample | None) -> Group:
             str(worker.load.num_running),
             str(worker.load.num_waiting),
             f"{worker.load.free_blocks}/{worker.num_blocks}",
-            f"{worker.last_seen_s:.1f} s ago",
+            f"{worker.last_seen_s:.1f} s",
             *((_speed(speeds.get(worker.incarnation)),) if before else ()),
         )
     counts = f"{now.mesh.active_requests} active, {now.mesh.queued_requests} queued"

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from engine.penalties import Penalties
 from engine.random_draws import uniform
+from engine.selection import argmax, take_rows
 from engine.sequence import Sequence
 from engine.truncation import Truncation
 from mesh.domain.tokens import SampledToken, TokenLogprob
@@ -36,11 +37,7 @@ class Sampler:
     def sample(self, logits: Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
         """One token per row of fp32 logits [num_seqs, vocab_size], which are left as they are."""
         adjusted = self._penalties.apply(logits, sequences)
-        tokens = adjusted.argmax(1)
-        drawing = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
-        if drawing:
-            rows = adjusted if len(drawing) == len(sequences) else adjusted[drawing]
-            tokens[drawing] = _draw(rows, [sequences[row] for row in drawing])
+        tokens = _choose(adjusted, sequences)
         scored = score(logits, tokens, [sequence.request.top_logprobs for sequence in sequences])
         return [SampledToken(*each) for each in zip(tokens.tolist(), scored.logprobs, scored.top, strict=True)]
 
@@ -57,7 +54,7 @@ def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> ScoredTokens:
     asking = [row for row, wanted in enumerate(num_top) if wanted > 0]
     if asking:
         largest = min(max(num_top), logits.shape[1])
-        values, ids = logits[asking].topk(largest, dim=1)
+        values, ids = take_rows(logits, asking).topk(largest, dim=1)
         values -= normaliser[asking, None]
         for row, row_ids, row_values in zip(asking, ids.tolist(), values.tolist(), strict=True):
             pairs = zip(row_ids[: num_top[row]], row_values, strict=False)
@@ -65,15 +62,28 @@ def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> ScoredTokens:
     return ScoredTokens(logprobs, top)
 
 
+def _choose(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+    drawing = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
+    drawn = _draw(take_rows(logits, drawing), [sequences[row] for row in drawing]) if drawing else None
+    if drawn is not None and len(drawing) == len(sequences):
+        return drawn
+    tokens = argmax(logits)
+    if drawn is not None:
+        tokens[drawing] = drawn
+    return tokens
+
+
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Random tokens [rows]; each row depends on its own sequence only."""
     params = [sequence.request.sampling for sequence in sequences]
     scaled = logits / torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
     truncation = Truncation([p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
-    weights = (scaled - scaled.amax(1, keepdim=True)).exp_()
+    highest = scaled.amax(1, keepdim=True)
     low = truncation.thresholds(scaled)
-    if low is not None:
-        weights.masked_fill_(scaled < low[:, None], 0.0)
+    stays = None if low is None else torch.ge(scaled, low[:, None], out=torch.empty_like(scaled))
+    weights = scaled.sub_(highest).exp_()
+    if stays is not None:
+        weights *= stays
     seeds = np.array([p.seed or 0 for p in params], np.uint64)
     indices = np.array([sequence.num_generated for sequence in sequences], np.uint64)
     return inverse_cdf(weights, torch.from_numpy(uniform(seeds, indices)).to(logits.device))
@@ -83,11 +93,11 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     """First token of each row at which the cumulated weight exceeds its uniform's share of the total.
 
     weights: [rows, vocab_size], not normalised; uniforms: [rows] float64. Sums of blocks are searched first, then the
-    one block, in float64, which spares a cumulative sum over the vocabulary.
+    one block, which spares a cumulative sum over the vocabulary.
     """
     num_rows, vocab_size = weights.shape
     blocks = pad(weights, (0, -vocab_size % _DRAW_BLOCK)).view(num_rows, -1, _DRAW_BLOCK)
-    ends = blocks.sum(2, dtype=torch.float64).cumsum(1)  # [rows, num_blocks]
+    ends = blocks.sum(2).cumsum(1, dtype=torch.float64)  # [rows, num_blocks]
     target = uniforms[:, None] * ends[:, -1:]
     block = _first_above(ends, target)
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Nearly all of a model's probability lies in so few tokens; a row where it does not is sorted whole.
-_FIRST_CANDIDATES = 1024
+from engine.selection import descending, kth_largest, take_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +43,17 @@ class Truncation:
 def _raise_to_top_k(low: Tensor, logits: Tensor, limits: list[int]) -> None:
     """Set each limited row's threshold to its k-th largest logit."""
     rows = [row for row, k in enumerate(limits) if k < logits.shape[1]]
-    ks = torch.tensor([limits[row] for row in rows], device=logits.device)
-    largest = logits[rows].topk(int(ks.max()), dim=1).values
-    low[rows] = largest.gather(1, ks[:, None] - 1)[:, 0]
+    low[rows] = kth_largest(take_rows(logits, rows), [limits[row] for row in rows])
 
 
 def _raise_to_top_p(low: Tensor, logits: Tensor, top_p: list[float]) -> None:
     """Raise each limited row's threshold to the logit at which the kept probability first reaches top_p."""
-    rows = torch.tensor([row for row, p in enumerate(top_p) if p < 1.0], device=logits.device)
-    wanted = torch.tensor([p for p in top_p if p < 1.0], device=logits.device, dtype=torch.float64)
-    size = min(_FIRST_CANDIDATES, logits.shape[1])
-    while rows.numel():
-        left = logits[rows]
-        left = left.masked_fill(left < low[rows, None], float("-inf"))
-        highest = left.amax(1, keepdim=True)
-        total = (left - highest).exp().sum(1, dtype=torch.float64)
-        candidates = left.topk(size, dim=1).values
-        mass = (candidates - highest).exp().to(torch.float64).cumsum(1) / total[:, None]
-        reached = mass >= wanted[:, None]
-        done = reached[:, -1] if size < logits.shape[1] else torch.ones_like(reached[:, -1])
-        # Without rounding the whole row always reaches; the last candidate stands in.
-        index = torch.where(reached.any(1), reached.to(torch.int8).argmax(1), size - 1)
-        found = candidates.gather(1, index[:, None])[:, 0]
-        low[rows[done]] = torch.maximum(low[rows[done]], found[done])
-        rows, wanted, size = rows[~done], wanted[~done], logits.shape[1]
+    rows = [row for row, p in enumerate(top_p) if p < 1.0]
+    wanted = torch.tensor([top_p[row] for row in rows], device=logits.device, dtype=torch.float64)
+    ordered = descending(take_rows(logits, rows))
+    weights = (ordered - ordered[:, :1]).exp_()
+    weights *= ordered >= low[rows, None]
+    mass = weights.cumsum(1, dtype=torch.float64)
+    # Rounding may leave no column that reaches the whole mass: then the last one is meant.
+    reached = (mass < wanted[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
+    low[rows] = torch.maximum(low[rows], ordered.gather(1, reached)[:, 0])

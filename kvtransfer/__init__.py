@@ -16,8 +16,9 @@ Life of a transfer:
                     ── committed ──────────────────▶ commit returns TransferResult
 
 If it fails: `on_failed(transfer_id, error)` on the left, `commit` raises (and `transfer.failure` is set) on the right.
-Either side may `await abort(...)` at any time. Who waits for commit, abort or a callback may free its blocks
-afterwards: no thread touches them any more. What arrives wrong is refused and never written; what never committed is never decoded from.
+Either side may `await abort(...)` at any time. Who waits for commit, abort or a callback may free its blocks afterwards:
+no thread touches them any more. What arrives wrong is refused and never written; what never committed is never decoded
+from.
 
 Start reading at `sender.py` and `receiver.py`. `transports/base.py` is where another payload path plugs in.
 """

@@ -46,6 +46,7 @@ class KVSender:
             channels=self._channels,
             executor=self._executor,
         )
+        self._open_transports = list(self._parts.transports)
         self._transfers: set[OutgoingTransfer] = set()
 
     def open(self, spec: TransferSpec) -> OutgoingTransfer:
@@ -55,9 +56,9 @@ class KVSender:
         return transfer
 
     async def close(self) -> None:
-        """Abort what is running and free connections, threads and shared memory."""
+        """Abort what is running and free connections, threads and shared memory; idempotent."""
         await asyncio.gather(*(transfer.abort() for transfer in list(self._transfers)))
         await self._channels.close()
         self._executor.shutdown(wait=False)
-        for transport in self._parts.transports:
-            transport.close()
+        while self._open_transports:
+            self._open_transports.pop().close()

@@ -187,6 +187,7 @@ class SendingConversation:
             free.release()
         if not self._is_committing:
             raise TransferFailed("the receiver committed what was not sent")
+        await call.code()  # let the call end by itself: a cancel would look like a fault to the other side
 
     def _asked(self) -> None:
         self._num_unanswered += 1

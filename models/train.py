@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from models.muon import Muon
 from models.packing import Batch, batches
@@ -159,7 +159,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     shipped = Path(__file__).parent / "tandem-small"
-    tokenizer = train_tokenizer(SEED) if arguments.new_tokenizer else AutoTokenizer.from_pretrained(shipped)
+    tokenizer = train_tokenizer(SEED) if arguments.new_tokenizer else PreTrainedTokenizerFast.from_pretrained(shipped)
     for name, plan in PLANS.items():
         if arguments.model not in (None, name):
             continue

@@ -13,8 +13,9 @@ Life of a prompt here:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -109,7 +110,7 @@ class PrefillService:
 
     # -- what routers ask -------------------------------------------------------------------------------------------
 
-    async def prefill(self, request: Request, destination: Destination) -> AsyncIterator[PrefillEvent]:
+    async def prefill(self, request: Request, destination: Destination) -> AsyncGenerator[PrefillEvent, None]:
         """Run one prompt and hand its KV over. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
@@ -207,11 +208,12 @@ def final_blocks(item: ScheduledSequence, block_size: int) -> range:
 
 async def _first_token(first_token: asyncio.Future[StepOutput], transfer: OutgoingTransfer) -> StepOutput:
     """Wait for the first token; raise the transfer's error if it fails before: computing on would be in vain."""
-    failed = asyncio.ensure_future(transfer.ended())
+    ended = asyncio.ensure_future(transfer.ended())
+    either: list[asyncio.Future[Any]] = [first_token, ended]
     try:
-        await asyncio.wait([first_token, failed], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not first_token.done():
-            failed.result()
+            ended.result()
         return await first_token
     finally:
-        failed.cancel()
+        ended.cancel()

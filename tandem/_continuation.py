@@ -10,6 +10,7 @@ from tandem._retry import Deadline
 from tandem.exceptions import InvalidRequest
 from tandem.models import Choice, FinishReason, Model, Result, Token, Usage
 
+_NUM_SEEDS = 2**64
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -116,6 +117,7 @@ def _round(arguments: GenerateArguments, ids: list[int], num_generated: int, bou
     limits = [following.get("max_new_tokens"), bounds.max_total and bounds.max_total - num_generated]
     following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)
     following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated)
+    following["seed"] = _seed(arguments.get("seed"), num_generated)
     if num_generated:
         following.update({"echo": None, "prompt_logprobs": None})
     return following
@@ -123,6 +125,11 @@ def _round(arguments: GenerateArguments, ids: list[int], num_generated: int, bou
 
 def _still_needed(min_new_tokens: int | None, num_generated: int) -> int | None:
     return None if min_new_tokens is None else max(0, min_new_tokens - num_generated)
+
+
+def _seed(seed: int | None, num_generated: int) -> int | None:
+    """Draws are counted from each request's first token: with the same seed all rounds would make the same draws."""
+    return None if seed is None else (seed + num_generated) % _NUM_SEEDS
 
 
 def _is_full(num_tokens: int, model: Model) -> bool:

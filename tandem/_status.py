@@ -53,7 +53,9 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError
             return InvalidRequest(f"the message is too large: {details}")
         return Overloaded(details, retry_after_s=_retry_after_s(trailing))
     if cls is ConnectionFailed:
-        return ConnectionFailed(f"no connection to {address}: {details}")
+        return ConnectionFailed(f"the connection to {address} failed: {details}")
+    if cls is exceptions.DeadlineExceeded and ERROR_KEY not in trailing:
+        return exceptions.DeadlineExceeded(f"no complete answer from {address} within the timeout")
     if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return exceptions.InternalError(f"the server at {address} does not know this call: is it a Tandem router?")
     return (cls or exceptions.InternalError)(details)

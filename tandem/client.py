@@ -80,9 +80,9 @@ class AsyncClient:
 
         Each round continues exactly behind the tokens of the rounds before, `max_new_tokens` at a time, until the
         text is complete, `max_rounds` are done, `max_total` tokens are generated, or the model's context is full (the
-        finish reason is then still "length"). With a seed the answer is the one that a single long request would give.
-        Presence and frequency penalties count the tokens of their own round only, and a stop string that lies across
-        two rounds is not seen.
+        finish reason is then still "length"). With a seed the answer is repeatable, but it is the answer of a single
+        long request only if greedy. Presence and frequency penalties count the tokens of their own round only, and a
+        stop string that lies across two rounds is not seen.
         """
         deadline = self._deadline(arguments.get("timeout"))
         return await continue_until_done(self, arguments, Bounds(max_rounds, max_total, deadline))

@@ -2,8 +2,8 @@
 
 The sender gathers straight into a slot of its arena; the receiver copies the slot once, with `pread`, verifies the copy
 and writes the copy. Thus what was verified is what is written, even if a faulty sender overwrites a slot too early, and
-a truncated arena is a short read rather than a SIGBUS that would kill the decode worker (which a mapping would be).
-Measured, the copy costs less than the scatter into the cache that follows it.
+a truncated arena is a short read, where a mapping would be a SIGBUS that kills the decode worker. The price is one more
+pass over the payload.
 """
 
 import asyncio
@@ -126,8 +126,8 @@ class _ArenaSource:
         return whole[:num_bytes]
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
 
 class ShmReceiveTransport:

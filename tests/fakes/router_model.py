@@ -1,5 +1,6 @@
 """A tiny checkpoint folder: byte-level BPE tokenizer, config and chat template, no weights."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -14,8 +15,18 @@ CHAT_TEMPLATE = (
 )
 
 
+@functools.cache
+def byte_level_tokenizer_json() -> str:
+    """The trained tokenizer, as tokenizer.json."""
+    return _train().to_str()
+
+
 def byte_level_tokenizer() -> Tokenizer:
     """Every byte is a token; frequent runs are too. Some tokens hold parts of characters."""
+    return Tokenizer.from_str(byte_level_tokenizer_json())
+
+
+def _train() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -25,8 +25,8 @@ def misbehave(plan: str) -> None:
         sys.stderr.write("decode_worker: dtype must be float32\n")
         sys.exit(2)
     if plan == "talkative":
-        sys.stderr.write(("x" * 200 + "\n") * 20_000)
-        sys.stdout.write("not an announcement\n" * 20_000)
+        sys.stderr.write(("x" * 200 + "\n") * 5_000)
+        sys.stdout.write("not an announcement\n" * 5_000)
         sys.stderr.write('{"event": "low memory", "level": "warning", "free_mb": 7}\n')
         sys.stderr.flush()
 

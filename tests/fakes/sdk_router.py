@@ -6,8 +6,10 @@ there. Token 256 ends an answer.
 
 import asyncio
 import codecs
+import signal
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +47,7 @@ class Script:
     max_total_tokens: int = 1000
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    on_holding: Callable[[], object] = lambda: None
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     release: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,6 +68,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
                     await context.abort(refusal.code, refusal.details, refusal.trailing)
                 if number == script.hold_after_messages:
                     script.holding.set()
+                    script.on_holding()
                     await script.release.wait()
                 yield message
         except (asyncio.CancelledError, GeneratorExit):  # while waiting, or while sending
@@ -202,3 +206,10 @@ async def running_router(script: Script | None = None) -> AsyncIterator[FakeRout
         yield router
     finally:
         await router.stop()
+
+
+def interrupt_main_thread() -> None:
+    """What Ctrl-C does."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)

@@ -1,30 +1,242 @@
 """What a client gets when nothing goes wrong."""
 
+from typing import Any
+
+import grpc
 import pytest
 
-from tandem.v1 import sampling_pb2
-from tests.fakes.router_workers import expected_tokens
+from router.text.tokenizer import Tokenizer
+from tandem.v1 import generation_pb2, sampling_pb2, worker_pb2, worker_pb2_grpc
+from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
+from tests.fakes.router_workers import PrefillScript, expected_tokens
+from tests.service.router.conftest import Mesh, make_request
 
 PROMPT = [65, 66, 67, 68, 69, 70]
+TOKENIZER = Tokenizer(byte_level_tokenizer(), frozenset({EOS_ID}))
 
 
-async def test_separated_stream_is_one_sequence(make_mesh) -> None:
+def says(text: str, *, at: int) -> dict[int, float]:
+    """A logit_bias that makes the fake model repeat `text`'s characters, if their ids are in ascending order."""
+    ids = [TOKENIZER.encode(char, add_special_tokens=False)[0] for char in text]
+    assert ids == sorted(ids)
+    del at
+    return dict.fromkeys(ids, 1.0)
+
+
+async def test_separated_stream_is_one_sequence(make_mesh: Any) -> None:
     mesh = await make_mesh()
     prefill, decode = await mesh.prefill(), await mesh.decode()
     result = await mesh.generate(token_ids=PROMPT, max_new_tokens=12)
     assert result.ids() == expected_tokens(PROMPT, 12)
+    assert [token.logprob for token in result.tokens()] == [-index - 0.5 for index in range(12)]
     assert result.finish() == sampling_pb2.FINISH_REASON_LENGTH
     usage = result.messages[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (6, 12, 0)
-    assert len(prefill.calls.items) == 1
-    assert decode.started.items[0].transfer_id
+    (call,), (start,) = prefill.calls.items, decode.started.items
+    assert call.destination.address == decode.info.address
+    assert call.destination.transfer_id == start.transfer_id
+    assert call.destination.incarnation == decode.info.incarnation
+    assert list(call.sequence.eos_token_ids) == [EOS_ID]
+    assert call.sequence.cache_namespace == "tiny"
+    assert decode.aborted.items == []
     mesh.assert_at_rest()
 
 
 @pytest.mark.parametrize("count", [1, 2, 30])
-async def test_colocated_is_the_same(make_mesh, count: int) -> None:
+async def test_colocated_is_the_same(make_mesh: Any, count: int) -> None:
     mesh = await make_mesh()
-    await mesh.decode()
+    decode = await mesh.decode()
     result = await mesh.generate(token_ids=PROMPT, max_new_tokens=count)
     assert result.ids() == expected_tokens(PROMPT, count)
     assert result.finish() == sampling_pb2.FINISH_REASON_LENGTH
+    assert decode.started.items[0].transfer_id == ""
+    mesh.assert_at_rest()
+
+
+async def test_one_token_ends_at_prefill_and_frees_the_reservation(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    decode = await mesh.decode()
+    result = await mesh.generate(token_ids=PROMPT, max_new_tokens=1)
+    assert result.ids() == expected_tokens(PROMPT, 1)
+    assert result.finish() == sampling_pb2.FINISH_REASON_LENGTH
+    await decode.aborted.wait_len(1)
+    mesh.assert_at_rest()
+
+
+async def test_the_first_token_may_come_after_later_ones(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    prefill = await mesh.prefill()
+    await mesh.decode()
+    prefill.scripts = [PrefillScript(first_token_after=3)]
+    result = await mesh.generate(token_ids=PROMPT, max_new_tokens=5)
+    assert result.ids() == expected_tokens(PROMPT, 5)
+
+
+async def test_the_first_token_does_not_wait_for_the_transfer(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    decode = await mesh.decode()
+    decode.gate.close()
+    call = mesh.stub.Generate(make_request(token_ids=PROMPT, max_new_tokens=3), timeout=10)
+    first = await call.read()
+    assert [token.id for token in first.tokens] == expected_tokens(PROMPT, 1)
+    assert first.prompt.request_id
+    assert first.prompt.num_tokens == 6
+    decode.gate.open()
+    async for message in call:
+        assert not message.HasField("prompt")
+
+
+async def test_eos_is_a_token_without_text(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    await mesh.decode()
+    bias = says("ab", at=0) | {EOS_ID: 1.0}  # in turn: eos, a, b
+    result = await mesh.generate(token_ids=[5] * 4, logit_bias=bias, max_new_tokens=10)
+    assert result.text() == "ab"
+    assert [(token.text, token.special) for token in result.tokens()] == [("a", False), ("b", False), ("", True)]
+    assert result.finish() == sampling_pb2.FINISH_REASON_EOS_TOKEN
+    assert result.messages[-1].usage.completion_tokens == 3
+    ignored = await mesh.generate(token_ids=[5] * 4, logit_bias=bias, max_new_tokens=7, ignore_eos=True)
+    assert ignored.text() == "ababa"
+    assert ignored.finish() == sampling_pb2.FINISH_REASON_LENGTH
+
+
+async def test_a_stop_string_ends_both_workers_work(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    decode = await mesh.decode()
+    result = await mesh.generate(token_ids=[5] * 6, logit_bias=says("abc", at=0), stop=["ca"], max_new_tokens=50)
+    assert result.text() == "ab"
+    assert [token.text for token in result.tokens()] == ["a", "b", "", ""]
+    assert result.finish() == sampling_pb2.FINISH_REASON_STOP_SEQUENCE
+    await decode.aborted.wait_len(1)
+    await mesh.until(lambda: decode.num_running == 0)
+    mesh.assert_at_rest()
+
+
+async def test_a_stop_token_has_no_text(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.decode()
+    (stop_id,) = says("c", at=0)
+    result = await mesh.generate(token_ids=[5] * 6, logit_bias=says("abc", at=0), stop_token_ids=[stop_id])
+    assert result.text() == "ab"
+    assert result.finish() == sampling_pb2.FINISH_REASON_STOP_SEQUENCE
+    assert result.ids()[-1] == stop_id
+
+
+async def test_several_choices_in_one_stream(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    decode = await mesh.decode()
+    result = await mesh.generate(token_ids=PROMPT, num_choices=3, max_new_tokens=4, seed=10, output={"echo": True})
+    for index in range(3):
+        assert result.ids(index) == expected_tokens(PROMPT, 4)
+        assert result.finish(index) == sampling_pb2.FINISH_REASON_LENGTH
+        assert [message.echo for message in result.of(index)][0] == TOKENIZER.decode(PROMPT)
+    assert sum(message.HasField("prompt") for message in result.messages) == 1
+    assert result.messages[0].HasField("prompt")
+    assert sorted(start.sequence.sampling.seed for start in decode.started.items) == [10, 11, 12]
+    assert len({start.sequence.request_id for start in decode.started.items}) == 3
+    mesh.assert_at_rest()
+
+
+@pytest.mark.parametrize("separated", [True, False])
+async def test_log_probs_of_prompt_and_alternatives(make_mesh: Any, separated: bool) -> None:
+    mesh = await make_mesh()
+    if separated:
+        await mesh.prefill()
+    await mesh.decode()
+    output = {"prompt_logprobs": True, "top_logprobs": 2}
+    result = await mesh.generate(prompt="hello 😀!", num_choices=2, max_new_tokens=3, output=output)
+    tokens = result.messages[0].prompt.tokens
+    assert [token.id for token in tokens] == TOKENIZER.encode("hello 😀!", add_special_tokens=True)
+    assert "".join(token.text for token in tokens) == "hello 😀!"
+    assert [token.HasField("logprob") for token in tokens] == [False] + [True] * (len(tokens) - 1)
+    for token in [*tokens, *result.tokens(0), *result.tokens(1)]:
+        assert len(token.top) == 2
+        assert token.top[0].text == TOKENIZER.text_of(token.top[0].id)
+
+
+async def test_cached_tokens_are_reported(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    prefill = await mesh.prefill()
+    await mesh.decode()
+    prefill.scripts = [PrefillScript(cached_tokens=4)]
+    result = await mesh.generate(token_ids=PROMPT, max_new_tokens=2)
+    assert result.messages[-1].usage.cached_tokens == 4
+
+
+async def test_chat_and_tokenize_agree(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    chat = [("user", "hi 😀")]
+    result = await mesh.generate(chat=chat, max_new_tokens=2, output={"echo": True})
+    rendered = "<s>[user] hi 😀\n[assistant] "
+    assert result.messages[0].echo == rendered
+    tokenized = await mesh.stub.Tokenize(
+        generation_pb2.TokenizeRequest(chat={"messages": [{"role": role, "content": text} for role, text in chat]})
+    )
+    ids = [token.id for token in tokenized.tokens]
+    assert list(decode.started.items[0].sequence.token_ids) == ids
+    assert ids[0] == BOS_ID
+    assert tokenized.tokens[0].special
+    assert "<s>" + "".join(token.text for token in tokenized.tokens) == rendered
+
+
+async def test_long_prompts_take_the_same_way(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    text = "hello world, the quick brown fox " * 100
+    tokenized = await mesh.stub.Tokenize(generation_pb2.TokenizeRequest(prompt=text))
+    assert "".join(token.text for token in tokenized.tokens) == text
+
+
+async def test_models(make_mesh: Any) -> None:
+    mesh = await make_mesh(max_input_length=100)
+    model = (await mesh.stub.GetModel(generation_pb2.GetModelRequest())).model
+    assert (model.name, model.max_input_tokens, model.max_total_tokens) == ("tiny", 100, 512)
+    assert (model.ready, model.has_chat_template, list(model.eos_token_ids)) == (False, True, [EOS_ID])
+    await mesh.decode()
+    (model,) = (await mesh.stub.ListModels(generation_pb2.ListModelsRequest())).models
+    assert (model.ready, model.max_total_tokens) == (True, 256)
+
+
+async def test_workers_are_listed(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    prefill.scripts = [PrefillScript()]
+    decode.gate.close()
+    call = mesh.stub.Generate(make_request(token_ids=PROMPT, max_new_tokens=2), timeout=10)
+    await call.read()
+    listed = await worker_pb2_grpc.MeshStub(mesh.channel).ListWorkers(worker_pb2.ListWorkersRequest())
+    assert [status.record.worker_id for status in listed.workers] == ["decode-0", "prefill-0"]
+    assert {status.state for status in listed.workers} == {worker_pb2.WORKER_STATE_READY}
+    assert (listed.active_requests, listed.queued_requests) == (1, 0)
+    decode.gate.open()
+    assert [message async for message in call]
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (make_request(token_ids=PROMPT, model="gpt"), grpc.StatusCode.NOT_FOUND, "'gpt' is not served here; served: tiny"),
+        (make_request(prompt=""), grpc.StatusCode.INVALID_ARGUMENT, "empty"),
+        (generation_pb2.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "input is missing"),
+        (make_request(token_ids=[9999]), grpc.StatusCode.INVALID_ARGUMENT, "9999"),
+        (make_request(token_ids=[5] * 256), grpc.StatusCode.INVALID_ARGUMENT, "at most 255"),
+        (make_request(token_ids=[5], max_new_tokens=256), grpc.StatusCode.INVALID_ARGUMENT, "max_total_tokens (256)"),
+        (make_request(token_ids=[5], num_choices=9), grpc.StatusCode.INVALID_ARGUMENT, "num_choices"),
+        (make_request(token_ids=[5], temperature=-1), grpc.StatusCode.INVALID_ARGUMENT, "temperature"),
+        (make_request(chat=[("robot", "hi")]), grpc.StatusCode.INVALID_ARGUMENT, "role"),
+    ],
+)
+async def test_bad_requests(make_mesh: Any, request_: Any, code: grpc.StatusCode, words: str) -> None:
+    mesh: Mesh = await make_mesh()
+    decode = await mesh.decode()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await mesh.stub.Generate(request_, timeout=5).read()
+    assert caught.value.code() is code
+    assert words in (caught.value.details() or "")
+    assert decode.started.items == []
+    mesh.assert_at_rest()

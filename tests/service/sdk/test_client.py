@@ -136,6 +136,16 @@ async def test_cancelling_the_task_cancels_on_the_server(
     await asyncio.wait_for(router.script.cancelled.wait(), 5)
 
 
+async def test_rounds_with_a_seed_draw_differently_and_repeatably(
+    client: tandem.AsyncClient, router: FakeRouter
+) -> None:
+    await client.generate_until_done(prompt="", max_new_tokens=16, seed=2**64 - 1)
+    assert [request.sampling.seed for request in router.script.requests] == [2**64 - 1, 15, 31]
+    router.script.requests.clear()
+    await client.generate_until_done(prompt="", max_new_tokens=16)
+    assert not any(request.sampling.HasField("seed") for request in router.script.requests)
+
+
 async def test_rounds_join_into_one_text(client: tandem.AsyncClient, router: FakeRouter) -> None:
     # The story's 17th byte is the first half of its "ä": the cut character is made anew in the next round.
     result = await client.generate_until_done(prompt="Go: ", max_new_tokens=17, min_new_tokens=20, echo=True)

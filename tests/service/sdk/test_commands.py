@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from cli.main import main
-from tests.fakes.sdk_router import STORY, FakeRouter, Refusal
+from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, interrupt_main_thread
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -69,6 +69,22 @@ def test_chat_remembers(run: Run, threaded_router: FakeRouter) -> None:
     assert err.count("length · 3 tokens") == 3
     asked = [[turn.content for turn in request.chat.messages] for request in threaded_router.script.requests]
     assert asked == [["be brief", "hi"], ["be brief", "hi", "One", "more"], ["be brief", "again"]]
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(run: Run, threaded_router: FakeRouter) -> None:
+    def interrupt() -> None:
+        script.hold_after_messages = None
+        interrupt_main_thread()
+
+    script = threaded_router.script
+    script.hold_after_messages = 3
+    script.on_holding = interrupt
+    status, _, err = run("chat", typed="hi\nmore\n")
+    assert status == 0
+    assert "(stopped)" in err
+    hi, shown, more = (turn.content for turn in script.requests[1].chat.messages)
+    assert (hi, more) == ("hi", "more")
+    assert "One".startswith(shown)
 
 
 def test_chat_survives_a_failed_answer(run: Run, threaded_router: FakeRouter) -> None:

@@ -1,8 +1,6 @@
 """The client for code without an event loop."""
 
 import asyncio
-import signal
-import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +9,7 @@ import grpc
 import pytest
 
 import tandem
-from tests.fakes.sdk_router import STORY, FakeRouter, Refusal
+from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, interrupt_main_thread
 
 
 @pytest.fixture
@@ -57,15 +55,7 @@ def test_leaving_a_stream_cancels_it(client: tandem.Client, threaded_router: Fak
 def test_an_interrupt_cancels_the_call(client: tandem.Client, threaded_router: FakeRouter, num_messages: int) -> None:
     script = threaded_router.script
     script.hold_after_messages = num_messages
-    main = threading.main_thread().ident
-    assert main is not None
-    on_hold = script.holding.set
-
-    def interrupt() -> None:
-        on_hold()
-        signal.pthread_kill(main, signal.SIGINT)
-
-    script.holding.set = interrupt  # type: ignore[method-assign]
+    script.on_holding = interrupt_main_thread
     with pytest.raises(KeyboardInterrupt):
         list(client.stream(prompt=""))
     wait_until(client, threaded_router.script.cancelled)

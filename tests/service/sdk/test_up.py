@@ -153,7 +153,7 @@ def test_much_output_blocks_nobody_and_warnings_are_shown(tmp_path: Path, starte
     up.wait_ready()
     assert up.end(signal.SIGINT) == 0
     assert "decode-0: warning: low memory free_mb=7" in up.stderr()
-    assert (tmp_path / "logs" / "decode-0.log").stat().st_size > 4_000_000
+    assert (tmp_path / "logs" / "decode-0.log").stat().st_size > 1_000_000
 
 
 def test_a_service_that_dies_at_the_start(tmp_path: Path, started: list[Up]) -> None:

@@ -1,5 +1,8 @@
 """Cutting pushes into chunks, and counting what has arrived."""
 
+from itertools import pairwise
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,11 +24,13 @@ def cuts(draw: st.DrawFn, end: int) -> list[tuple[int, int]]:
     """[0, end) in pieces (start, length)."""
     inner = draw(st.sets(st.integers(1, end - 1))) if end > 1 else set()
     edges = [0, *sorted(inner), end]
-    return [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(a, b - a) for a, b in pairwise(edges)]
 
 
 @given(cuts(9), cuts(5), st.integers(1, 400), st.randoms(use_true_random=False), st.booleans())
-def test_chunks_cover_what_was_pushed_exactly(blocks, layers, max_bytes, random, in_order) -> None:
+def test_chunks_cover_what_was_pushed_exactly(
+    blocks: list[tuple[int, int]], layers: list[tuple[int, int]], max_bytes: int, random: Random, in_order: bool
+) -> None:
     pushes = [ChunkRange(b, nb, la, nl) for b, nb in blocks for la, nl in layers]
     if not in_order:
         random.shuffle(pushes)
@@ -62,7 +67,9 @@ def test_whole_layers_are_preferred() -> None:
 
 
 @given(st.integers(-1, 7), st.integers(-1, 7), st.integers(-1, 6), st.integers(-1, 6))
-def test_coverage_takes_what_is_inside_once(first_block, num_blocks, first_layer, num_layers) -> None:
+def test_coverage_takes_what_is_inside_once(
+    first_block: int, num_blocks: int, first_layer: int, num_layers: int
+) -> None:
     piece = ChunkRange(first_block, num_blocks, first_layer, num_layers)
     inside = num_blocks > 0 and num_layers > 0 and cells(piece) <= cells(ChunkRange(2, 4, 0, 5))
     coverage = Coverage(5, 2, 6)

@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvtransfer import KVReceiver, Reservation, TransferSettings
 from kvtransfer.chunks import ChunkRange
@@ -162,7 +163,7 @@ async def test_a_huge_chunk_is_refused_before_memory_is_taken_for_it() -> None:
 async def test_a_broken_store_fails_the_transfer_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(bench.target, "write_blocks", lambda *_: 1 / 0)
-        with pytest.raises(TransferFailed, match="the receiver failed"):
+        with capture_logs(), pytest.raises(TransferFailed, match="the receiver failed"):
             await bench.run(*bench.messages())
     assert len(bench.outcomes.failed) == 1
     bench.receiver.expect(RESERVATION)

@@ -1,0 +1,75 @@
+"""The engine without a mesh, in a process of its own on chosen cores: what the mesh is compared with.
+
+`python -m bench.engine_alone MODEL_DIR CORES NUM_CLIENTS...` prints one line of JSON for each number of clients.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.load import Measured, Workload, run_closed_loop
+from decode_worker.settings import DecodeSettings
+from engine.host import EngineLimits, build_host
+from engine.loop import EngineLoop, LoopCallbacks, StepResult
+from engine.sequence import Sequence
+from mesh.domain.request import Request, mint_id
+from mesh.domain.sampling import SamplingParams
+
+
+class EngineAlone:
+    """Sends requests straight to an EngineLoop."""
+
+    def __init__(self, model_dir: Path) -> None:
+        settings = DecodeSettings(model=str(model_dir), registry_address="none", load_format="dummy")
+        host = build_host(settings, EngineLimits(settings.max_step_tokens, settings.max_rolling_batch_size))
+        self._engine = EngineLoop(host.engine(), LoopCallbacks(self._on_step, self._on_death))
+        self._streams: dict[str, tuple[Callable[[], None], asyncio.Future[None]]] = {}
+        self._engine.start()
+
+    async def send(self, prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
+        """Run one request; see bench.load.Send."""
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
+        request = Request(mint_id(), 0, tuple(prompt), len(prompt), sampling)
+        done = asyncio.get_running_loop().create_future()
+        self._streams[request.request_id] = (on_token, done)
+        await self._engine.call(lambda scheduler: scheduler.add(Sequence(request)))
+        await done
+        return max_new_tokens
+
+    def _on_step(self, result: StepResult) -> None:
+        for output in result.outputs:
+            on_token, done = self._streams[output.request_id]
+            on_token()
+            if output.finish_reason is not None:
+                done.set_result(None)
+
+    def _on_death(self, error: BaseException) -> None:
+        for _, done in self._streams.values():
+            if not done.done():
+                done.set_exception(error)
+
+    async def stop(self) -> None:
+        """End the engine's thread."""
+        await self._engine.stop()
+
+
+async def main(model_dir: Path, clients: list[int]) -> None:
+    """Measure, one line for each number of clients."""
+    alone = EngineAlone(model_dir)
+    await run_closed_loop(Workload(1, 1, 32, 8), alone.send)  # warm-up: compiles kernels, touches memory
+    for num_clients in clients:
+        print(to_json(await run_closed_loop(Workload(num_clients), alone.send)), flush=True)
+    await alone.stop()
+
+
+def to_json(measured: Measured) -> str:
+    """A run as a line of JSON."""
+    return json.dumps({name: getattr(measured, name) for name in ("duration_s", "num_tokens", "ttft_s", "gaps_s")})
+
+
+if __name__ == "__main__":
+    os.sched_setaffinity(0, {int(core) for core in sys.argv[2].split(",")})
+    asyncio.run(main(Path(sys.argv[1]), [int(number) for number in sys.argv[3:]]))

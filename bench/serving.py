@@ -1,0 +1,128 @@
+"""Throughput and time to first token of the mesh, beside the same engine without a mesh.
+
+    python -m bench.serving [--shape 135m] [--clients 1 8 32] [--repeats 3]
+
+Four arms, run in turn, `repeats` times; medians are printed. `engine, 1 core` against `colocated, 1 core` shows what
+the mesh costs: the same engine on the same core, with and without router, gRPC and client. `separated` has prefill on
+one core and decode on the other; `engine, 2 cores` is the same engine with both.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import tandem
+from bench.load import Measured, Workload, median_run, percentile, run_closed_loop
+from bench.shapes import write_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Something to measure: mesh flags for `tandem up`, or cores for the engine alone."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    engine_cores: str = ""
+
+
+def arms() -> list[Arm]:
+    """The four arms, on the first two cores allowed."""
+    first, second = [*sorted(os.sched_getaffinity(0)), 0, 0][:2]
+    return [
+        Arm("engine, 1 core", engine_cores=str(second)),
+        Arm("colocated, 1 core", ("--colocated", "--set", f"decode.cpu_list={second}", "--threads-per-worker", "1")),
+        Arm("engine, 2 cores", engine_cores=f"{first},{second}"),
+        Arm("separated", ()),
+    ]
+
+
+async def measure(arm: Arm, model_dir: Path, clients: Sequence[int]) -> list[Measured]:
+    """One run for each number of clients."""
+    if arm.engine_cores:
+        return await _measure_engine(arm, model_dir, clients)
+    command = [sys.executable, "-m", "cli", "up", "--model", str(model_dir), "--load-format", "dummy", "--port", "0"]
+    process = await asyncio.create_subprocess_exec(
+        *command, *arm.flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    try:
+        address = (await process.stdout.readline()).decode().split()[1]
+        async with tandem.AsyncClient(address) as client:
+
+            async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
+                count = 0
+                async for _ in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True):
+                    on_token()
+                    count += 1
+                return count
+
+            await run_closed_loop(Workload(1, 1, 32, 8), send)
+            return [await run_closed_loop(Workload(number), send) for number in clients]
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def _measure_engine(arm: Arm, model_dir: Path, clients: Sequence[int]) -> list[Measured]:
+    command = [sys.executable, "-m", "bench.engine_alone", str(model_dir), arm.engine_cores, *map(str, clients)]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    output, _ = await process.communicate()
+    return [Measured(**json.loads(line)) for line in output.decode().splitlines() if line.startswith("{")]
+
+
+def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[int]) -> None:
+    """One row for each arm and number of clients."""
+    table = Table(title="256 tokens in, 64 out; medians")
+    for column in ("arm", "clients", "tokens/s (min..max)", "TTFT p50 ms", "token gap p50 ms", "token gap p99 ms"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for (name, number), measured in runs.items():
+        middle = median_run(measured)
+        rates = [run.tokens_per_s for run in measured]
+        table.add_row(
+            name,
+            str(number),
+            f"{middle.tokens_per_s:.1f} ({min(rates):.1f}..{max(rates):.1f})",
+            f"{1000 * percentile(middle.ttft_s, 50):.0f}",
+            f"{1000 * percentile(middle.gaps_s, 50):.1f}",
+            f"{1000 * percentile(middle.gaps_s, 99):.1f}",
+        )
+    console = Console()
+    console.print(table)
+    for number in clients:
+        alone = median_run(runs["engine, 1 core", number]).tokens_per_s
+        mesh = median_run(runs["colocated, 1 core", number]).tokens_per_s
+        console.print(f"mesh overhead at {number} clients: {100 * (1 - mesh / alone):.1f} %")
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Run all arms in turn, several times."""
+    runs: dict[tuple[str, int], list[Measured]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = write_shape(options.shape, Path(folder))
+        for repeat in range(options.repeats):
+            for arm in arms():
+                print(f"round {repeat + 1} of {options.repeats}: {arm.name}", file=sys.stderr, flush=True)
+                for number, measured in zip(
+                    options.clients, await measure(arm, model_dir, options.clients), strict=True
+                ):
+                    runs.setdefault((arm.name, number), []).append(measured)
+    print_table(runs, options.clients)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--shape", default="135m")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--repeats", type=int, default=3)
+    asyncio.run(main(parser.parse_args()))

@@ -1,0 +1,36 @@
+"""Rows, and row-wise argmax, sort and k-th largest. On CPU numpy does them, 2 to 20 times as fast as torch."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def take_rows(values: Tensor, rows: list[int]) -> Tensor:
+    """The given rows, distinct and ascending; `values` itself if those are all, so not to be changed in place."""
+    if len(rows) == values.shape[0]:
+        return values
+    return values.index_select(0, torch.tensor(rows, device=values.device))
+
+
+def argmax(values: Tensor) -> Tensor:
+    """Column of each row's largest value: [rows] int64, on the device of `values`."""
+    if values.is_cpu:
+        return torch.from_numpy(values.numpy().argmax(1))
+    return values.argmax(1)
+
+
+def descending(values: Tensor) -> Tensor:
+    """Each row sorted, largest first."""
+    if values.is_cpu:
+        return torch.from_numpy(-np.sort(-values.numpy(), axis=1))
+    return values.sort(1, descending=True).values
+
+
+def kth_largest(values: Tensor, ks: list[int]) -> Tensor:
+    """The ks[row]-th largest value of each row (1 is the largest): [rows]."""
+    if values.is_cpu:
+        columns = [values.shape[1] - k for k in ks]
+        parted = np.partition(values.numpy(), sorted(set(columns)), axis=1)
+        return torch.from_numpy(parted[np.arange(len(ks)), columns])
+    largest = values.topk(max(ks), dim=1).values
+    return largest.gather(1, torch.tensor(ks, device=values.device)[:, None] - 1)[:, 0]

@@ -1,0 +1,97 @@
+"""Kill workers under load: no stream may notice."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
+
+NUM_STREAMS = 8
+NUM_TOKENS = 150
+# Slower steps, so that kills land in the middle: a larger dummy model would cost more time than it is worth.
+OPTIONS = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+def requests() -> list[dict[str, object]]:
+    """Greedy, seeded, with penalties, with log-probs."""
+    return [
+        {
+            "token_ids": [(7 * i + j) % 256 for j in range(20 + 9 * i)],
+            "temperature": 0.8 if i % 2 else 0.0,
+            "seed": i,
+            "frequency_penalty": 0.3 if i % 3 == 0 else 0.0,
+            "top_logprobs": 2,
+            **OPTIONS,
+        }
+        for i in range(NUM_STREAMS)
+    ]
+
+
+async def run_and_kill(running: MeshProcess, client: tandem.AsyncClient, module: str) -> list[list[tandem.TokenEvent]]:
+    """All requests at once; when every stream has some tokens, SIGKILL one worker."""
+    in_middle = [asyncio.Event() for _ in range(NUM_STREAMS)]
+
+    async def follow(i: int, request: dict[str, object]) -> list[tandem.TokenEvent]:
+        events = []
+        async for event in client.stream(**request):
+            events.append(event)
+            if len(events) == 10:
+                in_middle[i].set()
+        return events
+
+    streams = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests())]
+    await asyncio.gather(*(event.wait() for event in in_middle))
+    assert not any(stream.done() for stream in streams)
+    running.kill(module)
+    return await asyncio.gather(*streams)
+
+
+def check_same(events: list[tandem.TokenEvent], expected: tandem.Result) -> None:
+    """A stream that was hit equals one that was not: no gap, no duplicate, same text and log-probs."""
+    assert [event.token.id for event in events] == [token.id for token in expected.tokens]
+    assert "".join(event.text for event in events) == expected.text
+    assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1].finish_reason == expected.finish_reason == "length"
+    for event, token in zip(events, expected.tokens, strict=True):
+        assert event.token.logprob == pytest.approx(token.logprob, abs=1e-4)
+    assert events[-1].usage.completion_tokens == NUM_TOKENS
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("module", ["decode_worker", "prefill_worker"])
+async def test_killed_worker_is_not_noticed(module: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    async with (
+        mesh(checkpoint("llama-tied"), tmp_path, "--decode", "2") as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        expected = [await client.generate(**request) for request in requests()]
+        killed = await run_and_kill(running, client, module)
+        for events, result in zip(killed, expected, strict=True):
+            check_same(events, result)
+        await pools_are_whole(client)
+
+
+@pytest.mark.timeout(150)
+async def test_prefill_worker_killed_while_prompts_are_on_their_way(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    async with (
+        mesh(checkpoint("llama-tied"), tmp_path, "--set", "prefill.max_batch_prefill_tokens=64") as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        prompts = [[(11 * i + j) % 256 for j in range(330)] for i in range(16)]
+        expected = [await client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True) for p in prompts]
+        # Other prompts, so that no prefix cache shortens the second round.
+        fresh = [[255 - token for token in p] for p in prompts]
+        tasks = [asyncio.create_task(client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True)) for p in fresh]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        running.kill("prefill_worker")
+        results = await asyncio.gather(*tasks)
+        again = [await client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True) for p in fresh]
+        for result, other in zip(results, again, strict=True):
+            assert [t.id for t in result.tokens] == [t.id for t in other.tokens]
+        assert all(len(result.tokens) == 8 for result in expected)
+        await pools_are_whole(client)

@@ -1,0 +1,76 @@
+"""Many streams at once, the cap, and clients that go away."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tests.e2e.mesh_process import mesh, pools_are_whole
+from tests.e2e.reference import Reference
+
+CAP = 32
+
+
+@pytest.mark.timeout(150)
+async def test_streams_join_and_leave_the_batch_and_the_cap_holds(
+    checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    async with (
+        mesh(checkpoint("llama-tied"), tmp_path, "--max-concurrent-requests", str(CAP)) as running,
+        tandem.AsyncClient(running.address, max_retries=0) as client,
+    ):
+        await check_joins_and_leaves(client, reference("llama-tied"))
+        await pools_are_whole(client)
+        await check_cap(client)
+        await pools_are_whole(client)
+        await check_leaving_clients(client)
+
+
+async def check_joins_and_leaves(client: tandem.AsyncClient, theirs: Reference) -> None:
+    """32 streams of different lengths, each started when others are under way; every one is what it would be alone."""
+    prompts = [[(5 * i + 3 * j) % 256 for j in range(3 + 4 * i)] for i in range(CAP)]
+
+    async def one(i: int) -> tandem.Result:
+        await asyncio.sleep(0.02 * i)  # joins at different steps: the point of the test
+        return await client.generate(token_ids=prompts[i], max_new_tokens=100 - 2 * i, ignore_eos=True)
+
+    results = await asyncio.gather(*(one(i) for i in range(CAP)))
+    for prompt, result in zip(prompts, results, strict=True):
+        theirs.check_greedy(prompt, result.tokens)
+
+
+async def check_cap(client: tandem.AsyncClient) -> None:
+    """Past the cap: refused in under 50 ms; streams in flight finish untouched."""
+    streams = [
+        asyncio.create_task(client.generate(token_ids=[i, 1], max_new_tokens=300, ignore_eos=True)) for i in range(CAP)
+    ]
+    await asyncio.sleep(0.3)
+    assert not any(stream.done() for stream in streams)
+    waits = []
+    for _ in range(20):
+        started = time.monotonic()
+        with pytest.raises(tandem.Overloaded) as refused:
+            await client.generate(token_ids=[1, 2], max_new_tokens=4)
+        waits.append(time.monotonic() - started)
+        assert refused.value.retry_after_s > 0
+    results = await asyncio.gather(*streams)
+    assert all(len(result.tokens) == 300 for result in results)
+    assert statistics.median(waits) < 0.05
+
+
+async def check_leaving_clients(client: tandem.AsyncClient) -> None:
+    """Clients that go away in the queue, in prefill and in decode free everything within a second."""
+    tasks = [
+        asyncio.create_task(client.generate(token_ids=[i] * 300, max_new_tokens=200, ignore_eos=True))
+        for i in range(CAP)
+    ]
+    await asyncio.sleep(0.5)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await pools_are_whole(client, within_s=2.0)  # a second, and a heartbeat to tell us
+    assert len((await client.generate(token_ids=[1, 2, 3], max_new_tokens=5, ignore_eos=True)).tokens) == 5

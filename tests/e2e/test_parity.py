@@ -1,0 +1,173 @@
+"""Separated == colocated == transformers, token for token and log-prob for log-prob, through real processes.
+
+Each family runs on three meshes: KV over shared memory, KV over gRPC, and colocated. All must agree with transformers on 64
+prompts of 64 tokens, and on the edge cases. Passes are small, so that most prompts are computed in several chunks.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tests.e2e.mesh_process import mesh, pools_are_whole
+from tests.e2e.reference import TOLERANCE, Reference
+
+FAMILIES = ["llama-tied", "llama-llama3", "mistral", "qwen2", "qwen3"]
+MODES = {
+    "shm": ("--set", "prefill.kv_transports=shm"),
+    "grpc": ("--set", "prefill.kv_transports=grpc"),
+    "colocated": ("--colocated",),
+}
+SMALL_PASSES = (
+    *("--set", "prefill.max_batch_prefill_tokens=64"),
+    *("--set", "decode.max_step_tokens=64"),
+    *("--max-total-tokens", "400", "--max-input-length", "300"),
+)
+BLOCK = 16
+NUM_PROMPTS = NUM_TOKENS = 64
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of all lengths around block and pass boundaries, some with common beginnings."""
+    rng = random.Random(7)
+    lengths = [1, 2, 5, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 63, 64, 65, 128, 130]
+    lengths += [rng.randint(1, 200) for _ in range(NUM_PROMPTS - len(lengths))]
+    made = [[rng.randrange(256) for _ in range(length)] for length in lengths]
+    for i in range(20, 32):  # partial prefix hits
+        made[i][: min(40, len(made[i]))] = made[19][: min(40, len(made[i]))]
+    return made
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.timeout(180)
+async def test_parity(
+    family: str, mode: str, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    theirs = reference(family)
+    async with (
+        mesh(checkpoint(family), tmp_path, *SMALL_PASSES, *MODES[mode]) as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        await check_many_prompts(client, theirs)
+        await check_lengths(client, theirs)
+        await check_prompt_logprobs(client, theirs)
+        await check_stops(client, theirs)
+        await check_choices_and_seeds(client)
+        await check_refusals(client)
+        await check_cancel(client)
+        await pools_are_whole(client)
+
+
+async def check_many_prompts(client: tandem.AsyncClient, theirs: Reference) -> None:
+    """64 prompts x 64 tokens, all at once."""
+    all_prompts = prompts()
+    results = await asyncio.gather(
+        *(client.generate(token_ids=p, max_new_tokens=NUM_TOKENS, ignore_eos=True) for p in all_prompts)
+    )
+    for prompt, result in zip(all_prompts, results, strict=True):
+        assert len(result.tokens) == NUM_TOKENS
+        assert result.finish_reason == "length"
+        assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (len(prompt), NUM_TOKENS)
+        theirs.check_greedy(prompt, result.tokens)
+
+
+async def check_lengths(client: tandem.AsyncClient, theirs: Reference) -> None:
+    """One token, the longest prompt, all the room there is, and transformers' own generate."""
+    prompt = prompts()[7]
+    one = await client.generate(token_ids=prompt, max_new_tokens=1)
+    theirs.check_greedy(prompt, one.tokens)
+    assert len(one.tokens) == 1
+    longest = (prompt * 10)[:300]
+    rest = await client.generate(token_ids=longest, ignore_eos=True)
+    assert len(rest.tokens) == 100
+    theirs.check_greedy(longest, rest.tokens)
+    until_end = await client.generate(token_ids=prompt, max_new_tokens=40)
+    assert [token.id for token in until_end.tokens] == theirs.generate(prompt, 40)
+
+
+async def check_prompt_logprobs(client: tandem.AsyncClient, theirs: Reference) -> None:
+    """Prompt log-probs with alternatives, and echo."""
+    prompt = [int(byte) for byte in b"the quick brown fox jumps over the lazy dog, again and again and again and again"]
+    result = await client.generate(
+        token_ids=prompt, max_new_tokens=3, ignore_eos=True, prompt_logprobs=True, top_logprobs=3, echo=True
+    )
+    scores = theirs.logprobs(prompt)
+    assert result.prompt_tokens[0].logprob is None
+    for position, token in enumerate(result.prompt_tokens[1:]):
+        assert token.logprob == pytest.approx(scores[position, token.id].item(), abs=TOLERANCE)
+        top = scores[position].topk(3)
+        assert [entry.id for entry in token.top] == top.indices.tolist()
+    assert [token.id for token in result.prompt_tokens] == prompt
+    assert result.text == "".join(t.text for t in result.prompt_tokens) + "".join(t.text for t in result.tokens)
+    for position, token in enumerate(result.tokens):
+        assert token.logprob == pytest.approx(token.top[0].logprob, abs=TOLERANCE), position
+
+
+async def check_stops(client: tandem.AsyncClient, theirs: Reference) -> None:
+    """Stopping at the first token, in the middle, and not before min_new_tokens."""
+    prompt = prompts()[8]
+    free = await client.generate(token_ids=prompt, max_new_tokens=20, ignore_eos=True)
+    ids = [token.id for token in free.tokens]
+    at_once = await client.generate(token_ids=prompt, max_new_tokens=20, stop_token_ids=[ids[0]], ignore_eos=True)
+    assert ([token.id for token in at_once.tokens], at_once.finish_reason) == (ids[:1], "stop_sequence")
+    later = await client.generate(
+        token_ids=prompt, max_new_tokens=20, min_new_tokens=5, stop_token_ids=[ids[0]], ignore_eos=True
+    )
+    assert len(later.tokens) >= 5
+    assert all(token.id != ids[0] for token in later.tokens[:5])
+    middle = free.text[len(free.text) // 2 :][:3]
+    if middle.isprintable() and middle:
+        stopped = await client.generate(token_ids=prompt, max_new_tokens=20, stop=[middle], ignore_eos=True)
+        assert stopped.text == free.text[: free.text.index(middle)]
+        assert stopped.finish_reason == "stop_sequence"
+
+
+async def check_choices_and_seeds(client: tandem.AsyncClient) -> None:
+    """Seeded sampling repeats exactly, alone, in a batch, and as one of n choices."""
+    prompt = prompts()[9]
+    options = {"max_new_tokens": 24, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "ignore_eos": True}
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    alone = await client.generate(token_ids=prompt, seed=11, **options, **penalties)
+    batch = await asyncio.gather(
+        *(client.generate(token_ids=prompt, seed=seed, **options, **penalties) for seed in range(8, 16))
+    )
+    assert [t.id for t in batch[3].tokens] == [t.id for t in alone.tokens]
+    assert len({tuple(t.id for t in result.tokens) for result in batch}) > 1
+    pair = await client.generate(token_ids=prompt, seed=10, n=2, **options, **penalties)
+    assert [t.id for t in pair.choices[1].tokens] == [t.id for t in alone.tokens]
+
+
+async def check_refusals(client: tandem.AsyncClient) -> None:
+    """Each bad request gets a named error; the mesh goes on."""
+    for bad, message in (
+        ({"token_ids": [1] * 301}, "300"),
+        ({"token_ids": []}, "empty"),
+        ({"prompt": ""}, "empty"),
+        ({"token_ids": [1], "max_new_tokens": 401}, "400"),
+        ({"token_ids": [1], "max_new_tokens": 0}, "max_new_tokens"),
+        ({"token_ids": [9999]}, "vocabulary"),
+        ({"token_ids": [1], "temperature": -1}, "temperature"),
+        ({"token_ids": [1], "top_p": 0.0}, "top_p"),
+        ({"token_ids": [1], "top_logprobs": 21}, "top_logprobs"),
+        ({"token_ids": [1], "stop": ["x"] * 9}, "stop"),
+        ({"token_ids": [1], "n": 9}, "n"),
+    ):
+        with pytest.raises(tandem.InvalidRequest, match=message):
+            await client.generate(**bad)
+    with pytest.raises(tandem.ModelNotFound, match="nobody"):
+        await client.generate(prompt="hi", model="nobody")
+
+
+async def check_cancel(client: tandem.AsyncClient) -> None:
+    """A client that leaves after two tokens; the pools are checked by the caller."""
+    stream = client.stream(token_ids=prompts()[10], ignore_eos=True)
+    seen = 0
+    async for _ in stream:
+        seen += 1
+        if seen == 2:
+            break
+    await stream.aclose()

@@ -1,0 +1,55 @@
+"""Made-up snapshots of a mesh."""
+
+from typing import Any
+
+from mesh.domain.kv import KVLayout
+from mesh.domain.prefix import block_hashes
+from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.registry.membership import WorkerView
+from router.placement import PlacementQuery, PrefixChain, Snapshot
+
+BLOCK = 4
+LAYOUT = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")
+
+
+def make_view(name: str, role: WorkerRole, **changes: Any) -> WorkerView:
+    """A READY worker; `cached` takes token ids whose blocks it has cached."""
+    state = changes.pop("state", WorkerState.READY)
+    cached = set(block_hashes(changes.pop("cached", ()), BLOCK, "m"))
+    last_seen_s = changes.pop("last_seen_s", 0.0)
+    values: dict[str, Any] = {
+        "worker_id": name,
+        "incarnation": name,
+        "role": role,
+        "address": "127.0.0.1:1",
+        "model": "m",
+        "tokenizer_fingerprint": "t",
+        "layout": LAYOUT,
+        "max_batch_tokens": 16,
+        "max_num_seqs": 4,
+        "num_blocks": 16,
+        "max_model_len": 1000,
+    }
+    load = WorkerLoad(free_blocks=changes.pop("free_blocks", changes.get("num_blocks", 16)))
+    return WorkerView(WorkerInfo(**(values | changes)), load, state, last_seen_s, cached)
+
+
+def prefill(name: str = "p0", **changes: Any) -> WorkerView:
+    """A prefill worker."""
+    return make_view(name, WorkerRole.PREFILL, **changes)
+
+
+def decode(name: str = "d0", **changes: Any) -> WorkerView:
+    """A decode worker."""
+    return make_view(name, WorkerRole.DECODE, **changes)
+
+
+def snapshot(*views: WorkerView, **changes: Any) -> Snapshot:
+    """The mesh."""
+    return Snapshot(views=views, model="m", tokenizer_fingerprint="t", **changes)
+
+
+def query(num_tokens: int = 8, **changes: Any) -> PlacementQuery:
+    """A prompt of ids 0, 1, 2, ..."""
+    values = {"max_total_tokens": num_tokens + 4, "chain": PrefixChain(range(num_tokens), "m")} | changes
+    return PlacementQuery(num_tokens=num_tokens, **values)

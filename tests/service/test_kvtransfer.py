@@ -1,0 +1,588 @@
+"""KV transfers over real gRPC servers: every way they end, on both sides, leaves nothing behind."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from kvtransfer import (
+    SERVICE_NAME,
+    KVReceiver,
+    KVSender,
+    KvTransferServicer,
+    OutgoingTransfer,
+    Reservation,
+    TransferSettings,
+    TransferSpec,
+)
+from kvtransfer.channels import ChannelPool
+from kvtransfer.transports import open_send_transports
+from kvtransfer.transports.shm import ShmSendTransport
+from mesh.domain.errors import (
+    ConfigurationError,
+    LayoutMismatch,
+    MeshError,
+    TransferCorrupt,
+    TransferFailed,
+    Unauthenticated,
+    WorkerLost,
+)
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.server import Listen, Server
+from tandem.v1 import kvtransfer_pb2 as pb
+from tandem.v1 import kvtransfer_pb2_grpc
+from tests.fakes.kv_store import TINY, FakeKVStore
+from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, Outcomes
+from tests.fakes.transport import MemoryTransport
+
+KEY = MeshKey("a mesh key for tests")
+SOURCE_IDS = (1, 2, 3)
+RESERVATION = Reservation("transfer", 1, (4, 9, 2), 0, 11)
+WAIT_S = 15
+
+
+def arenas(directory: str | Path) -> list[str]:
+    return [name for name in os.listdir(directory) if name.startswith("tandem-kv-")]
+
+
+async def turn_until(condition: Callable[[], bool]) -> None:
+    """Let the event loop turn."""
+    for _ in range(1_000_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise TimeoutError
+
+
+async def until(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, WAIT_S)
+
+
+@asynccontextmanager
+async def serving(servicer: Any) -> AsyncIterator[Server]:
+    server = Server(Listen("127.0.0.1", 0, KEY))
+    kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(servicer, server.grpc)
+    await server.start([SERVICE_NAME])
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+class Pair:
+    """A prefill worker's sender and a decode worker's receiver, with a real connection between them."""
+
+    def __init__(self, directory: Path, transport: str) -> None:
+        # One layer of one block per chunk: 9 chunks; 3 slots.
+        self.settings = TransferSettings(
+            transports=(transport,),
+            chunk_bytes=TINY.layer_block_bytes,
+            arena_bytes=4 * 4096,
+            credit_chunks=2,
+            shm_dir=str(directory),
+        )
+        self.source, self.target = FakeKVStore(seed=1), FakeKVStore()
+        self.outcomes = Outcomes()
+        self.server: Server
+
+    @asynccontextmanager
+    async def running(
+        self, *, receive: TransferSettings | None = None, key: MeshKey | None = KEY
+    ) -> AsyncIterator["Pair"]:
+        self.receiver = KVReceiver(self.target, INCARNATION, self.outcomes.callbacks(), receive or self.settings)
+        async with serving(KvTransferServicer(self.receiver)) as self.server:
+            self.transports = open_send_transports(self.settings, TINY.layer_block_bytes)
+            self.sender = KVSender(self.source, "prefill-0", key, self.settings, self.transports)
+            try:
+                yield self
+            finally:
+                for gate in (self.source.reading, self.target.writing):
+                    gate.open()
+                self.require_slots_back()
+                await self.sender.close()
+                await self.receiver.close()
+                assert arenas(self.settings.shm_dir) == []
+
+    def require_slots_back(self) -> None:
+        for transport in self.transports:
+            if isinstance(transport, ShmSendTransport):
+                assert transport.num_free_slots == transport.num_slots
+
+    def open(self, reservation: Reservation = RESERVATION, **change: object) -> OutgoingTransfer:
+        spec = TransferSpec(
+            reservation.transfer_id,
+            reservation.attempt,
+            self.server.address,
+            INCARNATION,
+            SOURCE_IDS,
+            reservation.first_block,
+        )
+        return self.sender.open(replace(spec, **change))  # type: ignore[arg-type]
+
+    def start(self, reservation: Reservation = RESERVATION) -> OutgoingTransfer:
+        """Expected, opened, and all pushed."""
+        self.receiver.expect(reservation)
+        transfer = self.open(reservation)
+        push_all(transfer)
+        return transfer
+
+    async def require_working(self) -> None:
+        """A fresh transfer of the same blocks goes through."""
+        before = len(self.outcomes.committed)
+        reservation = replace(RESERVATION, transfer_id=f"probe-{before}")
+        await self.start(reservation).commit(11, FIRST_TOKEN)
+        assert self.outcomes.committed[before:] == [(reservation.transfer_id, FIRST_TOKEN)]
+        assert self.target.blocks(RESERVATION.block_ids) == self.source.blocks(SOURCE_IDS)
+
+    async def failure(self) -> MeshError:
+        """What on_failed was told, once."""
+        await asyncio.wait_for(self.outcomes.changed.wait(), WAIT_S)
+        ((transfer_id, error),) = self.outcomes.failed
+        assert transfer_id == "transfer"
+        return error
+
+
+def push_all(transfer: OutgoingTransfer) -> None:
+    for layer in range(TINY.num_layers):
+        transfer.push(0, 3, layer, 1)
+
+
+@pytest.fixture(params=["shm", "grpc"])
+async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
+    async with Pair(tmp_path, request.param).running() as pair:
+        yield pair
+
+
+@pytest.fixture
+async def shm_pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    async with Pair(tmp_path, "shm").running() as pair:
+        yield pair
+
+
+async def test_pushed_from_the_engines_thread_layer_by_layer_in_token_chunks(pair: Pair) -> None:
+    pair.receiver.expect(RESERVATION)
+    transfer = pair.open()
+
+    def engine() -> None:
+        for first, num in ((0, 1), (1, 2)):
+            for layer in range(TINY.num_layers):
+                transfer.push(first, num, layer, 1)
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    result = await transfer.commit(11, FIRST_TOKEN)
+    assert result.transport == pair.settings.transports[0]
+    assert (result.num_chunks, result.num_bytes) == (9, 3 * TINY.block_bytes)
+    assert pair.outcomes.committed == [("transfer", FIRST_TOKEN)]
+    assert pair.target.blocks(RESERVATION.block_ids) == pair.source.blocks(SOURCE_IDS)
+    await transfer.abort()
+    transfer.push(0, 1, 0, 1)
+    assert transfer.failure is None
+
+
+async def test_blocks_the_receiver_has_are_not_sent(pair: Pair) -> None:
+    result = await pair.start(replace(RESERVATION, first_block=2)).commit(11, FIRST_TOKEN)
+    assert result.num_bytes == TINY.block_bytes
+    assert not pair.target.written[:, [4, 9]].any()
+    assert pair.target.blocks([2]) == pair.source.blocks([3])
+
+
+async def test_nothing_to_send(pair: Pair) -> None:
+    result = await pair.start(replace(RESERVATION, first_block=3)).commit(11, FIRST_TOKEN)
+    assert (result.num_chunks, result.num_bytes) == (0, 0)
+
+
+async def test_more_transfers_than_slots_all_get_through(pair: Pair) -> None:
+    async def one(number: int) -> None:
+        reservation = Reservation(f"t{number}", 1, (number, 8, 9), 0, 11)
+        await pair.start(reservation).commit(11, FIRST_TOKEN)
+
+    await asyncio.gather(*(one(number) for number in range(8)))
+    assert len(pair.outcomes.committed) == 8
+    assert len(pair.sender._channels) == 1
+
+
+async def test_bad_specs_and_pushes_are_the_callers_errors(pair: Pair) -> None:
+    with pytest.raises(ValueError, match="outside of 3 blocks"):
+        pair.open(first_block=4)
+    transfer = pair.open()
+    for piece in ((0, 4, 0, 1), (2, 1, 3, 1), (0, 1, -1, 2)):
+        with pytest.raises(ValueError, match="outside of 3 blocks or 3 layers"):
+            transfer.push(*piece)
+    await transfer.abort()
+
+
+@pytest.mark.parametrize("key", [None, MeshKey("another mesh key, wrong")])
+async def test_a_wrong_key_is_refused_and_changes_nothing(tmp_path: Path, key: MeshKey | None) -> None:
+    async with Pair(tmp_path, "shm").running(key=key) as pair:
+        with pytest.raises(Unauthenticated):
+            await pair.start().commit(11, FIRST_TOKEN)
+        assert pair.outcomes.failed == []
+        await pair.receiver.abort("transfer")
+
+
+@pytest.mark.parametrize("change", [{"transfer_id": "other"}, {"attempt": 2}, {"receiver_incarnation": "former"}])
+async def test_strangers_are_refused(pair: Pair, change: dict[str, object]) -> None:
+    pair.receiver.expect(RESERVATION)
+    transfer = pair.open(**change)  # type: ignore[arg-type]
+    push_all(transfer)
+    with pytest.raises(TransferFailed):
+        await transfer.commit(11, FIRST_TOKEN)
+    assert isinstance(transfer.failure, TransferFailed)
+    assert pair.outcomes.failed == []
+    assert not pair.target.written.any()
+
+
+async def test_a_layout_mismatch_names_both_values(pair: Pair) -> None:
+    pair.source.layout = replace(TINY, dtype="bfloat16", model_fingerprint="newer")
+    with pytest.raises(LayoutMismatch, match="model_fingerprint: 'tiny' here, 'newer' there; dtype: 'float32' here"):
+        await pair.start().commit(11, FIRST_TOKEN)
+    assert isinstance(await pair.failure(), LayoutMismatch)
+
+
+async def test_no_common_transport(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "shm")
+    async with pair.running(receive=replace(pair.settings, transports=("grpc",))):
+        with pytest.raises(LayoutMismatch, match="the sender offers shm; grpc can be tried here"):
+            await pair.start().commit(11, FIRST_TOKEN)
+
+
+async def test_falls_back_to_grpc_when_the_arena_is_not_visible(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "shm")
+    pair.settings = replace(pair.settings, transports=("shm", "grpc"))
+    async with pair.running(receive=replace(pair.settings, shm_dir=str(tmp_path / "other-container"))):
+        result = await pair.start().commit(11, FIRST_TOKEN)
+        assert result.transport == "grpc"
+
+
+async def test_a_wrong_number_of_tokens_or_a_missing_push_is_refused(pair: Pair) -> None:
+    with pytest.raises(TransferFailed, match="11 tokens are reserved, 12 committed"):
+        await pair.start().commit(12, FIRST_TOKEN)
+    pair.receiver.expect(RESERVATION)
+    transfer = pair.open()
+    transfer.push(0, 3, 0, 2)
+    with pytest.raises(TransferFailed, match="3 of 9 blocks"):
+        await transfer.commit(11, FIRST_TOKEN)
+    await pair.require_working()
+
+
+async def test_pushed_twice_is_refused(pair: Pair) -> None:
+    transfer = pair.start()
+    transfer.push(1, 1, 1, 1)
+    with pytest.raises(TransferCorrupt, match="has arrived before"):
+        await transfer.commit(11, FIRST_TOKEN)
+    await pair.require_working()
+
+
+async def test_broken_stores_fail_the_transfer_on_both_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for store, method in ((pair.source, "read_blocks"), (pair.target, "write_blocks")):
+        with monkeypatch.context() as patch:
+            patch.setattr(store, method, lambda *_: 1 / 0)
+            pair.outcomes.changed.clear()
+            pair.outcomes.failed.clear()
+            # capture_logs: rendering tracebacks is slow
+            with capture_logs() as logs, pytest.raises(TransferFailed, match="its log has the details"):
+                await pair.start().commit(11, FIRST_TOKEN)
+            assert isinstance(await pair.failure(), TransferFailed)
+            assert [type(entry["exc_info"]) for entry in logs if "exc_info" in entry] == [ZeroDivisionError]
+    await pair.require_working()
+
+
+async def test_abort_before_the_conversation_began(pair: Pair) -> None:
+    transfer = pair.start()
+    await asyncio.gather(transfer.abort(), transfer.abort())
+    with pytest.raises(TransferFailed, match="aborted by its sender"):
+        await transfer.commit(11, FIRST_TOKEN)
+    pair.require_slots_back()
+    await pair.receiver.abort("transfer")
+    await pair.require_working()
+
+
+async def test_abort_while_gathering_waits_for_the_thread(pair: Pair) -> None:
+    pair.source.reading.close()
+    transfer = pair.start()
+    commit = asyncio.create_task(transfer.commit(11, FIRST_TOKEN))
+    await until(pair.source.reading.arrived)
+    abort = asyncio.create_task(transfer.abort())
+    assert isinstance(await pair.failure(), TransferFailed)  # the peer knows before the thread is out
+    assert not abort.done()
+    pair.source.reading.open()
+    await abort
+    assert pair.source.reading.num_inside == 0
+    with pytest.raises(TransferFailed, match="aborted by its sender"):
+        await commit
+    pair.require_slots_back()
+    await pair.require_working()
+
+
+async def test_abort_while_chunks_are_unacknowledged(pair: Pair) -> None:
+    pair.target.writing.close()
+    transfer = pair.start()
+    await until(pair.target.writing.arrived)
+    await transfer.abort()
+    pair.require_slots_back()
+    assert pair.outcomes.failed == []  # a write is in flight still
+    pair.target.writing.open()
+    assert isinstance(await pair.failure(), TransferFailed)
+    await pair.require_working()
+
+
+async def test_close_aborts_what_is_running(tmp_path: Path) -> None:
+    async with Pair(tmp_path, "shm").running() as pair:
+        pair.target.writing.close()
+        transfer = pair.start()
+        await until(pair.target.writing.arrived)
+        await pair.sender.close()
+        assert isinstance(transfer.failure, TransferFailed)
+
+
+async def test_receiver_aborts_before_anything_came(pair: Pair) -> None:
+    pair.receiver.expect(RESERVATION)
+    await pair.receiver.abort("transfer")
+    with pytest.raises(TransferFailed, match="not expected"):
+        await pair.open().commit(11, FIRST_TOKEN)
+    assert pair.outcomes.failed == []
+
+
+async def test_receiver_aborts_while_writing(pair: Pair) -> None:
+    pair.target.writing.close()
+    transfer = pair.start()
+    commit = asyncio.create_task(transfer.commit(11, FIRST_TOKEN))
+    await until(pair.target.writing.arrived)
+    abort = asyncio.create_task(pair.receiver.abort("transfer"))
+    await asyncio.sleep(0)
+    assert not abort.done()
+    pair.target.writing.open()
+    await abort
+    written = pair.target.written.sum()
+    with pytest.raises(TransferFailed, match="aborted by its receiver"):
+        await commit
+    assert pair.target.written.sum() == written < 9
+    assert pair.outcomes.failed == []
+    pair.require_slots_back()
+    await pair.require_working()
+
+
+async def test_receiver_aborts_while_the_sender_computes(pair: Pair) -> None:
+    """The sender learns of it without commit, so that it can stop."""
+    pair.receiver.expect(RESERVATION)
+    transfer = pair.open()
+    transfer.push(0, 1, 0, 1)
+    await until(pair.target.writing.arrived)
+    await pair.receiver.abort("transfer")
+    await asyncio.wait([transfer._task])
+    assert "aborted by its receiver" in str(transfer.failure)
+    with pytest.raises(TransferFailed):
+        await transfer.commit(11, FIRST_TOKEN)
+
+
+async def test_nobody_listens(pair: Pair) -> None:
+    await pair.server.stop(0)
+    with pytest.raises(WorkerLost):
+        await pair.start().commit(11, FIRST_TOKEN)
+    await pair.receiver.abort("transfer")
+
+
+async def test_receiver_goes_away_mid_transfer(pair: Pair) -> None:
+    pair.target.writing.close()
+    commit = asyncio.create_task(pair.start().commit(11, FIRST_TOKEN))
+    await until(pair.target.writing.arrived)
+    stop = asyncio.create_task(pair.server.stop(0))
+    with pytest.raises((WorkerLost, TransferFailed)):
+        await commit
+    pair.target.writing.open()
+    await stop
+    assert isinstance(await pair.failure(), TransferFailed)
+
+
+async def test_a_stuck_receiver_is_given_up_and_a_slow_sender_is_not(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, "shm")
+    pair.settings = replace(pair.settings, progress_timeout_s=0.2)
+    async with pair.running():
+        pair.target.writing.close()
+        with pytest.raises(TransferFailed, match=r"has not answered for 0\.2 s"):
+            await pair.start().commit(11, FIRST_TOKEN)
+        pair.require_slots_back()
+        pair.target.writing.open()
+        assert isinstance(await pair.failure(), TransferFailed)
+        pair.receiver.expect(RESERVATION)
+        transfer = pair.open()
+        conversation = transfer._conversation
+        transfer.push(0, 1, 0, 1)
+        await turn_until(lambda: conversation._num_chunks == 1 and not conversation._num_unanswered)
+        assert conversation._watchdog.when() is None  # nothing is owed: time does not run
+        transfer.push(1, 2, 0, 1)
+        transfer.push(0, 3, 1, 2)
+        await transfer.commit(11, FIRST_TOKEN)
+
+
+class Misbehaving(kvtransfer_pb2_grpc.KvTransferServicer):
+    """Answers with what it was given, whatever it gets, then ends the call or hangs."""
+
+    def __init__(self, *responses: pb.PushResponse, hang: bool = False) -> None:
+        self._responses = responses
+        self._hang = hang
+
+    async def Push(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.PushResponse]:
+        await anext(request_iterator)
+        for response in self._responses:
+            yield response
+        if self._hang:
+            await asyncio.Event().wait()
+
+
+def granted(transport: str = "memory", credit: int = 2) -> pb.PushResponse:
+    return pb.PushResponse(granted=pb.TransferGranted(transport=transport, credit_chunks=credit))
+
+
+def ack(number: int) -> pb.PushResponse:
+    return pb.PushResponse(ack=pb.TransferAck(sequence_number=number))
+
+
+COMMITTED = pb.PushResponse(committed=pb.TransferCommitted())
+
+
+@pytest.mark.parametrize(
+    ("servicer", "message"),
+    [
+        (Misbehaving(), "ended the conversation early"),
+        (Misbehaving(granted()), "ended the conversation early"),
+        (Misbehaving(granted("rdma")), "not offered"),
+        (Misbehaving(granted(credit=0)), "no credit"),
+        (Misbehaving(COMMITTED), "no credit"),
+        (Misbehaving(pb.PushResponse()), "unknown kind"),
+        (Misbehaving(granted(), ack(77), hang=True), "acknowledged what was not sent"),
+        (Misbehaving(granted(), granted(), hang=True), "acknowledged what was not sent"),
+        (Misbehaving(granted(), COMMITTED, hang=True), "committed what was not sent"),
+        (Misbehaving(hang=True), "has not answered"),
+        (Misbehaving(granted(), hang=True), "has not answered"),
+    ],
+)
+async def test_misbehaving_receivers(servicer: Misbehaving, message: str) -> None:
+    transport = MemoryTransport()
+    async with serving(servicer) as server:
+        settings = TransferSettings(progress_timeout_s=0.5, chunk_bytes=1)
+        sender = KVSender(FakeKVStore(seed=1), "prefill-0", KEY, settings, (transport,))
+        transfer = sender.open(TransferSpec("transfer", 1, server.address, INCARNATION, SOURCE_IDS))
+        push_all(transfer)
+        with pytest.raises(TransferFailed, match=message):
+            await transfer.commit(11, FIRST_TOKEN)
+        assert transport.payloads == {}
+        await sender.close()
+
+
+async def test_garbage_on_the_wire_ends_that_call_only(pair: Pair) -> None:
+    pair.receiver.expect(RESERVATION)
+    async with grpc.aio.insecure_channel(pair.server.address) as channel:
+        for garbage in (b"", b"\xff" * 50, b"\x0a\x02\xff\xff", b"\x12\x00", b"\x1a\x00", os.urandom(1000)):
+            call = channel.stream_stream(f"/{SERVICE_NAME}/Push")(metadata=KEY.metadata())
+            await call.write(garbage)
+            assert await call.code() is not grpc.StatusCode.OK
+    assert pair.outcomes.failed == []
+    push_all(transfer := pair.open())
+    await transfer.commit(11, FIRST_TOKEN)
+
+
+SENDER_PROGRAM = """
+import asyncio, json, sys
+from kvtransfer import KVSender, TransferSettings, TransferSpec
+from mesh.rpc.credentials import MeshKey
+from tests.fakes.kv_store import FakeKVStore
+
+async def main():
+    spec, settings, key = json.loads(sys.argv[1])
+    sender = KVSender(FakeKVStore(seed=1), "prefill-0", MeshKey(key), TransferSettings(**settings))
+    transfer = sender.open(TransferSpec(**spec))
+    transfer.push(0, 3, 0, 2)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("phase", ["writing", "idle"])
+async def test_a_killed_sender_fails_its_transfer_and_its_arena_is_removed(tmp_path: Path, phase: str) -> None:
+    async with Pair(tmp_path, "shm").running() as pair:
+        if phase == "writing":
+            pair.target.writing.close()
+        pair.receiver.expect(RESERVATION)
+        spec = {
+            "transfer_id": "transfer",
+            "attempt": 1,
+            "address": pair.server.address,
+            "receiver_incarnation": INCARNATION,
+            "block_ids": SOURCE_IDS,
+        }
+        settings = {"transports": ["shm"], "shm_dir": str(tmp_path)}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            SENDER_PROGRAM,
+            json.dumps([spec, settings, KEY.secret]),
+            cwd=Path(__file__).parents[2],
+        )
+        await until(pair.target.writing.arrived)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        pair.target.writing.open()
+        assert isinstance(await pair.failure(), TransferFailed)
+        assert len(arenas(tmp_path)) == 2
+        await pair.require_working()
+        next_sender = KVSender(pair.source, "prefill-1", KEY, pair.settings)
+        assert len(arenas(tmp_path)) == 2
+        await next_sender.close()
+        assert len(arenas(tmp_path)) == 1
+
+
+async def test_idle_connections_are_closed() -> None:
+    pool = ChannelPool(idle_s=0)
+    with pool.use("127.0.0.1:1") as first, pool.use("127.0.0.1:1") as second:
+        assert first is second
+    assert len(pool) == 1
+    await turn_until(lambda: len(pool) == 0)
+    with pool.use("127.0.0.1:1"):
+        pass
+    await pool.close()
+    assert len(pool) == 0
+
+
+def test_blocks_too_large_for_a_message_are_refused_at_start() -> None:
+    layout = replace(TINY, num_kv_heads=1024, head_dim=1024)
+    store = FakeKVStore(num_blocks=1)
+    store.layout = layout
+    with pytest.raises(ConfigurationError, match="use smaller blocks"):
+        KVSender(store, "prefill-0", KEY)
+
+
+@pytest.mark.parametrize("phase", range(0, 24, 3))
+async def test_abort_storm_leaves_nothing(shm_pair: Pair, phase: int) -> None:
+    """Transfers aborted after ever more turns of the loop, by either side; then a clean one."""
+    pair = shm_pair
+
+    async def one(number: int) -> None:
+        reservation = Reservation(f"t{number}", 1, (4, 9, 2), 0, 11)
+        transfer = pair.start(reservation)
+        commit = asyncio.create_task(transfer.commit(11, FIRST_TOKEN))
+        for _ in range(phase * (number + 1)):
+            await asyncio.sleep(0)
+        sides: list[Callable[[], Any]] = [transfer.abort, lambda: pair.receiver.abort(reservation.transfer_id)]
+        for side in sides if number % 2 else reversed(sides):
+            await side()
+        await asyncio.gather(commit, return_exceptions=True)
+
+    await asyncio.gather(*(one(number) for number in range(6)))
+    pair.require_slots_back()
+    assert pair.receiver._expected == {}
+    await pair.require_working()

@@ -1,0 +1,135 @@
+"""Tokens in order, each once; text and events of one choice."""
+
+import functools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh.domain.sampling import SamplingParams
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
+from router.choice import Choice, TokenEvent
+from router.prompts import TokenPrompt
+from router.text.tokenizer import Tokenizer
+from router.token_order import TokenOrder
+from router.validation import GenerateInput, ValidRequest
+from tests.fakes.router_model import EOS_ID, byte_level_tokenizer
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer(), frozenset({EOS_ID}))
+
+
+def make_choice(*, index: int = 0, max_new_tokens: int = 50, seed: int = 7, stop: tuple[str, ...] = (), **asked: Any) -> Choice:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=seed, stop=stop)
+    prompt = (5, 6, 7)
+    return Choice(index, ValidRequest("r", prompt, sampling, GenerateInput(TokenPrompt(prompt), **asked)), tokenizer())
+
+
+def output(first_index: int, ids: list[int], finish: FinishReason | None = None, **changes: Any) -> StepOutput:
+    tokens = tuple(SampledToken(id_, -1.0, (TokenLogprob(id_, -1.0),)) for id_ in ids)
+    return StepOutput("r", 0, first_index, tokens, finish, **changes)
+
+
+def events_of(choice: Choice) -> list[TokenEvent]:
+    chunk = choice.take()
+    return [] if chunk is None else chunk.tokens
+
+
+@given(st.integers(1, 12), st.data())
+def test_any_order_of_messages_gives_every_token_once(count: int, data: st.DataObject) -> None:
+    ids = list(range(100, 100 + count))
+    spans = [(place, data.draw(st.integers(place + 1, count))) for place in range(count)]
+    extra = data.draw(st.lists(st.sampled_from(spans), max_size=5))
+    messages = data.draw(st.permutations(spans + extra))
+    order, got, finishes = TokenOrder(), list[int](), list[FinishReason]()
+    for begin, end in messages:
+        finish = FinishReason.LENGTH if end == count else None
+        for tokens, reason in order.accept(output(begin, ids[begin:end], finish)):
+            got += [token.id for token in tokens]
+            if reason is not None:
+                assert got == ids
+                finishes.append(reason)
+    assert got == ids
+    assert finishes
+
+
+def test_what_came_early_is_forgotten_with_its_attempt() -> None:
+    order = TokenOrder()
+    assert order.accept(output(1, [8])) == []
+    order.restart()
+    assert [len(tokens) for tokens, _ in order.accept(output(0, [7]))] == [1]
+    assert order.next_index == 1
+
+
+@given(st.text(alphabet="aé😀 STOP\n", max_size=30), st.integers(1, 4), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_one_event_per_token_and_all_of_the_text(text: str, batch: int, ends_with_eos: bool) -> None:
+    ids = tokenizer().encode(text, add_special_tokens=False) + ([EOS_ID] if ends_with_eos else [])
+    choice = make_choice(stop=("STOP",), max_new_tokens=100)
+    events: list[TokenEvent] = []
+    for place in range(0, len(ids), batch):
+        part = ids[place : place + batch]
+        is_last = place + batch >= len(ids)
+        reason = FinishReason.EOS_TOKEN if ends_with_eos else FinishReason.LENGTH
+        choice.accept(output(place, part, reason if is_last else None))
+        events += events_of(choice)
+    assert [event.id for event in events] == choice.token_ids == ids[: len(choice.token_ids)]
+    assert "".join(event.text for event in events) == text.split("STOP")[0]
+    assert all(event.text == "" for event in events if event.special)
+    if "STOP" in text:
+        assert choice.finish_reason is FinishReason.STOP_SEQUENCE
+    elif ids:
+        assert choice.finish_reason is (FinishReason.EOS_TOKEN if ends_with_eos else FinishReason.LENGTH)
+
+
+def test_held_back_text_goes_out_with_the_token_before_eos() -> None:
+    choice = make_choice(stop=("zz",))
+    (z_id,) = tokenizer().encode("z", add_special_tokens=False)
+    choice.accept(output(0, [z_id]))
+    assert choice.take() is None
+    choice.accept(output(1, [EOS_ID], FinishReason.EOS_TOKEN))
+    chunk = choice.take()
+    assert chunk is not None
+    assert [(event.text, event.special) for event in chunk.tokens] == [("z", False), ("", True)]
+    assert chunk.finish_reason is FinishReason.EOS_TOKEN
+    assert chunk.usage is not None
+    assert chunk.usage.completion_tokens == 2
+
+
+def test_a_stop_token_has_no_text() -> None:
+    choice = make_choice()
+    (a_id, b_id) = tokenizer().encode("zq", add_special_tokens=False)
+    choice.accept(output(0, [a_id, b_id], FinishReason.STOP_SEQUENCE))
+    assert [event.text for event in events_of(choice)] == ["z", ""]
+
+
+def test_after_the_end_nothing_counts() -> None:
+    choice = make_choice(max_new_tokens=2)
+    choice.accept(output(0, [100, 101]))
+    assert choice.finish_reason is FinishReason.LENGTH
+    choice.accept(output(2, [102], FinishReason.EOS_TOKEN))
+    assert choice.token_ids == [100, 101]
+    assert choice.finish_reason is FinishReason.LENGTH
+
+
+def test_a_replay_asks_for_the_rest_with_the_same_draws() -> None:
+    choice = make_choice(index=2, seed=2**64 - 1, top_logprobs=3, prompt_logprobs=True)
+    choice.accept(output(0, [100, 101]))
+    request = choice.next_request(1, eos_token_ids=frozenset({EOS_ID}), namespace="m")
+    assert request.token_ids == (5, 6, 7, 100, 101)
+    assert (request.num_prompt_tokens, request.num_generated, request.attempt) == (3, 2, 1)
+    assert request.sampling.seed == 1  # seed + index, wrapped
+    assert request.sampling.max_new_tokens == 50
+    assert request.request_id == "r-2"
+    assert (request.top_logprobs, request.prompt_logprobs) == (3, False)
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_prompt_logprobs_are_asked_for_until_they_come(has_come: bool) -> None:
+    choice = make_choice(prompt_logprobs=True)
+    logprobs = (PromptLogprob(None),) * 3 if has_come else ()
+    choice.accept(output(0, [100], prompt_logprobs=logprobs))
+    assert choice.next_request(1, eos_token_ids=frozenset(), namespace="m").prompt_logprobs is not has_come

@@ -1,0 +1,67 @@
+"""Facts from a checkpoint folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh.domain.errors import ConfigurationError
+from mesh.model_files import read_model_facts, tokenizer_fingerprint
+
+
+def write(folder: Path, config: object, generation: object = None, tokenizer: str | None = "{}") -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    if tokenizer is not None:
+        (folder / "tokenizer.json").write_text(tokenizer)
+    return folder
+
+
+def test_facts(tmp_path: Path) -> None:
+    facts = read_model_facts(
+        write(tmp_path, {"vocab_size": 9, "eos_token_id": 2, "n_positions": 64}, {"eos_token_id": [3, 4]})
+    )
+    assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (9, {2, 3, 4}, 64)
+
+
+def test_what_may_be_missing(tmp_path: Path) -> None:
+    facts = read_model_facts(write(tmp_path, {"vocab_size": 9, "eos_token_id": None}))
+    assert (facts.eos_token_ids, facts.max_position_embeddings) == (frozenset(), None)
+
+
+def test_a_decoder_inside_a_multimodal_config(tmp_path: Path) -> None:
+    config = {"eos_token_id": 1, "text_config": {"vocab_size": 7, "max_position_embeddings": 32}}
+    facts = read_model_facts(write(tmp_path, config))
+    assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (7, {1}, 32)
+
+
+def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
+    first = tokenizer_fingerprint(write(tmp_path, {}, tokenizer="{}"))
+    assert first == tokenizer_fingerprint(tmp_path)
+    assert first != tokenizer_fingerprint(write(tmp_path, {}, tokenizer="{ }"))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "named"),
+    [
+        ({}, None, "{}", "config.json has no vocab_size"),
+        ([], None, "{}", "config.json must hold a JSON object"),
+        ({"vocab_size": "9"}, None, "{}", "config.json: vocab_size must be a positive integer"),
+        ({"vocab_size": 9, "eos_token_id": [-1]}, None, "{}", "config.json: eos_token_id"),
+        ({"vocab_size": 9}, {"eos_token_id": True}, "{}", "generation_config.json: eos_token_id"),
+        ({"vocab_size": 9}, None, None, "tokenizer.json"),
+    ],
+)
+def test_errors_name_the_file(tmp_path: Path, config: object, generation: object, tokenizer: str | None, named: str) -> None:
+    write(tmp_path, config, generation, tokenizer)
+    with pytest.raises(ConfigurationError, match=named):
+        read_model_facts(tmp_path)
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot read .*config\.json: No such file"):
+        read_model_facts(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"config\.json is not valid JSON"):
+        read_model_facts(tmp_path)

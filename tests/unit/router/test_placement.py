@@ -1,0 +1,145 @@
+"""Filter and policy over made-up snapshots."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.domain.kv import KVLayout
+from mesh.domain.prefix import block_hashes
+from mesh.domain.worker import WorkerState
+from router.placement import InFlight, NoPlacement, Placement, PrefixChain, place
+from tests.fakes.router_views import BLOCK, decode, prefill, query, snapshot
+
+
+def names(placed: Any) -> Any:
+    if not isinstance(placed, Placement):
+        return placed
+    return placed.prefill and placed.prefill.worker_id, placed.decode.worker_id
+
+
+@pytest.mark.parametrize(
+    ("views", "expected"),
+    [
+        ([], NoPlacement.NO_DECODE_WORKER),
+        ([prefill()], NoPlacement.NO_DECODE_WORKER),
+        ([decode()], (None, "d0")),
+        ([prefill(), decode()], ("p0", "d0")),
+        ([prefill(state=WorkerState.DRAINING), decode()], (None, "d0")),
+        ([prefill(state=WorkerState.LOST), decode()], (None, "d0")),
+        ([prefill(), decode(state=WorkerState.DRAINING)], NoPlacement.NO_DECODE_WORKER),
+        ([prefill(model="other"), decode()], (None, "d0")),
+        ([prefill(), decode(model="other")], NoPlacement.NO_DECODE_WORKER),
+        ([prefill(), decode(tokenizer_fingerprint="other")], NoPlacement.NO_DECODE_WORKER),
+        ([prefill(), decode(num_blocks=2)], NoPlacement.TOO_LARGE),
+        ([prefill(), decode(max_model_len=11)], NoPlacement.TOO_LARGE),
+        ([prefill(), decode(num_blocks=2), decode("d1")], ("p0", "d1")),
+        ([prefill(num_blocks=1), decode()], (None, "d0")),  # the prompt does not fit the prefill worker
+        ([prefill(), decode(max_num_seqs=0)], NoPlacement.NO_ROOM),
+    ],
+)
+def test_filters(views: list[Any], expected: Any) -> None:
+    assert names(place(query(8), snapshot(*views))) == expected
+
+
+def test_unreachable_workers_get_nothing() -> None:
+    mesh = snapshot(decode(), decode("d1"), unreachable=frozenset({"d0"}))
+    assert names(place(query(), mesh)) == (None, "d1")
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "free_blocks", "fits"),
+    [
+        (InFlight(), 16, True),
+        (InFlight(num_seqs=4), 16, False),
+        (InFlight(num_seqs=1, num_blocks=13), 3, True),
+        (InFlight(num_seqs=1, num_blocks=14), 2, False),
+        (InFlight(num_seqs=1, num_blocks=14, num_unreported_blocks=14), 16, False),
+        # The report still counts a finished sequence: what this router has there counts.
+        (InFlight(), 0, True),
+        # Shared prefixes: the report knows better.
+        (InFlight(num_seqs=2, num_blocks=14), 5, True),
+    ],
+)
+def test_room_on_decode(in_flight: InFlight, free_blocks: int, fits: bool) -> None:
+    placed = place(query(8), snapshot(decode(free_blocks=free_blocks), in_flight={"d0": in_flight}))
+    assert isinstance(placed, Placement) is fits
+
+
+def test_a_prompt_that_fills_the_whole_worker_fits() -> None:
+    assert isinstance(place(query(64, max_total_tokens=64), snapshot(decode())), Placement)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "num_tokens", "fits"),
+    [
+        (InFlight(), 60, True),  # an idle worker takes any length
+        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=31), 8, True),
+        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=32), 8, False),
+        (InFlight(num_seqs=1, num_blocks=15, prefill_tokens=0), 8, False),  # memory held by a transfer
+    ],
+)
+def test_room_on_prefill(in_flight: InFlight, num_tokens: int, fits: bool) -> None:
+    mesh = snapshot(prefill(), decode(num_blocks=100), in_flight={"p0": in_flight})
+    assert isinstance(place(query(num_tokens), mesh), Placement) is fits
+
+
+def test_cached_prefix_attracts_and_load_repels() -> None:
+    ids = range(8)
+    assert names(place(query(), snapshot(prefill(), prefill("p1", cached=ids), decode()))) == ("p1", "d0")
+    busy = {"p1": InFlight(num_seqs=1, num_blocks=2, prefill_tokens=20)}
+    mesh = snapshot(prefill(), prefill("p1", cached=ids), decode(), in_flight=busy)
+    assert names(place(query(), mesh)) == ("p0", "d0")
+    assert names(place(query(), snapshot(decode(), decode("d1", cached=ids)))) == (None, "d1")
+    loaded = {"d0": InFlight(num_seqs=2, num_blocks=4)}
+    assert names(place(query(), snapshot(decode(), decode("d1"), in_flight=loaded))) == (None, "d1")
+
+
+def test_equal_workers_are_chosen_by_name() -> None:
+    mesh = snapshot(prefill("p1"), prefill("p0"), decode("d1"), decode("d0"))
+    assert names(place(query(), mesh)) == ("p0", "d0")
+
+
+def test_workers_that_failed_are_the_last_resort() -> None:
+    avoid = query(avoid=frozenset({"d0", "p0"}))
+    assert names(place(avoid, snapshot(prefill(), prefill("p1"), decode(), decode("d1")))) == ("p1", "d1")
+    assert names(place(avoid, snapshot(prefill(), decode()))) == ("p0", "d0")
+
+
+@pytest.mark.parametrize(
+    ("threshold", "cached", "expected"),
+    [(0, 0, "p0"), (8, 0, "p0"), (9, 0, None), (5, 4, None), (4, 4, "p0"), (1, 8, None)],
+)
+def test_short_uncached_prompts_stay_on_decode(threshold: int, cached: int, expected: str | None) -> None:
+    mesh = snapshot(prefill(), decode(cached=range(cached)), prefill_threshold=threshold)
+    placed = place(query(8), mesh)
+    assert isinstance(placed, Placement)
+    assert (placed.prefill and placed.prefill.worker_id) == expected
+
+
+def test_prefill_locally_when_asked() -> None:
+    assert names(place(query(prefill_locally=True), snapshot(prefill(), decode()))) == (None, "d0")
+
+
+@given(st.lists(st.integers(0, 3), max_size=24), st.lists(st.integers(0, 3), max_size=24))
+def test_cached_tokens_are_the_common_blocks(prompt: list[int], cached: list[int]) -> None:
+    mine, theirs = (block_hashes(ids, BLOCK, "m") for ids in (prompt, cached))
+    common = 0
+    while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
+        common += 1
+    chain = PrefixChain(prompt, "m")
+    assert chain.num_cached_tokens(decode(cached=cached)) == common * BLOCK
+    assert PrefixChain(prompt, "another tenant").num_cached_tokens(decode(cached=cached)) == 0
+
+
+def test_a_chain_hashes_only_what_somebody_has() -> None:
+    chain = PrefixChain(range(4000), "m")
+    assert chain.num_cached_tokens(decode(cached=range(8))) == 8
+    assert len(chain._hashes) == 3
+
+
+def test_layouts_keep_their_own_block_size() -> None:
+    layout = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=8, dtype="float32")
+    placed = place(query(8), snapshot(decode(layout=layout, num_blocks=2)))
+    assert isinstance(placed, Placement)

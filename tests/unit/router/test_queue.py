@@ -1,0 +1,213 @@
+"""Permits, ledger and queue: exact counts, strict order, nothing left behind."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
+from mesh.registry.membership import WorkerView
+from router.admission import Permit, Permits
+from router.ledger import Booking, Ledger
+from router.placement import InFlight, Placement, Snapshot
+from router.queue import PlacementQueue
+from tests.fakes.router_views import decode, prefill, query, snapshot
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4))))
+def test_permits_are_exact(steps: list[tuple[bool, int]]) -> None:
+    permits, held = Permits(6), list[Permit]()
+    for take, count in steps:
+        if take:
+            before = permits.num_held
+            try:
+                held += permits.acquire(count)
+            except Overloaded as error:
+                assert before + count > 6
+                assert error.retry_after_s > 0
+                assert permits.num_held == before
+        elif held:
+            permit = held.pop()
+            permit.release()
+            permit.release()
+        assert permits.num_held == len(held) <= 6
+
+
+class FakeMesh:
+    """Views that tests change, with a ledger and a queue over them."""
+
+    def __init__(self, *views: WorkerView, **settings: Any) -> None:
+        self.views: Sequence[WorkerView] = views
+        self.now_s = 0.0
+        self.ledger = Ledger(lambda: self.now_s)
+        limits = {"max_queued": 10, "no_worker_timeout_s": 60.0} | settings
+        self.queue = PlacementQueue(self.ledger, self.snapshot, **limits)
+        self.ledger.on_change(self.queue.wake)
+
+    def snapshot(self) -> Snapshot:
+        return snapshot(*self.views, in_flight=self.ledger.in_flight(self.views))
+
+
+async def settled() -> None:
+    """Let everything that is due run."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_the_ledger_follows_an_attempt() -> None:
+    mesh = FakeMesh()
+    p, d = prefill(), decode(last_seen_s=0.0)
+    booking = mesh.ledger.book(Placement(p.info, d.info), 10)
+    assert mesh.ledger.in_flight([p, d]) == {"p0": InFlight(1, 3, 0, 10), "d0": InFlight(1, 4, 4, 0)}
+    booking.reserved()
+    seen = decode(last_seen_s=0.05)
+    assert mesh.ledger.in_flight([seen])["d0"].num_unreported_blocks == 4
+    seen = decode(last_seen_s=0.2)
+    assert mesh.ledger.in_flight([seen])["d0"].num_unreported_blocks == 0
+    booking.prefill_computed()
+    assert mesh.ledger.in_flight([])["p0"] == InFlight(1, 3, 0, 0)
+    booking.prefill_released()
+    booking.num_tokens = 17
+    assert mesh.ledger.in_flight([]) == {"d0": InFlight(1, 6, 6, 0)}
+    booking.release()
+    booking.release()
+    assert mesh.ledger.in_flight([]) == {}
+
+
+async def test_placed_at_once_if_there_is_room() -> None:
+    mesh = FakeMesh(decode())
+    booking = await mesh.queue.place(query())
+    assert booking.placement.decode.worker_id == "d0"
+    assert mesh.queue.num_queued == 0
+
+
+async def test_first_come_first_served_and_replays_in_front() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1))
+    running = await mesh.queue.place(query())
+    order: list[str] = []
+
+    async def wait(name: str, *, is_replay: bool = False) -> None:
+        booking = await mesh.queue.place(query(), is_replay=is_replay)
+        order.append(name)
+        booking.release()
+
+    tasks = [asyncio.create_task(wait(name)) for name in "abc"]
+    await settled()
+    tasks.append(asyncio.create_task(wait("replay", is_replay=True)))
+    await settled()
+    assert order == []
+    assert mesh.queue.num_queued == 4
+    running.release()
+    await asyncio.gather(*tasks)
+    assert order == ["replay", "a", "b", "c"]
+    assert mesh.ledger.in_flight([]) == {}
+
+
+async def test_a_big_request_is_not_overtaken() -> None:
+    mesh = FakeMesh(decode())
+    half = await mesh.queue.place(query(28))
+    big = asyncio.create_task(mesh.queue.place(query(40)))
+    await settled()
+    small = asyncio.create_task(mesh.queue.place(query(4)))
+    await settled()
+    assert not big.done()
+    assert not small.done()
+    half.release()
+    await asyncio.gather(big, small)
+
+
+async def test_a_cancelled_waiter_leaves_at_once_and_the_next_moves_up() -> None:
+    mesh = FakeMesh(decode())
+    await mesh.queue.place(query(28))
+    big = asyncio.create_task(mesh.queue.place(query(40)))
+    small = asyncio.create_task(mesh.queue.place(query(4)))
+    await settled()
+    big.cancel()
+    await asyncio.wait_for(small, 1)
+    assert big.cancelled()
+    assert mesh.queue.num_queued == 0
+
+
+async def test_cancelled_in_the_moment_of_placement() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1))
+    running = await mesh.queue.place(query())
+    waiting = asyncio.create_task(mesh.queue.place(query()))
+    await settled()
+    running.release()
+    mesh.queue._pump()  # placed, but the waiter has not run yet
+    waiting.cancel()
+    await settled()
+    assert waiting.cancelled()
+    assert mesh.ledger.in_flight([]) == {}
+
+
+async def test_a_full_queue_refuses_new_requests_but_no_replay() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1), max_queued=1)
+    await mesh.queue.place(query())
+    tasks = [asyncio.create_task(mesh.queue.place(query()))]
+    await settled()
+    with pytest.raises(Overloaded):
+        await mesh.queue.place(query())
+    tasks.append(asyncio.create_task(mesh.queue.place(query(), is_replay=True)))
+    await settled()
+    assert mesh.queue.num_queued == 2
+    for task in tasks:
+        task.cancel()
+
+
+async def test_too_large_for_all_is_refused_at_once() -> None:
+    mesh = FakeMesh(decode(num_blocks=2))
+    with pytest.raises(InvalidRequest, match="12 tokens"):
+        await mesh.queue.place(query(8))
+
+
+async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
+    mesh = FakeMesh(prefill(), no_worker_timeout_s=0.02)
+    with pytest.raises(NoWorkers):
+        await mesh.queue.place(query())
+    with pytest.raises(NoWorkers):  # the outage is known by now
+        async with asyncio.timeout(0.01):
+            await mesh.queue.place(query())
+    mesh.views = [decode()]
+    await mesh.queue.place(query())
+    mesh.views = []
+    waiting: asyncio.Task[Booking] = asyncio.create_task(mesh.queue.place(query()))
+    await settled()
+    assert not waiting.done()  # a new outage, a new wait
+    mesh.views = [decode()]
+    mesh.queue.wake()
+    await asyncio.wait_for(waiting, 1)
+    mesh.queue.close()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30)), max_size=40))
+def test_nothing_is_lost_or_left(steps: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        mesh = FakeMesh(decode(), max_queued=5)
+        tasks: list[asyncio.Task[Booking]] = []
+        for step, number in steps:
+            if step == "place":
+                tasks.append(asyncio.create_task(mesh.queue.place(query(number))))
+            elif tasks and step == "cancel":
+                tasks[number % len(tasks)].cancel()
+            elif tasks:
+                task = tasks[number % len(tasks)]
+                if task.done() and not task.cancelled() and task.exception() is None:
+                    task.result().release()
+            await asyncio.sleep(0)
+            used = mesh.ledger.in_flight([]).get("d0", InFlight())
+            assert used.num_seqs <= 4
+            assert used.num_blocks <= 16
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Booking):
+                result.release()
+        await settled()
+        assert mesh.queue.num_queued == 0
+        assert mesh.ledger.in_flight([]) == {}
+
+    asyncio.run(run())

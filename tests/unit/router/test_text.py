@@ -1,0 +1,190 @@
+"""Text out of tokens: nothing lost, nothing revised, stop strings found wherever they are cut."""
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as NativeTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from router.text.stop import StopMatcher
+from router.text.stream import TextStream
+from router.text.tokenizer import Tokenizer
+from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
+
+
+@functools.cache
+def byte_level() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer(), frozenset({EOS_ID}))
+
+
+@functools.cache
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's: words with a space mark, and bytes for everything unknown."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    vocab |= {word: 257 + place for place, word in enumerate(["▁", "▁a", "a", "b", "▁hello", "lo"])}
+    native = NativeTokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    native.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(native)
+
+
+def byte_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    if tokenizer is byte_fallback():
+        return [byte + 1 for byte in text.encode()]
+    spelt = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return [tokenizer._native.token_to_id(char) for piece, _ in spelt for char in piece]
+
+
+@given(st.lists(st.integers(0, 339), max_size=80))
+@settings(max_examples=300, deadline=None)
+def test_any_ids_join_to_decoding_all_at_once(ids: list[int]) -> None:
+    tokenizer = byte_level()
+    assert "".join(piece.text for piece in tokenizer.pieces(ids)) == tokenizer.decode(ids)
+
+
+@given(st.text(alphabet="aé日😀😂🤗 \n\u200d", max_size=40), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_any_text_comes_back(text: str, split_bytes: bool) -> None:
+    tokenizer = byte_level()
+    ids = byte_ids(text, tokenizer) if split_bytes else tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(piece.text for piece in tokenizer.pieces(ids)) == text
+
+
+@given(st.text(alphabet="ab é日😀😂", max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_byte_fallback_text_comes_back(text: str) -> None:
+    tokenizer = byte_fallback()
+    ids = [257, *byte_ids(text, tokenizer), 261, 258]
+    assert "".join(piece.text for piece in tokenizer.pieces(ids)) == tokenizer.decode(ids)
+
+
+def test_pieces_never_end_inside_a_character() -> None:
+    tokenizer = byte_level()
+    pieces = [piece.text for piece in tokenizer.pieces(byte_ids("x😀y", tokenizer))]
+    assert "�" not in "".join(pieces)
+    assert pieces[:2] == ["x", ""]
+
+
+def test_endless_broken_bytes_stay_linear() -> None:
+    decoded = 0
+    tokenizer = byte_level()
+    (first_byte, *_) = byte_ids("😀", tokenizer)
+
+    def decode(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return tokenizer.decode(ids)
+
+    detokenizer = tokenizer.detokenizer()
+    detokenizer._decode = decode
+    text = "".join(detokenizer.push(first_byte) for _ in range(1000)) + detokenizer.flush()
+    assert text == "�" * 1000
+    assert decoded < 60_000
+
+
+def test_tokens_that_straddle_characters_come_out() -> None:
+    """Each token ends one emoji and begins the next: the text never looks complete before the end."""
+    vocab = {"ð": 0, "ŁĺĤð": 1, "ŁĺĤ": 2}
+    native = NativeTokenizer(models.BPE(vocab, []))
+    native.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(native)
+    ids = [0, *[1] * 100, 2]
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.push(id_) for id_ in ids]
+    assert "".join(pieces) == tokenizer.decode(ids) == "😂" * 101
+    assert "".join(pieces[:60])  # not all at the end
+
+
+def test_special_tokens_have_no_text() -> None:
+    tokenizer = byte_level()
+    pieces = tokenizer.pieces([BOS_ID, *tokenizer.encode("hello", add_special_tokens=False), EOS_ID])
+    assert pieces[0].special
+    assert pieces[-1].special
+    assert "".join(piece.text for piece in pieces) == "hello"
+
+
+def test_prompts_are_never_cut_or_padded() -> None:
+    native = byte_level_tokenizer()
+    native.enable_truncation(2)
+    native.enable_padding(length=50)
+    assert len(Tokenizer(native).encode("qqqqq", add_special_tokens=True)) == 5
+
+
+def stopped_by_hand(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The first prefix that ends with a stop string ends the text; the longest such string is cut off."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+@given(
+    st.lists(st.text(alphabet="ab", max_size=5), max_size=12),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4),
+)
+@settings(max_examples=500, deadline=None)
+def test_stop_strings_do_not_depend_on_the_cut(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    shown, matched = "", False
+    for piece in pieces:
+        text, matched = matcher.push(piece)
+        shown += text
+        assert "".join(pieces).startswith(shown)
+        if matched:
+            break
+    else:
+        shown += matcher.flush()
+    assert (shown, matched) == stopped_by_hand("".join(pieces), stops)
+
+
+@given(st.lists(st.text(alphabet="abc", max_size=4), max_size=10))
+@settings(max_examples=200, deadline=None)
+def test_only_what_may_become_a_stop_string_is_held(pieces: list[str]) -> None:
+    matcher = StopMatcher(["abca", "cc"])
+    shown = ""
+    for place, piece in enumerate(pieces):
+        text, matched = matcher.push(piece)
+        shown += text
+        if matched:
+            return
+        held = "".join(pieces[: place + 1])[len(shown) :]
+        assert matcher.holding is bool(held)
+        assert not held or any(stop.startswith(held) and stop != held for stop in ("abca", "cc"))
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("hello STOP there", ["STOP"], "hello "),
+        ("a\n\nb", ["\n\n"], "a"),
+        ("ababac", ["abac"], "ab"),
+        ("xabc", ["abc", "b"], "xa"),  # "b" is complete before "abc"
+        ("xabc", ["abc", "c"], "x"),  # both at the same character: the longest
+        ("no such", ["zzz"], "no such"),
+        ("😀😂", ["😂"], "😀"),
+    ],
+)
+def test_text_stream_over_tokens(text: str, stops: list[str], shown: str) -> None:
+    tokenizer = byte_level()
+    for ids in (tokenizer.encode(text, add_special_tokens=False), byte_ids(text, tokenizer)):
+        stream = TextStream(tokenizer.detokenizer(), StopMatcher(stops))
+        out = ""
+        for id_ in ids:
+            out += stream.push(id_)
+            if stream.stopped:
+                break
+        out += stream.flush()
+        assert out == shown
+
+
+def test_a_stop_string_may_be_completed_by_the_flush() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer.detokenizer(), StopMatcher(["x�"]))
+    ids = byte_ids("x", tokenizer) + byte_ids("😀", tokenizer)[:2]
+    shown = "".join(stream.push(id_) for id_ in ids) + stream.flush()
+    assert stream.stopped
+    assert shown == ""

@@ -1,0 +1,152 @@
+"""Settings, limits, and the table of requests that are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.domain.errors import ConfigurationError, InvalidRequest
+from mesh.domain.sampling import SamplingParams
+from mesh.model_files import ModelFacts
+from router.limits import LimitPolicy, Limits
+from router.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from router.settings import RouterSettings
+from router.text.chat import ChatMessage
+from router.validation import GenerateInput, check_prompt_ids, check_shape, complete_sampling, require_prompt
+from tests.fakes.router_views import decode
+
+LIMITS = Limits(max_input_tokens=10, max_total_tokens=16)
+PROMPT = TokenPrompt((1, 2))
+
+
+def settings(tmp_path: Path, **changes: Any) -> RouterSettings:
+    return RouterSettings(model=str(tmp_path), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"max_concurrent_requests": 0}, "max_concurrent_requests must be >= 1, got 0"),
+        ({"max_input_length": 0}, "max_input_length must be >= 1"),
+        ({"max_input_length": 8, "max_total_tokens": 8}, "max_input_length must be < max_total_tokens, got 8 and 8"),
+        ({"grace_s": 0.0}, "grace_s must be > 0"),
+        ({"stall_timeout_s": float("nan")}, "stall_timeout_s must be > 0"),
+        ({"prefill_threshold": -1}, "prefill_threshold must be >= 0"),
+        ({"log_level": "loud"}, "log_level"),
+        ({"model": "/does/not/exist"}, "model must be a checkpoint folder"),
+    ],
+)
+def test_contradictory_settings(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        RouterSettings(**{"model": str(tmp_path), **changes})
+
+
+def test_the_served_name_is_the_folders(tmp_path: Path) -> None:
+    assert settings(tmp_path).served_name == tmp_path.name
+    assert settings(tmp_path, name="given").served_name == "given"
+
+
+@pytest.mark.parametrize(
+    ("changes", "positions", "workers", "expected"),
+    [
+        ({}, 100, [], (99, 100)),
+        ({}, None, [], (2**20 - 1, 2**20)),
+        ({}, 100, [decode()], (63, 64)),
+        ({}, 100, [decode(), decode(num_blocks=20)], (79, 80)),
+        ({}, 100, [decode(max_model_len=30)], (29, 30)),
+        ({"max_total_tokens": 50}, 100, [decode()], (49, 50)),
+        ({"max_input_length": 20}, 100, [decode()], (20, 64)),
+        ({"max_input_length": 80}, 100, [decode()], (63, 64)),
+    ],
+)
+def test_limits(tmp_path: Path, changes: dict[str, Any], positions: int, workers: list[Any], expected: Any) -> None:
+    policy = LimitPolicy(settings(tmp_path, **changes), ModelFacts(10, frozenset(), positions, "t"))
+    limits = policy.resolve([view.info for view in workers])
+    assert (limits.max_input_tokens, limits.max_total_tokens) == expected
+
+
+@pytest.mark.parametrize("changes", [{"max_total_tokens": 101}, {"max_input_length": 100}])
+def test_limits_beyond_the_model_are_contradictory(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="100"):
+        LimitPolicy(settings(tmp_path, **changes), ModelFacts(10, frozenset(), 100, "t"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"num_choices": 0}, r"num_choices must be in \[1, 8\], got 0"),
+        ({"num_choices": 9}, r"num_choices must be in \[1, 8\], got 9"),
+        ({"top_logprobs": 21}, r"top_logprobs must be in \[0, 20\], got 21"),
+    ],
+)
+def test_shapes_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        check_shape(GenerateInput(PROMPT, **changes), max_choices=100)
+
+
+def test_no_more_choices_than_permits() -> None:
+    check_shape(GenerateInput(PROMPT, num_choices=2), max_choices=2)
+    with pytest.raises(InvalidRequest, match=r"\[1, 2\]"):
+        check_shape(GenerateInput(PROMPT, num_choices=3), max_choices=2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        (None, "input is missing"),
+        (TextPrompt(""), "prompt is empty"),
+        (TokenPrompt(()), "prompt is empty"),
+        (ChatPrompt(()), "chat.messages is empty"),
+        (
+            ChatPrompt((ChatMessage("user", "hi"), ChatMessage("root", "hi"))),
+            r"chat.messages\[1\].role must be one of system, user, assistant, got 'root'",
+        ),
+    ],
+)
+def test_prompts_refused(prompt: Any, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        require_prompt(prompt)
+
+
+@pytest.mark.parametrize(
+    ("ids", "complaint"),
+    [
+        ((), "prompt is empty"),
+        (range(11), r"has 11 tokens, at most 10 \(max_input_length\)"),
+        ((1, 50), "token id 50 is not in the vocabulary of 50"),
+    ],
+)
+def test_prompt_ids_refused(ids: Any, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        check_prompt_ids(ids, vocab_size=50, limits=LIMITS)
+
+
+def complete(num_prompt_tokens: int = 6, **sampling: Any) -> SamplingParams:
+    return complete_sampling(
+        SamplingParams(**sampling), num_prompt_tokens=num_prompt_tokens, vocab_size=50, limits=LIMITS
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "complaint"),
+    [
+        ({"max_new_tokens": 11}, r"prompt tokens \(6\) \+ max_new_tokens \(11\) must be <= max_total_tokens \(16\)"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be >= 1"),
+        ({"min_new_tokens": 11}, r"min_new_tokens \(11\) must be <= max_new_tokens \(10\)"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"stop": ("a",) * 5}, "stop has 5 strings"),
+        ({"stop_token_ids": (50,)}, "stop_token_ids: token id 50"),
+        ({"logit_bias": {50: 1.0}}, "logit_bias: token id 50"),
+    ],
+)
+def test_sampling_refused(sampling: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        complete(**sampling)
+
+
+def test_sampling_completed() -> None:
+    assert complete().max_new_tokens == 10
+    assert complete(max_new_tokens=3).max_new_tokens == 3
+    assert complete(seed=0).seed == 0
+    assert complete().seed != complete().seed

@@ -63,6 +63,10 @@ LayerHook = Callable[[ScheduledBatch, int, int], None]
 class Runner(Protocol):
     """Executes batches. Plug point: ModelRunner, and fakes in tests."""
 
+    def prepare_thread(self) -> None:
+        """Called once, before anything else, by the thread that will call `run`."""
+        ...
+
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
         """Compute one step; one output per item, in order. Does not change the sequences. Called by one thread."""
         ...

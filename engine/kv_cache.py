@@ -16,6 +16,7 @@ from mesh.domain.kv import KVLayout
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
+_CACHE_LINE_BYTES = 64
 
 
 def num_blocks_for_memory(layout: KVLayout, memory_bytes: int) -> int:
@@ -34,7 +35,7 @@ class KVCache:
         self.num_blocks = num_blocks
         heads = layout.num_kv_heads // layout.tp_size
         shape = (layout.num_layers, 2, num_blocks, layout.block_size, heads, layout.head_dim)
-        self._tensor = torch.zeros(shape, dtype=getattr(torch, layout.dtype), device=device)
+        self._tensor = _zeros(num_blocks * layout.block_bytes, device).view(getattr(torch, layout.dtype)).view(shape)
         self._layers = list(self._tensor.unbind(0))
         # [num_layers, 2, num_blocks, bytes of one layer's keys or values in a block]
         self._rows = self._tensor.flatten(3).view(torch.uint8)
@@ -93,6 +94,15 @@ class KVCache:
         if flat.size != needed:
             raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
         return flat.reshape(num_layers, 2, len(block_ids), -1) if needed else flat.reshape(num_layers, 2, 0, 1)
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Zeros [num_bytes] uint8. On CPU the system hands pages out as they are first written."""
+    if device.type != "cpu":
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = np.zeros(num_bytes + _CACHE_LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE_BYTES
+    return torch.from_numpy(memory[start : start + num_bytes])
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -43,6 +43,10 @@ class Engine:
         self._runner = runner
         self._on_layers = on_layers
 
+    def prepare_thread(self) -> None:
+        """Called once by the thread that will step."""
+        self._runner.prepare_thread()
+
     def step(self) -> StepResult:
         """Plan, compute, apply."""
         batch = self.scheduler.schedule()
@@ -123,6 +127,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            self._engine.prepare_thread()
             while not self._stopping:
                 self._run_commands()
                 if self._engine.scheduler.has_work and not self._stopping:

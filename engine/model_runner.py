@@ -20,7 +20,8 @@ _MAX_LOGITS = 2**24
 class ModelRunner:
     """Runs the decoder over a batch, then samples; implements `engine.batch.Runner`.
 
-    `layers_per_group` is how many layers' KV each call of the layer hook announces; the last group may be smaller.
+    `layers_per_group` is how many layers' KV each call of the layer hook announces; the last group may be smaller. It
+    computes with as many threads as torch was set to when it was made.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ModelRunner:
         self._layers_per_group = layers_per_group
         self._sampler = Sampler()
         self._device = kv_cache.tensor.device
+        self._num_threads = torch.get_num_threads()
 
     @property
     def config(self) -> ModelConfig:
@@ -58,6 +60,10 @@ class ModelRunner:
             RunnerOutput(token, self._prompt_logprobs(item, hidden[start : start + item.num_tokens]))
             for item, token, start in zip(batch.items, tokens, inputs.starts, strict=False)
         ]
+
+    def prepare_thread(self) -> None:
+        """See Runner.prepare_thread. OpenMP keeps the number of threads for each calling thread on its own."""
+        torch.set_num_threads(self._num_threads)
 
     def forget(self, sequence: Sequence) -> None:
         """See Runner.forget."""

@@ -16,7 +16,7 @@ Life of a transfer:
                     ── committed ──────────────────▶ commit returns TransferResult
 
 If it fails: `on_failed(transfer_id, error)` on the left, `commit` raises (and `transfer.failure` is set) on the right.
-Either side may `await abort(...)` at any time. Who waits for commit, abort or a callback may free its blocks afterwards:
+Either side may `await abort(...)` at any time. Who waits for commit, abort or a callback may free its blocks after it:
 no thread touches them any more. What arrives wrong is refused and never written; what never committed is never decoded
 from.
 

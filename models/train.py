@@ -52,7 +52,7 @@ class Plan:
 
 PLANS = {
     "tandem-small": Plan(256, 4, 8, 2, 640, 2e-3, 500, 1240),
-    "tandem-draft": Plan(128, 2, 4, 2, 320, 4e-3, 500, 2000),
+    "tandem-draft": Plan(128, 2, 4, 2, 320, 4e-3, 300, 1200),
 }
 
 

@@ -130,17 +130,19 @@ class Attempt:
             async with asyncio.timeout(self._patience.reserve_s):
                 return await self._reserved
         except TimeoutError:
-            self.blamed = self._booking.placement.decode
-            raise WorkerBusy("the decode worker did not reserve memory in time") from None
+            self._end(WorkerBusy("the decode worker did not reserve memory in time"), self._booking.placement.decode)
+            return None
 
     async def _wait_ended(self) -> None:
         """Raises what the attempt ended with. One timer for many tokens: it looks how old the last sign of life is."""
         while not self._ended.done():
             waited_s = self._clock() - self._last_sign_s
             if waited_s >= self._patience.stall_s and not self._prefill_runs():
-                self.blamed = self._booking.placement.decode
-                raise WorkerLost(f"no token for {waited_s:.0f} s")
-            await asyncio.wait({self._ended}, timeout=max(self._patience.stall_s - waited_s, 1.0))
+                self._end(WorkerLost(f"no token for {waited_s:.1f} s"), self._booking.placement.decode)
+                break
+            await asyncio.wait(
+                {self._ended}, timeout=max(self._patience.stall_s - waited_s, self._patience.stall_s / 4)
+            )
         error = self._ended.result()
         if error is not None:
             raise error

@@ -2,8 +2,8 @@
 
     StepOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ Chunk
 
-Every token makes exactly one event, in order. The newest event is kept back while text of its token is, so that text
-which comes out only at the end still has a token to go with, and special tokens never carry text.
+Every token makes exactly one event, in order and at once; its text is empty while held back. Text that comes out only
+at the end goes with the last token, whatever that is: the texts of all events, joined, are the result.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class TopToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """A token with the text it adds: none for special tokens, and none while text is held back."""
+    """A token with the text it adds: none of its own for special tokens, and none while text is held back."""
 
     id: int
     text: str
@@ -76,7 +76,6 @@ class Choice:
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer.detokenizer(), StopMatcher(valid.sampling.stop))
         self._pending: list[TokenEvent] = []
-        self._num_kept_back = 0  # newest events of `_pending`, the first of which still waits for text
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -132,10 +131,9 @@ class Choice:
 
     def take(self) -> Chunk | None:
         """What is ready for the client; None if nothing is. The last chunk has the finish reason."""
-        num_ready = len(self._pending) - self._num_kept_back
-        if num_ready == 0 and self.finish_reason is None:
+        if not self._pending and self.finish_reason is None:
             return None
-        tokens, self._pending = self._pending[:num_ready], self._pending[num_ready:]
+        tokens, self._pending = self._pending, []
         usage = self.usage() if self.finish_reason is not None else None
         return Chunk(self.index, tokens, self.finish_reason, usage)
 
@@ -158,20 +156,14 @@ class Choice:
     def _add(self, token: SampledToken, *, hide_text: bool) -> None:
         self.token_ids.append(token.id)
         special = token.id in self._tokenizer.special_ids
-        has_text = not (special or hide_text)
-        text = self._text.push(token.id) if has_text else ""
+        text = "" if special or hide_text else self._text.push(token.id)
         self._pending.append(TokenEvent(token.id, text, token.logprob, self._top(token.top), special))
-        if has_text:
-            self._num_kept_back = 1 if self._text.holding else 0
-        elif self._num_kept_back:
-            self._num_kept_back += 1
 
     def _finish(self, reason: FinishReason) -> None:
         rest = self._text.flush()
-        if rest:
-            place = len(self._pending) - self._num_kept_back
-            self._pending[place] = replace(self._pending[place], text=self._pending[place].text + rest)
-        self._num_kept_back = 0
+        if rest and self._pending:  # the token that ends a sequence comes with the reason
+            last = self._pending[-1]
+            self._pending[-1] = replace(last, text=last.text + rest)
         self.finish_reason = reason
 
     def _top(self, top: tuple[TokenLogprob, ...]) -> tuple[TopToken, ...]:

@@ -145,11 +145,12 @@ class GenerationService:
     async def _run(self, choice: Choice, valid: ValidRequest, span: "_Span") -> None:
         """Run one choice, and write its line of the access log."""
         timeline = span.timeline if choice.index == 0 else span.timeline.copy()
-        error = ""
+        error: str | None = None
         try:
             await self._parts.dispatcher.run(choice, timeline, span.deadline_s)
         except BaseException as failure:
-            error = type(failure).__name__
+            if choice.finish_reason is None:
+                error = type(failure).__name__
             raise
         finally:
             timeline.mark("finished")
@@ -161,7 +162,7 @@ class GenerationService:
                 completion_tokens=len(choice.token_ids),
                 cached_tokens=choice.cached_tokens or 0,
                 finish_reason=choice.finish_reason.value if choice.finish_reason is not None else None,
-                error=error or None,
+                error=error,
                 **timeline.as_fields(),
             )
 

@@ -29,6 +29,7 @@ class CpuAttention:
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "attention") if num_threads > 1 else None
         self._scratch = [np.empty(0, np.float32) for _ in range(num_threads)]
+        self._compile()
 
     def attend(
         self,
@@ -76,6 +77,13 @@ class CpuAttention:
         running = [self._threads.submit(self._kernel, arrays, part, self._scratch[i]) for i, part in enumerate(parts)]
         for future in running:
             future.result()
+
+    def _compile(self) -> None:
+        """Compile now, for no sequences, rather than while the first request waits."""
+        floats, ints = np.empty(0, np.float32), np.empty(0, np.int32)
+        scale = np.float32(self._shape.scale) * LOG2_E
+        nothing = DecodeArrays(floats, floats, floats, floats, ints.reshape(0, 1), ints, 1, 1, 1, scale)
+        self._kernel(nothing, Part(0, 0, 0, 0), floats)
 
     def _split(self, metadata: ForwardMetadata) -> list[Part]:
         """One part for each thread that is worth it: some sequences, or some heads where sequences are too few."""

@@ -113,8 +113,8 @@ def decode_kernel(group_size: int, head_dim: int) -> DecodeKernel:
                 for row in range(num_rows):
                     for head in range(part.first_head, part.end_head):
                         query, key = (arrays.queries, seq_at + head * group_dim), (arrays.keys, at + head * head_dim)
-                        score = (scores, head * group_size * step + token - start + row)
-                        dot_rows(query, key, score, step, group_size, head_dim)
+                        score = (scores, head * group_size * step + token - start + row, step)
+                        dot_rows(query, key, score, group_size, head_dim)
                         prefetch_row(arrays.keys, ahead + head * head_dim, head_dim)
                     at += arrays.token_step
                     ahead += arrays.token_step
@@ -129,8 +129,8 @@ def decode_kernel(group_size: int, head_dim: int) -> DecodeKernel:
                 for row in range(num_rows):
                     for head in range(part.first_head, part.end_head):
                         value, target = (arrays.values, at + head * head_dim), (arrays.out, seq_at + head * group_dim)
-                        score = (scores, head * group_size * step + token - start + row)
-                        add_scaled_rows(score, step, value, target, group_size, head_dim)
+                        score = (scores, head * group_size * step + token - start + row, step)
+                        add_scaled_rows(score, value, target, group_size, head_dim)
                         prefetch_row(arrays.values, ahead + head * head_dim, head_dim)
                     at += arrays.token_step
                     ahead += arrays.token_step

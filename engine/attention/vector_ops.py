@@ -2,7 +2,8 @@
 
 A place is a tuple of an array and an offset; offsets and steps count elements. `rows` and `width` are compile-time
 constants, so that everything is unrolled and the shared row stays in registers. Nothing is checked: a wrong offset
-reads or writes foreign memory.
+reads or writes foreign memory. Code compiled to disk is keyed by `decode_kernel.py`: after a change here, save that
+file too.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def _num_lanes(width: int) -> int:
 
 def _pointer(context: Any, builder: Any, kind: Any, place: Any) -> Any:
     """Address of a place: a tuple of an array and an offset."""
-    array, offset = (builder.extract_value(place, i) for i in range(2))
+    array, offset = builder.extract_value(place, 0), builder.extract_value(place, 1)
     return builder.gep(context.make_array(kind[0])(context, builder, array).data, [offset])
 
 
@@ -46,9 +47,9 @@ def _multiply_add(builder: Any, x: Any, y: Any, total: Any) -> Any:
 
 
 @_vector_op
-def dot_rows(typing: Any, many: Any, one: Any, out: Any, step: Any, rows: Any, width: Any) -> Any:
-    """out[i * step] = dot(row i of `many`, the row `one`), for i < rows."""
-    signature = types.void(many, one, out, types.intp, rows, width)
+def dot_rows(typing: Any, many: Any, one: Any, out: Any, rows: Any, width: Any) -> Any:
+    """out[i * step] = dot(row i of `many`, the row `one`), for i < rows; `out` is (array, offset, step)."""
+    signature = types.void(many, one, out, rows, width)
     lanes = _num_lanes(width.literal_value)
     num_vectors = width.literal_value // lanes
     vector = ir.VectorType(_FLOAT, lanes)
@@ -65,22 +66,22 @@ def dot_rows(typing: Any, many: Any, one: Any, out: Any, step: Any, rows: Any, w
             for i in range(num_vectors):
                 total = _multiply_add(builder, _load(builder, left, row * num_vectors + i), shared[i], total)
             builder.store(builder.call(reduce, [_FLOAT(0.0), total], fastmath=_FAST), target)
-            target = builder.gep(target, [args[3]])
+            target = builder.gep(target, [builder.extract_value(args[2], 2)])
         return context.get_dummy_value()
 
     return signature, generate
 
 
 @_vector_op
-def add_scaled_rows(typing: Any, factors: Any, step: Any, one: Any, out: Any, rows: Any, width: Any) -> Any:
-    """Row i of `out` += factors[i * step] * the row `one`, for i < rows."""
-    signature = types.void(factors, types.intp, one, out, rows, width)
+def add_scaled_rows(typing: Any, factors: Any, one: Any, out: Any, rows: Any, width: Any) -> Any:
+    """Row i of `out` += factors[i * step] * the row `one`, for i < rows; `factors` is (array, offset, step)."""
+    signature = types.void(factors, one, out, rows, width)
     lanes = _num_lanes(width.literal_value)
     num_vectors = width.literal_value // lanes
     vector = ir.VectorType(_FLOAT, lanes)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        factor_at, source, target = (_pointer(context, builder, signature.args[i], args[i]) for i in (0, 2, 3))
+        factor_at, source, target = (_pointer(context, builder, signature.args[i], args[i]) for i in range(3))
         source, target = (builder.bitcast(pointer, vector.as_pointer()) for pointer in (source, target))
         undefined = ir.Constant(vector, ir.Undefined)
         zeros = ir.Constant(ir.VectorType(_INT32, lanes), [0] * lanes)
@@ -88,7 +89,7 @@ def add_scaled_rows(typing: Any, factors: Any, step: Any, one: Any, out: Any, ro
         for row in range(rows.literal_value):
             first = builder.insert_element(undefined, builder.load(factor_at), _INT32(0))
             factor = builder.shuffle_vector(first, undefined, zeros)
-            factor_at = builder.gep(factor_at, [args[1]])
+            factor_at = builder.gep(factor_at, [builder.extract_value(args[0], 2)])
             for i in range(num_vectors):
                 index = row * num_vectors + i
                 total = _multiply_add(builder, factor, shared[i], _load(builder, target, index))

@@ -49,7 +49,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not _is_cpu_fp32(x):
         return F.rms_norm(x, weight.shape, weight, eps)
     # torch has no fused kernel for CPU; these are half as many steps as its decomposition.
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).mul_(weight)
 

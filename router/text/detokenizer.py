@@ -38,11 +38,6 @@ class Detokenizer:
         self._pending = 0  # tokens since a clean boundary
         self._boundary = 0  # clean boundary before the newest one, as an index into the window
 
-    @property
-    def holding(self) -> bool:
-        """True while text of pushed tokens is held back."""
-        return self._sent < len(self._text)
-
     def push(self, token_id: int) -> str:
         """Text that this token completes; may be empty."""
         self._window.append(token_id)

@@ -42,11 +42,6 @@ class StopMatcher:
         self._states = [0] * len(stops)
         self._held = ""
 
-    @property
-    def holding(self) -> bool:
-        """True while text is held back."""
-        return bool(self._held)
-
     def push(self, text: str) -> tuple[str, bool]:
         """Text that may go out, and whether a stop string was met; it and what follows it are dropped."""
         if not self._patterns:

@@ -12,11 +12,6 @@ class TextStream:
         self._matcher = matcher
         self.stopped = False
 
-    @property
-    def holding(self) -> bool:
-        """True while text of pushed tokens is held back."""
-        return not self.stopped and (self._detokenizer.holding or self._matcher.holding)
-
     def push(self, token_id: int) -> str:
         """Text that may go out now. Sets `stopped` if a stop string was met; nothing may be pushed after that."""
         text, self.stopped = self._matcher.push(self._detokenizer.push(token_id))

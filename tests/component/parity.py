@@ -4,10 +4,11 @@ import copy
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from engine.load import RunnerSettings, load_model_runner
 from tests.component.checkpoints import VOCAB_SIZE
@@ -35,12 +36,13 @@ def prompts() -> list[list[int]]:
     return [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
-def reference_model(model_dir: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager").eval()
+def reference_model(model_dir: Path) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
 
 
 @torch.no_grad()
-def expect(model: PreTrainedModel, prompt: list[int], num_new: int = NUM_NEW) -> Expected:
+def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> Expected:
     """Greedy generation with transformers' own cache. Copies the model: dynamic RoPE keeps state between calls."""
     model = copy.deepcopy(model)
     ids, cache, token_ids, rows = torch.tensor([prompt]), None, [], []

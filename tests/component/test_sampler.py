@@ -16,7 +16,7 @@ from tests.fakes.requests import make_request
 
 VOCAB_SIZE = 600
 EOS = 7
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 CASES: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},

@@ -64,6 +64,9 @@ class FakeRunner:
         self.num_steps = 0
         self._layers_per_group = layers_per_group
 
+    def prepare_thread(self) -> None:
+        """Any thread will do."""
+
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
         """Write KV of the step's tokens, layer group by layer group, then derive tokens from all KV so far."""
         self.gate.wait()

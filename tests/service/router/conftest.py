@@ -50,7 +50,8 @@ class Mesh:
 
     async def decode(self, name: str = "decode-0", **changes: Any) -> FakeDecodeWorker:
         worker: FakeDecodeWorker = await self.add(FakeDecodeWorker, name, **changes)
-        await self.until(lambda: worker.info.incarnation in self.router._links._links)
+        if changes.get("tokenizer_fingerprint") is None:
+            await self.until(lambda: self.router._links.find(worker.info) is not None)
         return worker
 
     async def prefill(self, name: str = "prefill-0", **changes: Any) -> FakePrefillWorker:
@@ -125,11 +126,14 @@ def make_request(
 
 
 @pytest.fixture
-async def make_mesh(model_dir: Path) -> AsyncIterator[Any]:
+async def make_mesh(model_dir: Path, tmp_path: Path) -> AsyncIterator[Any]:
     meshes: list[Mesh] = []
 
-    async def make(**settings: Any) -> Mesh:
-        mesh = Mesh(model_dir, **settings)
+    async def make(*, model_positions: int = 512, **settings: Any) -> Mesh:
+        folder = model_dir
+        if model_positions != 512:
+            folder = write_checkpoint(tmp_path / "tiny", max_positions=model_positions)
+        mesh = Mesh(folder, **settings)
         meshes.append(mesh)
         await mesh.start()
         return mesh

@@ -42,7 +42,9 @@ async def assert_exact(mesh: Mesh, *, num_attempts: int | None = None) -> Result
     ],
 )
 @pytest.mark.parametrize("separated", [True, False])
-async def test_a_sequence_that_fails_on_decode_is_replayed(make_mesh: Any, script: DecodeScript, separated: bool) -> None:
+async def test_a_sequence_that_fails_on_decode_is_replayed(
+    make_mesh: Any, script: DecodeScript, separated: bool
+) -> None:
     mesh = await make_mesh()
     if separated:
         await mesh.prefill()

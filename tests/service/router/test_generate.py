@@ -84,7 +84,7 @@ async def test_the_first_token_does_not_wait_for_the_transfer(make_mesh: Any) ->
     assert first.prompt.request_id
     assert first.prompt.num_tokens == 6
     decode.gate.open()
-    async for message in call:
+    while message := await call.read():
         assert not message.HasField("prompt")
 
 
@@ -205,7 +205,7 @@ async def test_models(make_mesh: Any) -> None:
 async def test_workers_are_listed(make_mesh: Any) -> None:
     mesh = await make_mesh()
     prefill, decode = await mesh.prefill(), await mesh.decode()
-    prefill.scripts = [PrefillScript()]
+    assert prefill.info.role is not decode.info.role
     decode.gate.close()
     call = mesh.stub.Generate(make_request(token_ids=PROMPT, max_new_tokens=2), timeout=10)
     await call.read()
@@ -214,13 +214,17 @@ async def test_workers_are_listed(make_mesh: Any) -> None:
     assert {status.state for status in listed.workers} == {worker_pb2.WORKER_STATE_READY}
     assert (listed.active_requests, listed.queued_requests) == (1, 0)
     decode.gate.open()
-    assert [message async for message in call]
+    assert await call.read()
 
 
 @pytest.mark.parametrize(
     ("request_", "code", "words"),
     [
-        (make_request(token_ids=PROMPT, model="gpt"), grpc.StatusCode.NOT_FOUND, "'gpt' is not served here; served: tiny"),
+        (
+            make_request(token_ids=PROMPT, model="gpt"),
+            grpc.StatusCode.NOT_FOUND,
+            "'gpt' is not served here; served: tiny",
+        ),
         (make_request(prompt=""), grpc.StatusCode.INVALID_ARGUMENT, "empty"),
         (generation_pb2.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "input is missing"),
         (make_request(token_ids=[9999]), grpc.StatusCode.INVALID_ARGUMENT, "9999"),

@@ -91,7 +91,9 @@ def write_config(folder: Path, **content: object) -> Path:
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
-    write_config(tmp_path, bos_token="<s>", eos_token={"content": "</s>"}, pad_token=None, chat_template="{{ bos_token }}")
+    write_config(
+        tmp_path, bos_token="<s>", eos_token={"content": "</s>"}, pad_token=None, chat_template="{{ bos_token }}"
+    )
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert template.render(TURNS) == "<s>"

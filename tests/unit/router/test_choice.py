@@ -22,7 +22,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(byte_level_tokenizer(), frozenset({EOS_ID}))
 
 
-def make_choice(*, index: int = 0, max_new_tokens: int = 50, seed: int = 7, stop: tuple[str, ...] = (), **asked: Any) -> Choice:
+def make_choice(
+    *, index: int = 0, max_new_tokens: int = 50, seed: int = 7, stop: tuple[str, ...] = (), **asked: Any
+) -> Choice:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=seed, stop=stop)
     prompt = (5, 6, 7)
     return Choice(index, ValidRequest("r", prompt, sampling, GenerateInput(TokenPrompt(prompt), **asked)), tokenizer())
@@ -78,22 +80,22 @@ def test_one_event_per_token_and_all_of_the_text(text: str, batch: int, ends_wit
         events += events_of(choice)
     assert [event.id for event in events] == choice.token_ids == ids[: len(choice.token_ids)]
     assert "".join(event.text for event in events) == text.split("STOP")[0]
-    assert all(event.text == "" for event in events if event.special)
+    assert all(event.text == "" for event in events[:-1] if event.special)
     if "STOP" in text:
         assert choice.finish_reason is FinishReason.STOP_SEQUENCE
     elif ids:
         assert choice.finish_reason is (FinishReason.EOS_TOKEN if ends_with_eos else FinishReason.LENGTH)
 
 
-def test_held_back_text_goes_out_with_the_token_before_eos() -> None:
+def test_held_back_text_goes_out_with_the_last_token() -> None:
     choice = make_choice(stop=("zz",))
     (z_id,) = tokenizer().encode("z", add_special_tokens=False)
     choice.accept(output(0, [z_id]))
-    assert choice.take() is None
+    assert [event.text for event in events_of(choice)] == [""]
     choice.accept(output(1, [EOS_ID], FinishReason.EOS_TOKEN))
     chunk = choice.take()
     assert chunk is not None
-    assert [(event.text, event.special) for event in chunk.tokens] == [("z", False), ("", True)]
+    assert [(event.text, event.special) for event in chunk.tokens] == [("z", True)]
     assert chunk.finish_reason is FinishReason.EOS_TOKEN
     assert chunk.usage is not None
     assert chunk.usage.completion_tokens == 2

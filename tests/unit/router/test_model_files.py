@@ -53,7 +53,9 @@ def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
         ({"vocab_size": 9}, None, None, "tokenizer.json"),
     ],
 )
-def test_errors_name_the_file(tmp_path: Path, config: object, generation: object, tokenizer: str | None, named: str) -> None:
+def test_errors_name_the_file(
+    tmp_path: Path, config: object, generation: object, tokenizer: str | None, named: str
+) -> None:
     write(tmp_path, config, generation, tokenizer)
     with pytest.raises(ConfigurationError, match=named):
         read_model_facts(tmp_path)

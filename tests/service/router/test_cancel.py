@@ -1,0 +1,147 @@
+"""Clients that leave, at any moment: both workers hear of it within a second, and nothing stays behind."""
+
+import asyncio
+import random
+from typing import Any
+
+import grpc
+import pytest
+
+from tandem.v1 import generation_pb2_grpc
+from tests.fakes.router_workers import PrefillScript, expected_tokens
+from tests.service.router.conftest import Mesh, make_request
+
+PROMPT = [65, 66, 67, 68, 69]
+# Megabytes of answer.
+BIG = make_request(token_ids=PROMPT, max_new_tokens=20_000, output={"top_logprobs": 20}, logit_bias={70: 1.0})
+
+
+async def assert_all_gone(mesh: Mesh) -> None:
+    await mesh.until(lambda: mesh.router.permits.num_held == 0, timeout_s=1)
+    await mesh.until(lambda: not any(worker.num_running for worker in mesh.workers), timeout_s=1)
+    mesh.assert_at_rest()
+
+
+async def test_while_queued(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    call = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=10)
+    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    call.cancel()
+    await assert_all_gone(mesh)
+
+
+async def test_during_prefill(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    prefill.scripts = [PrefillScript(hold=asyncio.Event())]
+    call = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=10)
+    await prefill.calls.wait_len(1)
+    call.cancel()
+    await prefill.cancelled.wait_len(1, timeout_s=1)
+    await decode.aborted.wait_len(1, timeout_s=1)
+    await assert_all_gone(mesh)
+
+
+async def test_while_decoding(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    decode = await mesh.decode()
+    decode.gate.close()
+    decode.gate.allow(3)
+    call = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=10)
+    await decode.sent.wait_len(3)
+    call.cancel()
+    await decode.aborted.wait_len(1, timeout_s=1)
+    await assert_all_gone(mesh)
+
+
+async def test_all_choices_are_aborted(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    decode.gate.close()
+    call = mesh.stub.Generate(make_request(token_ids=PROMPT, num_choices=4), timeout=10)
+    await decode.started.wait_len(4)
+    call.cancel()
+    await decode.aborted.wait_len(4, timeout_s=1)
+    await assert_all_gone(mesh)
+
+
+async def test_when_the_connection_breaks(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    decode.gate.close()
+    channel = grpc.aio.insecure_channel(mesh.router.public.address, options=[("grpc.use_local_subchannel_pool", 1)])
+    call = generation_pb2_grpc.GenerationStub(channel).Generate(make_request(token_ids=PROMPT), timeout=10)
+    await decode.started.wait_len(1)
+    await channel.close()
+    assert call.done()
+    await decode.aborted.wait_len(1, timeout_s=1)
+    await assert_all_gone(mesh)
+
+
+@pytest.mark.parametrize("separated", [True, False])
+async def test_when_the_deadline_passes(make_mesh: Any, separated: bool) -> None:
+    mesh = await make_mesh()
+    if separated:
+        await mesh.prefill()
+    decode = await mesh.decode()
+    decode.gate.close()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=0.2):
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    time_left_s = decode.started.items[0].sequence.time_left.ToMilliseconds() / 1000
+    assert 0 < time_left_s <= 0.2
+    await decode.aborted.wait_len(1, timeout_s=1)
+    await assert_all_gone(mesh)
+
+
+async def test_a_client_that_never_reads_is_cut_off(make_mesh: Any) -> None:
+    """Its answer does not fit the connection's window, so the router's write blocks."""
+    mesh = await make_mesh(slow_reader_s=0.2, model_positions=100_000)
+    decode = await mesh.decode(max_model_len=100_000, num_blocks=100_000)
+    channel = grpc.aio.insecure_channel(
+        mesh.router.public.address,
+        options=[("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)],
+    )
+    call = generation_pb2_grpc.GenerationStub(channel).Generate(BIG, timeout=20)
+    neighbour = await mesh.generate(token_ids=PROMPT, max_new_tokens=50)
+    assert neighbour.ids() == expected_tokens(PROMPT, 50)
+    await decode.started.wait_len(2)
+    await assert_all_gone(mesh)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while await call.read():
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await channel.close()
+
+
+async def test_a_client_that_leaves_while_a_write_is_blocked(make_mesh: Any) -> None:
+    mesh = await make_mesh(model_positions=100_000)
+    await mesh.decode(max_model_len=100_000, num_blocks=100_000)
+    call = mesh.stub.Generate(BIG, timeout=20)
+    await call.read()
+    call.cancel()
+    await assert_all_gone(mesh)
+
+
+async def test_cancel_storm(make_mesh: Any) -> None:
+    mesh = await make_mesh(max_concurrent_requests=64)
+    await mesh.prefill()
+    await mesh.decode()
+    rng = random.Random(7)
+
+    async def one(number: int) -> None:
+        call = mesh.stub.Generate(make_request(token_ids=[*PROMPT, number], max_new_tokens=20), timeout=10)
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        for _ in range(rng.randrange(4)):
+            await call.read()
+        call.cancel()
+
+    for _ in range(3):
+        await asyncio.gather(*(one(number) for number in range(40)))
+        await assert_all_gone(mesh)
+    for number in range(3):
+        result = await mesh.generate(token_ids=[*PROMPT, number], max_new_tokens=5)
+        assert result.ids() == expected_tokens([*PROMPT, number], 5)

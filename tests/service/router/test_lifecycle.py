@@ -1,0 +1,162 @@
+"""Start, readiness, credentials, stop."""
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from mesh.domain.errors import ConfigurationError
+from tandem.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
+from tests.service.router.conftest import Mesh, make_request
+
+PROMPT = [65, 66, 67]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+KEY = "0123456789abcdef"
+
+
+async def health(mesh: Mesh, service: str = "") -> int:
+    stub = health_pb2_grpc.HealthStub(mesh.channel)
+    status: int = (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+    return status
+
+
+async def watch_until(mesh: Mesh, wanted: int) -> None:
+    stub = health_pb2_grpc.HealthStub(mesh.channel)
+    call = stub.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Generation"), timeout=5)
+    async for response in call:
+        if response.status == wanted:
+            call.cancel()
+            return
+
+
+async def test_health_follows_the_mesh(make_mesh: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    mesh = await make_mesh(expect_prefill=1)
+    await watch_until(mesh, NOT_SERVING)
+    decode = await mesh.decode()
+    await watch_until(mesh, SERVING)
+    assert await health(mesh) == SERVING
+    assert '"ready"' not in capsys.readouterr().out  # the prefill worker is still expected
+    await mesh.prefill()
+    await mesh.until(lambda: mesh.router._readiness._announced)
+    assert '{"event": "ready"}' in capsys.readouterr().out
+    await decode.kill()
+    await watch_until(mesh, NOT_SERVING)
+    assert await health(mesh) == NOT_SERVING
+
+
+async def test_a_broken_link_is_opened_again(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.decode_links._FIRST_RETRY_S", 0.01)
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    decode.break_links()
+    await mesh.until(lambda: mesh.router._links.find(decode.info) is None)
+    decode.beat()
+    await mesh.until(lambda: mesh.router._links.find(decode.info) is not None)
+    assert (await mesh.generate(token_ids=PROMPT, max_new_tokens=3)).ids() == expected_tokens(PROMPT, 3)
+
+
+async def test_reflection(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+
+    def services() -> list[str]:
+        with grpc.insecure_channel(mesh.router.public.address) as channel:
+            return list(ProtoReflectionDescriptorDatabase(channel).get_services())
+
+    assert {"tandem.v1.Generation", "tandem.v1.Mesh"} <= set(await asyncio.to_thread(services))
+
+
+async def test_with_a_mesh_key(make_mesh: Any) -> None:
+    mesh = await make_mesh(mesh_key=KEY)
+    await mesh.prefill()
+    await mesh.decode()
+    assert (await mesh.generate(token_ids=PROMPT, max_new_tokens=3)).ids() == expected_tokens(PROMPT, 3)
+    for key in (None, "0123456789abcdeX"):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await mesh.add(FakeDecodeWorker, "forged", mesh_key=key)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert mesh.router.membership.find("forged") is None
+
+
+async def test_the_registry_is_not_on_the_public_port(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    call = worker_pb2_grpc.RegistryStub(mesh.channel).Register(iter([worker_pb2.RegisterRequest()]))
+    assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_wide_open_registry_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match="without credentials"):
+        Mesh(model_dir, registry_host="0.0.0.0")
+
+
+async def test_stop_lets_streams_end_and_refuses_new_ones(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    decode = await mesh.decode()
+    decode.gate.close()
+    running = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=5))
+    await decode.started.wait_len(1)
+    stopping = asyncio.create_task(mesh.router.stop(10))
+    await watch_until(mesh, NOT_SERVING)
+    await mesh.until(lambda: mesh.router._service._stopping)
+    refused = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=5)
+    assert await refused.code() is grpc.StatusCode.UNAVAILABLE
+    decode.gate.open()
+    assert (await running).ids() == expected_tokens(PROMPT, 5)
+    async with asyncio.timeout(3):
+        await stopping
+
+
+async def test_streams_that_outlast_the_grace_end_with_a_status(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    decode.gate.close()
+    call = mesh.stub.Generate(make_request(token_ids=PROMPT, max_new_tokens=5), timeout=10)
+    await decode.started.wait_len(1)
+    await mesh.router.stop(0.05)
+    assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    assert "stopping" in await call.details()
+    await decode.aborted.wait_len(1, timeout_s=1)
+
+
+async def test_the_process(model_dir: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "router", "--model", str(model_dir), "--port", "0", "--registry-port", "0"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    listening = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+    assert listening["event"] == "listening"
+    async with grpc.aio.insecure_channel(listening["address"]) as channel:
+        stub = worker_pb2_grpc.MeshStub(channel)
+        assert list((await stub.ListWorkers(worker_pb2.ListWorkersRequest(), timeout=5)).workers) == []
+    process.send_signal(signal.SIGTERM)
+    _, errors = await asyncio.wait_for(process.communicate(), 10)
+    assert process.returncode == 0
+    assert b"Traceback" not in errors
+
+
+async def test_a_wrong_setting_is_one_line(model_dir: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "router", "--model", str(model_dir), "--max-input-length", "9999"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2
+    assert errors.splitlines()[-1].startswith(b"router: max_input_length must be < max_total_tokens, got 9999 and")
+
+
+async def test_generation_without_workers_reports_not_ready(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    assert not (await mesh.stub.GetModel(generation_pb2.GetModelRequest())).model.ready

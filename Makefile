@@ -1,7 +1,8 @@
 # Every target sets up what it needs, from a bare clone. Override PYTHON to choose the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := tandem router prefill_worker decode_worker kvtransfer engine mesh cli bench models examples tests
+TYPED := tandem router prefill_worker decode_worker kvtransfer engine mesh cli bench models examples
+SOURCES := $(TYPED) tests
 
 .PHONY: demo up test lint protos test-gpu chaos bench clean
 .DEFAULT_GOAL := test
@@ -23,7 +24,7 @@ test: lint  ## Everything CI asks for: lint, types, import rules, protocol, test
 lint: .venv/.installed  ## Style, types, import rules, protocol lint and generated code.
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check -q $(SOURCES)
-	$(BIN)/mypy $(SOURCES)
+	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 	BIN=$(BIN) protos/check.sh
 

@@ -27,7 +27,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a role asks of its engine: tokens of a step, sequences with a seat, and tokens of KV (None: what memory gives)."""
+    """What a role asks of its engine: tokens of a step, sequences with a seat, and tokens of KV (None: what memory
+    gives).
+    """
 
     max_batch_tokens: int
     max_num_seqs: int
@@ -86,7 +88,8 @@ def build_host(settings: WorkerSettings, limits: EngineLimits, on_progress: Prog
         max_batch_tokens=limits.max_batch_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
-        prefix_caching=settings.prefix_caching,
+        # Some position encodings depend on the length of the prompt: then equal prefixes do not have equal KV.
+        prefix_caching=settings.prefix_caching and config.shareable_prefixes,
     )
     log.info(
         "engine ready",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from mesh.domain.errors import MeshError, TransferFailed, WorkerBusy, WorkerLost
+from mesh.domain.errors import MeshError, TransferCorrupt, TransferFailed, WorkerBusy, WorkerLost
 from mesh.domain.request import Request, mint_id
 from mesh.domain.tokens import StepOutput
 from mesh.domain.worker import WorkerInfo
@@ -26,9 +26,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long an attempt waits for its workers."""
+    """How long an attempt waits for its workers: to reserve, for the prompt to be computed, between tokens."""
 
     reserve_s: float
+    prefill_s: float
     stall_s: float
 
 
@@ -98,8 +99,8 @@ class Attempt:
     def on_failed(self, error: MeshError) -> None:
         """The decode worker has given up or is lost."""
         placement = self._booking.placement
-        from_transfer = isinstance(error, TransferFailed) and placement.prefill is not None
-        self._end(error, placement.prefill if from_transfer else placement.decode)
+        sender = placement.prefill if isinstance(error, TransferCorrupt) else None
+        self._end(error, sender or placement.decode)
 
     def _accept(self, output: StepOutput) -> None:
         self._last_sign_s = self._clock()
@@ -136,13 +137,13 @@ class Attempt:
     async def _wait_ended(self) -> None:
         """Raises what the attempt ended with. One timer for many tokens: it looks how old the last sign of life is."""
         while not self._ended.done():
+            decodes = self._decode_streams or self._transferred
+            patience_s = self._patience.stall_s if decodes else self._patience.prefill_s
             waited_s = self._clock() - self._last_sign_s
-            if waited_s >= self._patience.stall_s and not self._prefill_runs():
+            if waited_s >= patience_s and not self._prefill_runs():
                 self._end(WorkerLost(f"no token for {waited_s:.1f} s"), self._booking.placement.decode)
                 break
-            await asyncio.wait(
-                {self._ended}, timeout=max(self._patience.stall_s - waited_s, self._patience.stall_s / 4)
-            )
+            await asyncio.wait({self._ended}, timeout=max(self._patience.stall_s / 4, patience_s - waited_s))
         error = self._ended.result()
         if error is not None:
             raise error

@@ -27,7 +27,7 @@ class DecodeLinks:
         self._on_change = on_change
         self._links: dict[str, DecodeLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._num_breaks: dict[str, int] = {}
+        self._num_failures: dict[str, int] = {}  # breaks in a row, by incarnation
 
     def find(self, info: WorkerInfo) -> DecodeLink | None:
         """The working link to this run of a worker, or None."""
@@ -44,11 +44,14 @@ class DecodeLinks:
 
     def reconcile(self) -> None:
         """Follow the registry: open links to workers that are there, close those to others."""
+        views = self._registry.workers()
         present = {
             view.info.incarnation: view.info
-            for view in self._registry.workers()
+            for view in views
             if view.info.role is WorkerRole.DECODE and view.state is not WorkerState.LOST
         }
+        for forgotten in self._num_failures.keys() - {view.info.incarnation for view in views}:
+            del self._num_failures[forgotten]
         for incarnation in self._tasks.keys() - present.keys():
             self._tasks.pop(incarnation).cancel()
         for incarnation, info in present.items():
@@ -69,7 +72,7 @@ class DecodeLinks:
         link = DecodeLink(info, self._channels.get(info), self._caller)
         self._links[info.incarnation] = link
         try:
-            await link.run(self._on_change)
+            await link.run(lambda: self._came_up(info))
         except MeshError as error:
             log.warning("decode link broken", worker=info.worker_id, address=info.address, error=str(error))
         except Exception:
@@ -77,11 +80,20 @@ class DecodeLinks:
         finally:
             if self._links.get(info.incarnation) is link:
                 del self._links[info.incarnation]
-        self._num_breaks[info.incarnation] = self._num_breaks.get(info.incarnation, 0) + 1
-        self._tasks.pop(info.incarnation, None)
+        self._broke(info)
+
+    def _came_up(self, info: WorkerInfo) -> None:
+        self._num_failures.pop(info.incarnation, None)
+        self._on_change()
+
+    def _broke(self, info: WorkerInfo) -> None:
+        if self._tasks.get(info.incarnation) is not asyncio.current_task():
+            return  # the registry was faster, and somebody else follows this worker now
+        del self._tasks[info.incarnation]
+        self._num_failures[info.incarnation] = self._num_failures.get(info.incarnation, 0) + 1
         self._registry.lose(info.worker_id, info.incarnation)
         self._on_change()
 
     def _retry_delay_s(self, incarnation: str) -> float:
-        num_breaks = self._num_breaks.get(incarnation, 0)
-        return min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (num_breaks - 1)) if num_breaks else 0.0
+        num_failures = self._num_failures.get(incarnation, 0)
+        return min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (num_failures - 1)) if num_failures else 0.0

@@ -44,7 +44,7 @@ class Dispatcher:
         self._model = model
         self._settings = settings
         self._paths = paths
-        self._patience = Patience(settings.reserve_timeout_s, settings.stall_timeout_s)
+        self._patience = Patience(settings.reserve_timeout_s, settings.prefill_timeout_s, settings.stall_timeout_s)
 
     async def run(self, choice: Choice, timeline: Timeline, deadline_s: float | None) -> None:
         """Until the choice is finished. Raises the error it ends with. `deadline_s` is in the event loop's time."""

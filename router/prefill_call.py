@@ -14,6 +14,7 @@ from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
 from mesh.domain.worker import WorkerInfo
 from mesh.registry.membership import Registry
+from mesh.rpc.status import ERROR_KEY
 from router.channels import Caller, Channels, responses_of
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -72,7 +73,8 @@ class PrefillClient:
         """What the failed call means for the request."""
         if _is_unreachable(error):
             self._registry.lose(worker.worker_id, worker.incarnation)
-        if isinstance(error, Replayable | InvalidRequest):
+            return error
+        if isinstance(error, Replayable | InvalidRequest) and type(error) is not WorkerLost:
             return error
         # A worker's complaint about its peer, its settings or the time is not the client's: replay.
         log.warning("prefill failed", worker=worker.worker_id, error=str(error), kind=type(error).__name__)
@@ -80,10 +82,11 @@ class PrefillClient:
 
 
 def _is_unreachable(error: MeshError) -> bool:
-    """True if the connection failed, rather than this one call."""
+    """True if the connection failed; a worker's own complaint carries its error's name."""
     cause = error.__cause__
-    no_answer = isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE
-    return no_answer and type(error) is WorkerLost
+    if not isinstance(cause, grpc.aio.AioRpcError) or cause.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    return ERROR_KEY not in dict(cause.trailing_metadata() or ())
 
 
 def _message(request: Request, reservation: Reservation) -> prefill_pb2.PrefillRequest:

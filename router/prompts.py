@@ -27,9 +27,9 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """Ready-made token ids."""
+    """Ready-made token ids, as they came: they may be far too many, so nothing is copied before they are checked."""
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 class EncodedPrompt:
     """A prompt as ids; `text` is what they were made from, None if they came as ids."""
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     text: str | None
 
 
@@ -85,11 +85,11 @@ class PromptEncoder:
         return work() if short else await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _encode_text(self, prompt: TextPrompt) -> EncodedPrompt:
-        return EncodedPrompt(tuple(self._model.tokenizer.encode(prompt.text, add_special_tokens=True)), prompt.text)
+        return EncodedPrompt(self._model.tokenizer.encode(prompt.text, add_special_tokens=True), prompt.text)
 
     def _encode_chat(self, prompt: ChatPrompt) -> EncodedPrompt:
         if self._model.chat_template is None:
             raise InvalidRequest(f"model {self._model.name} has no chat template: send a prompt or token_ids")
         text = self._model.chat_template.render(prompt.messages)
         # The template writes the special tokens itself.
-        return EncodedPrompt(tuple(self._model.tokenizer.encode(text, add_special_tokens=False)), text)
+        return EncodedPrompt(self._model.tokenizer.encode(text, add_special_tokens=False), text)

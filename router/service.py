@@ -125,7 +125,7 @@ class GenerationService:
         sampling = complete_sampling(
             asked.sampling, num_prompt_tokens=len(prompt.ids), vocab_size=vocab_size, limits=limits
         )
-        return ValidRequest(mint_id(), prompt.ids, sampling, asked)
+        return ValidRequest(mint_id(), tuple(prompt.ids), sampling, asked)
 
     async def _echo(self, prompt: EncodedPrompt) -> str:
         return await self._parts.encoder.decode(prompt.ids) if prompt.text is None else prompt.text

@@ -102,7 +102,7 @@ def _prompt_from_proto(request: generation_pb2.GenerateRequest | generation_pb2.
     if kind == "chat":
         return ChatPrompt(tuple(ChatMessage(turn.role, turn.content) for turn in request.chat.messages))
     if isinstance(request, generation_pb2.GenerateRequest) and kind == "token_ids":
-        return TokenPrompt(tuple(request.token_ids.ids))
+        return TokenPrompt(request.token_ids.ids)
     return None
 
 

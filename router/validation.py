@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from router.limits import Limits
-from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.prompts import ChatPrompt, Prompt, TextPrompt
 
 CHAT_ROLES = ("system", "user", "assistant")
 
@@ -51,7 +51,7 @@ def require_prompt(prompt: Prompt | None) -> Prompt:
     """A prompt must be there, and a conversation's roles known. Raises InvalidRequest."""
     if prompt is None:
         raise InvalidRequest("input is missing: give a prompt, token_ids or chat messages")
-    if prompt in (TextPrompt(""), TokenPrompt(())):
+    if isinstance(prompt, TextPrompt) and not prompt.text:
         raise InvalidRequest(_EMPTY)
     if isinstance(prompt, ChatPrompt):
         _check_roles(prompt)

@@ -1,7 +1,8 @@
 """Separated == colocated == transformers, token for token and log-prob for log-prob, through real processes.
 
-Each family runs on three meshes: KV over shared memory, KV over gRPC, and colocated. All must agree with transformers on 64
-prompts of 64 tokens, and on the edge cases. Passes are small, so that most prompts are computed in several chunks.
+Each family runs on three meshes: KV over shared memory, KV over gRPC, and colocated. All must agree with transformers
+on 64 prompts of 64 tokens, and on the edge cases. Passes are small, so that most prompts are computed in several
+chunks.
 """
 
 import asyncio

@@ -51,5 +51,8 @@ def snapshot(*views: WorkerView, **changes: Any) -> Snapshot:
 
 def query(num_tokens: int = 8, **changes: Any) -> PlacementQuery:
     """A prompt of ids 0, 1, 2, ..."""
-    values = {"max_total_tokens": num_tokens + 4, "chain": PrefixChain(range(num_tokens), "m")} | changes
+    values: dict[str, Any] = {
+        "max_total_tokens": num_tokens + 4,
+        "chain": PrefixChain(range(num_tokens), "m"),
+    } | changes
     return PlacementQuery(num_tokens=num_tokens, **values)

@@ -5,7 +5,7 @@ sequences or calls go wrong. Tokens flow freely, or one by one while `gate` is s
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -142,6 +142,8 @@ class FakeWorker:
     """A server with one worker's identity, registered with a router over the real Registry stream."""
 
     role: ClassVar[WorkerRole]
+    num_running: int
+    """Sequences or prompts not ended."""
 
     def __init__(self, worker_id: str, *, model: str, tokenizer_fingerprint: str, **changes: Any) -> None:
         mesh_key = changes.pop("mesh_key", None)
@@ -230,6 +232,13 @@ class _Session:
     outbox: "asyncio.Queue[decode_pb2.AttachResponse | None]" = field(default_factory=asyncio.Queue)
     tasks: dict[tuple[str, int], "asyncio.Task[None]"] = field(default_factory=dict)
 
+    async def watch(self, key: tuple[str, int], run: Coroutine[Any, Any, None]) -> None:
+        """Forget a sequence when it ends."""
+        try:
+            await run
+        finally:
+            del self.tasks[key]
+
 
 class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
     """Decodes. `by_address` stands for the network that KV takes from prefill workers."""
@@ -256,7 +265,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.by_address[self.server.address] = self
 
     @property
-    def num_running(self) -> int:
+    def num_running(self) -> int:  # type: ignore[override]
         """Sequences not ended."""
         return sum(len(session.tasks) for session in self._sessions)
 
@@ -291,7 +300,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         finally:
             self._sessions.discard(session)
             follower.cancel()
-            for task in session.tasks.values():
+            for task in list(session.tasks.values()):
                 task.cancel()
 
     async def _follow(self, session: _Session, requests: AsyncIterator[decode_pb2.AttachRequest]) -> None:
@@ -301,8 +310,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 key = (model.request.request_id, model.request.attempt)
                 script = self.scripts.pop(0) if self.scripts else DecodeScript()
                 run = self._run(session, model, request.start.transfer_id, script)
-                session.tasks[key] = asyncio.create_task(run)
-                session.tasks[key].add_done_callback(lambda _, key=key: session.tasks.pop(key, None))
+                session.tasks[key] = asyncio.create_task(session.watch(key, run))
                 self.started.add(request.start)
             else:
                 key = (request.abort.request_id, request.abort.attempt)

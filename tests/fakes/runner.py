@@ -4,7 +4,8 @@ If a block is missing, misplaced or stale, the tokens come out wrong, so tests t
 """
 
 import threading
-from collections.abc import Iterable, Sequence as Items
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 import numpy as np
 

@@ -65,9 +65,10 @@ def test_no_unsafe_deserialisers(path: Path) -> None:
             assert ast.unparse(node.func) not in FORBIDDEN_CALLS
 
 
-@pytest.mark.parametrize("document", ["docs/architecture.md", "README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["docs/architecture.md", "docs/gpu.md", "README.md", "CONTRIBUTING.md"])
 def test_documents_name_real_files(document: str) -> None:
     text = (ROOT / document).read_text()
     named = set(re.findall(r"`([a-z_]+/[\w./-]*\w(?:\.(?:py|proto|md|toml|json|yml)|/))`", text))
+    named |= set(re.findall(r"\]\(([\w./-]+)\)", text))
     assert named, "the pattern finds nothing"
     assert {name for name in named if not (ROOT / name).exists()} == set()

@@ -59,9 +59,9 @@ class Mesh:
         return worker
 
     async def until(self, condition: Any, *, timeout_s: float = 5.0) -> None:
-        """Return when the condition holds; it is looked at whenever the event loop turns."""
+        """Return when the condition holds: for inner states that nobody announces."""
         async with asyncio.timeout(timeout_s):
-            while not condition():
+            while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
 
     async def generate(self, **request: Any) -> "Result":

@@ -16,6 +16,11 @@ PROMPT = [65, 66, 67, 68, 69]
 BIG = make_request(token_ids=PROMPT, max_new_tokens=20_000, output={"top_logprobs": 20}, logit_bias={70: 1.0})
 
 
+async def read_all(call: Any) -> None:
+    while await call.read():
+        pass
+
+
 async def assert_all_gone(mesh: Mesh) -> None:
     await mesh.until(lambda: mesh.router.permits.num_held == 0, timeout_s=1)
     await mesh.until(lambda: not any(worker.num_running for worker in mesh.workers), timeout_s=1)
@@ -87,8 +92,7 @@ async def test_when_the_deadline_passes(make_mesh: Any, separated: bool) -> None
     decode = await mesh.decode()
     decode.gate.close()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=0.2):
-            pass
+        await read_all(mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=0.2))
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     time_left_s = decode.started.items[0].sequence.time_left.ToMilliseconds() / 1000
     assert 0 < time_left_s <= 0.2
@@ -110,8 +114,7 @@ async def test_a_client_that_never_reads_is_cut_off(make_mesh: Any) -> None:
     await decode.started.wait_len(2)
     await assert_all_gone(mesh)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        while await call.read():
-            pass
+        await read_all(call)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await channel.close()
 

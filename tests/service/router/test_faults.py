@@ -10,7 +10,7 @@ from mesh.domain import errors
 from mesh.domain.tokens import SequenceFailure
 from tandem.v1 import sampling_pb2
 from tests.fakes.router_workers import DecodeScript, PrefillScript, expected_tokens
-from tests.service.router.conftest import Mesh, Result, make_request
+from tests.service.router.conftest import Mesh, Result
 
 PROMPT = [65, 66, 67, 68, 69]
 COUNT = 10
@@ -72,6 +72,15 @@ async def test_a_prefill_that_fails_is_replayed(make_mesh: Any, script: PrefillS
     await assert_exact(mesh, num_attempts=2)
     assert [attempt for _, attempt in decode.aborted.items] == [0]
     assert decode.num_running == 0
+
+
+async def test_a_prefill_workers_complaint_about_its_peer_does_not_lose_it(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    prefill = await mesh.prefill()
+    await mesh.decode()
+    prefill.scripts = [PrefillScript(fail_before_first=errors.WorkerLost("the decode worker does not answer"))]
+    await assert_exact(mesh, num_attempts=2)
+    assert len(prefill.calls.items) == 2
 
 
 async def test_a_prefill_that_breaks_after_the_handover_does_no_harm(make_mesh: Any) -> None:
@@ -226,11 +235,13 @@ async def test_no_decode_worker(make_mesh: Any) -> None:
     await assert_refused(mesh, grpc.StatusCode.UNAVAILABLE, "no decode worker")
 
 
-async def test_silent_workers_are_given_up(make_mesh: Any) -> None:
-    mesh = await make_mesh(stall_timeout_s=0.3)
+@pytest.mark.parametrize(("num_tokens", "settings"), [(0, {"prefill_timeout_s": 0.2}), (2, {"stall_timeout_s": 0.2})])
+async def test_silent_workers_are_given_up(make_mesh: Any, num_tokens: int, settings: Any) -> None:
+    mesh = await make_mesh(**{"stall_timeout_s": 0.4, **settings})
     stuck = await mesh.decode("decode-0")
     await mesh.decode("decode-1")
     stuck.gate.close()
+    stuck.gate.allow(num_tokens)
     await assert_exact(mesh, num_attempts=2)
     assert [attempt for _, attempt in stuck.aborted.items] == [0]
 

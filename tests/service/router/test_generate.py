@@ -134,7 +134,7 @@ async def test_several_choices_in_one_stream(make_mesh: Any) -> None:
     for index in range(3):
         assert result.ids(index) == expected_tokens(PROMPT, 4)
         assert result.finish(index) == sampling_pb2.FINISH_REASON_LENGTH
-        assert [message.echo for message in result.of(index)][0] == TOKENIZER.decode(PROMPT)
+        assert result.of(index)[0].echo == TOKENIZER.decode(PROMPT)
     assert sum(message.HasField("prompt") for message in result.messages) == 1
     assert result.messages[0].HasField("prompt")
     assert sorted(start.sequence.sampling.seed for start in decode.started.items) == [10, 11, 12]

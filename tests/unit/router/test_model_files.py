@@ -22,7 +22,7 @@ def test_facts(tmp_path: Path) -> None:
     facts = read_model_facts(
         write(tmp_path, {"vocab_size": 9, "eos_token_id": 2, "n_positions": 64}, {"eos_token_id": [3, 4]})
     )
-    assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (9, {2, 3, 4}, 64)
+    assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (9, frozenset({2, 3, 4}), 64)
 
 
 def test_what_may_be_missing(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_what_may_be_missing(tmp_path: Path) -> None:
 def test_a_decoder_inside_a_multimodal_config(tmp_path: Path) -> None:
     config = {"eos_token_id": 1, "text_config": {"vocab_size": 7, "max_position_embeddings": 32}}
     facts = read_model_facts(write(tmp_path, config))
-    assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (7, {1}, 32)
+    assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (7, frozenset({1}), 32)
 
 
 def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:

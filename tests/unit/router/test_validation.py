@@ -95,7 +95,6 @@ def test_no_more_choices_than_permits() -> None:
     [
         (None, "input is missing"),
         (TextPrompt(""), "prompt is empty"),
-        (TokenPrompt(()), "prompt is empty"),
         (ChatPrompt(()), "chat.messages is empty"),
         (
             ChatPrompt((ChatMessage("user", "hi"), ChatMessage("root", "hi"))),

@@ -3,7 +3,7 @@ ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
 RUN apt-get update -qq \
-    && apt-get install -y -qq --no-install-recommends python3 python3-venv ca-certificates \
+    && apt-get install -y -qq --no-install-recommends python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/tandem

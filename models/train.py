@@ -3,8 +3,7 @@
     python -m models.train                    # both models, as shipped
     python -m models.train --minutes 3 --out /tmp/try
 
-Writes standard Hugging Face folders. The plain command and `--steps` are reproducible; `--minutes` fits the
-steps to the machine. The second phase gives more room to what is still hard.
+Writes standard Hugging Face folders. The plain command is seeded; `--minutes` fits its steps to the machine.
 """
 
 from __future__ import annotations
@@ -32,13 +31,25 @@ WARMUP_STEPS = 30
 MUON_RATE = 0.02
 LAST_SHARE = 0.02
 PROBE_STEPS = 8
-DECAY_STEPS = 1700  # the first phase ends early on this schedule
 SEED = 20
 
 
 @dataclass(frozen=True)
+class Phase:
+    """Optimizer steps on one mix of questions; the rate decays over `decay_steps`, which may be more.
+
+    `late` gives more room to what is still hard after the first phase; `seed` draws the questions.
+    """
+
+    steps: int
+    decay_steps: int
+    late: bool
+    seed: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The shape of one model, and the optimizer steps of its two phases as the shipped weights took them."""
+    """The shape of one model, and the phases that trained the shipped weights."""
 
     hidden: int
     layers: int
@@ -46,13 +57,16 @@ class Plan:
     kv_heads: int
     intermediate: int
     learning_rate: float
-    early_steps: int
-    late_steps: int
+    phases: tuple[Phase, ...]
 
 
 PLANS = {
-    "tandem-small": Plan(256, 4, 8, 2, 640, 2e-3, 500, 1240),
-    "tandem-draft": Plan(128, 2, 4, 2, 320, 4e-3, 300, 1200),
+    "tandem-small": Plan(
+        256, 4, 8, 2, 640, 2e-3, (Phase(500, 1700, False, SEED + 1), Phase(1240, 1240, True, SEED + 2))
+    ),
+    "tandem-draft": Plan(
+        128, 2, 4, 2, 320, 4e-3, (Phase(300, 1700, False, SEED + 1), Phase(1200, 1200, True, SEED + 2))
+    ),
 }
 
 
@@ -90,12 +104,12 @@ def rate_share(step: int, steps: int) -> float:
     return LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def optimizers_for(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Optimizer]:
+def optimizers_for(model: LlamaForCausalLM, peak: float) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the embedding and the norms."""
     layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     taken = {id(parameter) for parameter in layers}
     others = [parameter for parameter in model.parameters() if id(parameter) not in taken]
-    adam = torch.optim.AdamW(others, lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    adam = torch.optim.AdamW(others, lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
     optimizers = [Muon(layers, lr=MUON_RATE), adam]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -103,24 +117,24 @@ def optimizers_for(model: LlamaForCausalLM, plan: Plan) -> list[torch.optim.Opti
     return optimizers
 
 
-def fit(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, plan: Plan, late: bool) -> None:
-    """Train in place for one phase, from a fresh optimizer and with a schedule of its own."""
-    steps = plan.late_steps if late else plan.early_steps
-    optimizers, start = optimizers_for(model, plan), time.monotonic()
+def fit(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, phase: Phase, peak: float) -> None:
+    """Train in place for one phase, from a fresh optimizer; `peak` is AdamW's highest learning rate."""
+    optimizers, start = optimizers_for(model, peak), time.monotonic()
     average = math.log(len(tokenizer))
-    for step, batch in enumerate(islice(batches(tokenizer, SEED + 1 + late, ROWS, late), steps)):
+    drawn = batches(tokenizer, phase.seed, ROWS, phase.late)
+    for step, batch in enumerate(islice(drawn, phase.steps)):
         loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * rate_share(step, steps if late else DECAY_STEPS)
+                group["lr"] = group["peak"] * rate_share(step, phase.decay_steps)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         average += 0.02 * (loss.item() - average)
-        if step % 100 == 0 or step == steps - 1:
+        if step % 100 == 0 or step == phase.steps - 1:
             speed = (step + 1) * batch.ids.numel() / (time.monotonic() - start)
-            print(f"step {step}/{steps} loss {average:.4f} {speed:.0f} tokens/s", flush=True)
+            print(f"step {step}/{phase.steps} loss {average:.4f} {speed:.0f} tokens/s", flush=True)
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -136,15 +150,34 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     save_tokenizer(tokenizer, folder)
 
 
-def fitted(plan: Plan, tokenizer: PreTrainedTokenizerFast, minutes: float) -> Plan:
-    """`plan` with its phases shortened or lengthened to `minutes`, from the measured speed of a few steps."""
-    probe, trial = build(plan, tokenizer), dataclasses.replace(plan, early_steps=PROBE_STEPS)
+def scaled(plan: Plan, tokenizer: PreTrainedTokenizerFast, minutes: float) -> tuple[Phase, ...]:
+    """The plan's phases, shortened or lengthened to `minutes` from the measured speed of a few steps."""
     start = time.monotonic()
-    fit(probe, tokenizer, trial, late=False)
-    share = minutes * 60 * PROBE_STEPS / (time.monotonic() - start) / (plan.early_steps + plan.late_steps)
-    return dataclasses.replace(
-        plan, early_steps=round(plan.early_steps * share), late_steps=round(plan.late_steps * share)
+    trial = dataclasses.replace(plan.phases[0], steps=PROBE_STEPS)
+    fit(build(plan, tokenizer), tokenizer, trial, plan.learning_rate)
+    affordable = minutes * 60 * PROBE_STEPS / (time.monotonic() - start)
+    share = affordable / sum(phase.steps for phase in plan.phases)
+    return tuple(
+        dataclasses.replace(phase, steps=round(phase.steps * share), decay_steps=round(phase.decay_steps * share))
+        for phase in plan.phases
     )
+
+
+def train(name: str, tokenizer: PreTrainedTokenizerFast, arguments: argparse.Namespace) -> None:
+    """Train one model from scratch, or further from the weights in `arguments.out` with --more."""
+    plan, folder = PLANS[name], arguments.out / name
+    torch.manual_seed(SEED)
+    if arguments.more is not None:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        phases: tuple[Phase, ...] = (Phase(arguments.more, arguments.more, False, SEED + 3),)
+    else:
+        phases = plan.phases if arguments.minutes is None else scaled(plan, tokenizer, arguments.minutes)
+        torch.manual_seed(SEED)
+        model = build(plan, tokenizer)
+    print(f"{name}: {model.num_parameters():,} parameters", flush=True)
+    for phase in phases:
+        fit(model, tokenizer, phase, plan.learning_rate)
+        save(model, tokenizer, folder)
 
 
 def main() -> None:
@@ -153,26 +186,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model folders")
     parser.add_argument("--model", choices=sorted(PLANS), help="train this one only")
     parser.add_argument("--minutes", type=float, help="time per model, instead of the shipped steps")
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "SECOND"), help="steps of the two phases")
+    parser.add_argument("--more", type=int, metavar="STEPS", help="train the weights in --out further")
     parser.add_argument("--new-tokenizer", action="store_true", help="train one instead of keeping the shipped")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     shipped = Path(__file__).parent / "tandem-small"
-    tokenizer = train_tokenizer(SEED) if arguments.new_tokenizer else PreTrainedTokenizerFast.from_pretrained(shipped)
-    for name, plan in PLANS.items():
-        if arguments.model not in (None, name):
-            continue
-        if arguments.steps is not None:
-            plan = dataclasses.replace(plan, early_steps=arguments.steps[0], late_steps=arguments.steps[1])
-        elif arguments.minutes is not None:
-            plan = fitted(plan, tokenizer, arguments.minutes)
-        torch.manual_seed(SEED)
-        model = build(plan, tokenizer)
-        print(f"{name}: {model.num_parameters():,} parameters", flush=True)
-        for late in (False, True):
-            fit(model, tokenizer, plan, late)
-            save(model, tokenizer, arguments.out / name)
+    fresh = arguments.new_tokenizer
+    tokenizer = train_tokenizer(SEED) if fresh else PreTrainedTokenizerFast.from_pretrained(shipped)
+    for name in PLANS if arguments.model is None else (arguments.model,):
+        train(name, tokenizer, arguments)
 
 
 if __name__ == "__main__":

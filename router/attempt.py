@@ -143,7 +143,8 @@ class Attempt:
             if waited_s >= patience_s and not self._prefill_runs():
                 self._end(WorkerLost(f"no token for {waited_s:.1f} s"), self._booking.placement.decode)
                 break
-            await asyncio.wait({self._ended}, timeout=max(self._patience.stall_s / 4, patience_s - waited_s))
+            look_again_s = min(max(patience_s - waited_s, self._patience.stall_s / 4), self._patience.stall_s)
+            await asyncio.wait({self._ended}, timeout=look_again_s)
         error = self._ended.result()
         if error is not None:
             raise error

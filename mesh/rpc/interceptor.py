@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import grpc
 import structlog
 
-from mesh.domain.errors import MeshError
+from mesh.domain.errors import InvalidRequest, MeshError
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.status import status_of
 
@@ -42,26 +42,23 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return self._wrap_unary(handler, method)
 
     def _wrap_unary(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
-        inner = handler.stream_unary or handler.unary_unary
-
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
                 self._check(context)
-                return await inner(request, context)
+                return await handler.unary_unary(_parse(handler, raw), context)
             except BaseException as error:
                 await _end(context, method, error)
 
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
-        return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
 
     def _wrap_streaming(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
         inner = handler.stream_stream or handler.unary_stream
 
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async def call(raw: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             responses = None
             try:
                 self._check(context)
+                request = _parse_all(handler, raw) if handler.request_streaming else _parse(handler, raw)
                 responses = inner(request, context)
                 async for response in responses:
                     yield response
@@ -74,14 +71,25 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                     await responses.aclose()
 
         if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                call, handler.request_deserializer, handler.response_serializer
-            )
-        return grpc.unary_stream_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
+        return grpc.unary_stream_rpc_method_handler(call, None, handler.response_serializer)
 
     def _check(self, context: grpc.aio.ServicerContext) -> None:
         if self._mesh_key is not None:
             self._mesh_key.check(context.invocation_metadata())
+
+
+def _parse(handler: Any, raw: bytes) -> Any:
+    """The request message. grpc would report garbage as its own INTERNAL error; it is the caller's."""
+    try:
+        return handler.request_deserializer(raw)
+    except Exception as error:
+        raise InvalidRequest("the request is not a valid protobuf message of this method") from error
+
+
+async def _parse_all(handler: Any, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for raw in raws:
+        yield _parse(handler, raw)
 
 
 async def _end(context: grpc.aio.ServicerContext, method: str, error: BaseException) -> NoReturn:

@@ -1,6 +1,7 @@
 """A runner that needs no model but does need its KV: the next token is a function of what is in the cache.
 
-If a block is missing, misplaced or stale, the tokens come out wrong, so tests that compare tokens also test the transfer.
+If a block is missing, misplaced or stale, the tokens come out wrong, so tests that compare tokens also test the
+transfer.
 """
 
 import threading

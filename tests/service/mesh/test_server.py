@@ -62,6 +62,18 @@ async def test_bug_is_internal_and_shows_nothing() -> None:
     assert "secret" not in raised.details()
 
 
+async def test_garbage_is_an_invalid_request() -> None:
+    server = Server(Listen("127.0.0.1", 0))
+    worker_pb2_grpc.add_WorkerServicer_to_server(Failing(KeyError()), server.grpc)
+    await server.start(["tandem.v1.Worker"])
+    async with open_channel(server.address) as channel:
+        send = channel.unary_unary("/tandem.v1.Worker/GetWorker", request_serializer=None, response_deserializer=None)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await send(b"\xff\xff\xff\xff", timeout=5)
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await server.stop(0)
+
+
 async def test_port_in_use_is_a_clear_error() -> None:
     server = Server(Listen("127.0.0.1", 0))
     with pytest.raises(ConfigurationError, match="in use"):

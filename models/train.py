@@ -1,7 +1,7 @@
 """Trains the bundled chat model and its draft from scratch, offline, on one CPU core.
 
     python -m models.train                    # both models, as shipped
-    python -m models.train --minutes 3 --out /tmp/try
+    python -m models.train --minutes 3 --out some/folder
 
 Writes standard Hugging Face folders. The plain command is seeded; `--minutes` fits its steps to the machine.
 """

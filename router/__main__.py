@@ -33,12 +33,16 @@ _FLUSH_S = 1.0
 
 
 class RouterProcess:
-    """All parts of one router, wired together. `await start()`, then `await stop()`."""
+    """All parts of one router, wired together. `await start()`, then `await stop()`.
+
+    Raises ConfigurationError for a wrong model folder, limit or port.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         key = MeshKey(settings.mesh_key) if settings.mesh_key else None
         model = ServedModel.load(settings.served_name, Path(settings.model))
-        self.membership = Membership(time.monotonic)
+        limits = LimitPolicy(settings, model.facts)
+        self.membership = Membership(time.monotonic, model.require_fits)
         self.public = Server(Listen(settings.host, settings.port, public=True))
         self.internal = Server(Listen(settings.registry_host, settings.registry_port, key))
         self.permits = Permits(settings.max_concurrent_requests)
@@ -63,7 +67,7 @@ class RouterProcess:
             ServiceParts(
                 model=model,
                 encoder=self._encoder,
-                limits=LimitPolicy(settings, model.facts),
+                limits=limits,
                 permits=self.permits,
                 mesh=self._mesh,
                 dispatcher=Dispatcher(model, settings, Paths(self.queue, self._links, prefills)),
@@ -79,7 +83,7 @@ class RouterProcess:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Bind both ports and follow the mesh. Raises ConfigurationError."""
+        """Serve both ports and follow the mesh."""
         self.membership.on_change(self._mesh_changed)
         self.ledger.on_change(self.queue.wake)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(self._service), self.public.grpc)
@@ -114,7 +118,6 @@ class RouterProcess:
         """A worker has joined, left, or reported; or a link has come up or broken."""
         self._channels.reconcile()
         self._links.reconcile()
-        self._mesh.report_strangers()
         self.queue.wake()
         self._readiness.wake()
 

@@ -2,16 +2,12 @@
 
 from dataclasses import dataclass
 
-import structlog
-
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.registry.membership import Registry
 from router.decode_links import DecodeLinks
 from router.ledger import Ledger
 from router.placement import Snapshot, healthy
 from router.served_model import ServedModel
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +20,12 @@ class Sources:
 
 
 class MeshView:
-    """Cheap to ask; keeps nothing but which strangers it has complained about."""
+    """Cheap to ask; keeps nothing."""
 
     def __init__(self, model: ServedModel, sources: Sources, *, prefill_threshold: int = 0) -> None:
         self._model = model
         self._sources = sources
         self._prefill_threshold = prefill_threshold
-        self._strangers: frozenset[str] = frozenset()
 
     def snapshot(self) -> Snapshot:
         """For placement."""
@@ -57,23 +52,3 @@ class MeshView:
         """Decode workers of this model, also those that are away for a moment."""
         views = self._sources.registry.workers()
         return [v.info for v in views if v.info.role is WorkerRole.DECODE and v.info.model == self._model.name]
-
-    def report_strangers(self) -> None:
-        """Log workers that can never get work from this router, once each, with both values."""
-        name, fingerprint = self._model.name, self._model.facts.tokenizer_fingerprint
-        strangers = {
-            view.info.incarnation: view.info
-            for view in self._sources.registry.workers()
-            if (view.info.model, view.info.tokenizer_fingerprint) != (name, fingerprint)
-        }
-        for incarnation in strangers.keys() - self._strangers:
-            info = strangers[incarnation]
-            log.error(
-                "worker gets no work: it serves another model or tokenizer",
-                worker=info.worker_id,
-                model=name,
-                worker_model=info.model,
-                tokenizer=fingerprint,
-                worker_tokenizer=info.tokenizer_fingerprint,
-            )
-        self._strangers = frozenset(strangers)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mesh.domain.errors import LayoutMismatch
+from mesh.domain.worker import WorkerInfo
 from mesh.model_files import ModelFacts, read_model_facts
 from router.text.chat import ChatTemplate
 from router.text.tokenizer import Tokenizer
@@ -16,6 +18,16 @@ class ServedModel:
     facts: ModelFacts
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+
+    def require_fits(self, info: WorkerInfo) -> None:
+        """Raise LayoutMismatch, with both values, for a worker of another model or tokenizer."""
+        if info.model != self.name:
+            raise LayoutMismatch(f"the router serves model {self.name!r}, worker {info.worker_id} {info.model!r}")
+        if info.tokenizer_fingerprint != self.facts.tokenizer_fingerprint:
+            raise LayoutMismatch(
+                f"tokenizers differ: {self.facts.tokenizer_fingerprint} at the router, "
+                f"{info.tokenizer_fingerprint} at worker {info.worker_id}"
+            )
 
     @classmethod
     def load(cls, name: str, model_dir: Path) -> "ServedModel":

@@ -40,10 +40,16 @@ class Registry(Protocol):
 
 
 class Membership:
-    """The in-process Registry. Used by one event loop; `clock` gives monotonic seconds."""
+    """The in-process Registry. Used by one event loop; `clock` gives monotonic seconds.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    `require_fits` is asked about each worker that joins, and raises LayoutMismatch for one this router cannot use.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], require_fits: Callable[[WorkerInfo], None] = lambda info: None
+    ) -> None:
         self._clock = clock
+        self._require_fits = require_fits
         self._views: dict[str, WorkerView] = {}
         self._next_event: dict[str, int] = {}
         self._callbacks: list[Callable[[], None]] = []
@@ -62,6 +68,7 @@ class Membership:
 
     def join(self, info: WorkerInfo) -> None:
         """A worker has registered. Raises LayoutMismatch if it cannot work with those already here."""
+        self._require_fits(info)
         self._require_compatible(info)
         self._views[info.worker_id] = WorkerView(
             info, WorkerLoad(free_blocks=info.num_blocks), WorkerState.READY, self._clock(), set()

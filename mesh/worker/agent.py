@@ -82,6 +82,11 @@ class RegistryAgent:
                 if _is_final(error):
                     raise error from None
                 log.warning("registry lost", address=registry_address, error=str(error), retry_in_s=backoff_s)
+            except asyncio.CancelledError:
+                # grpc.aio also raises this when the router ends the call; only our own task's cancellation is ours.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mesh.domain.errors import LayoutMismatch, Unauthenticated
-from mesh.domain.worker import CacheEvent, WorkerLoad, WorkerState
+from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.registry.membership import Membership
 from mesh.registry.servicer import RegistryServicer
 from mesh.rpc.credentials import MeshKey
@@ -108,4 +108,14 @@ async def test_refusals_are_final() -> None:
     with pytest.raises(Unauthenticated):
         await RegistryAgent(INFO, FakeEngine(), MeshKey("another-key-entirely")).run(server.address)
     assert [view.info.worker_id for view in membership.workers()] == ["decode-0"]
+    await server.stop(0)
+
+
+async def test_worker_of_another_model_or_tokenizer_is_refused_at_the_handshake() -> None:
+    def require_fits(info: WorkerInfo) -> None:
+        raise LayoutMismatch(f"tokenizers differ: x at the router, {info.tokenizer_fingerprint} at worker")
+
+    server = await start_registry(Membership(asyncio.get_running_loop().time, require_fits))
+    with pytest.raises(LayoutMismatch, match="x at the router, t at worker"):
+        await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), KEY).run(server.address), 1)
     await server.stop(0)

@@ -254,11 +254,13 @@ async def test_a_prefill_that_takes_too_long_is_replayed(make_mesh: Any) -> None
     await assert_exact(mesh, num_attempts=2)
 
 
-async def test_workers_of_another_tokenizer_get_nothing(make_mesh: Any) -> None:
+@pytest.mark.parametrize("change", [{"tokenizer_fingerprint": "another"}, {"model": "another"}])
+async def test_worker_of_another_tokenizer_or_model_is_refused(make_mesh: Any, change: dict[str, str]) -> None:
     mesh = await make_mesh(no_worker_timeout_s=0.05)
-    stranger = await mesh.decode(tokenizer_fingerprint="another")
+    with pytest.raises(grpc.aio.AioRpcError, match="another") as refused:
+        await mesh.decode(**change)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     await assert_refused(mesh, grpc.StatusCode.UNAVAILABLE, "no decode worker")
-    assert stranger.started.items == []
 
 
 async def test_storm_of_faults(make_mesh: Any) -> None:

@@ -149,7 +149,8 @@ async def test_the_process(model_dir: Path) -> None:
 async def test_a_wrong_setting_is_one_line(model_dir: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "router", "--model", str(model_dir), "--max-input-length", "9999"),
+        *("-m", "router", "--model", str(model_dir), "--port", "0", "--registry-port", "0"),
+        *("--max-input-length", "9999"),
         stderr=asyncio.subprocess.PIPE,
     )
     _, errors = await asyncio.wait_for(process.communicate(), 20)

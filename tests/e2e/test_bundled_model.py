@@ -1,0 +1,68 @@
+"""The bundled model, asked as a new user would ask it."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pool, message_factory
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+import tandem
+from tests.e2e.mesh_process import mesh
+
+QUESTIONS = {
+    "What is 7 + 5?": "12",
+    "What is 20 - 8?": "12",
+    "What is 3 times 4?": "12",
+    "How do you spell house?": "h-o-u-s-e",
+    "What is the opposite of hot?": "cold",
+}
+
+
+@pytest.mark.timeout(120)
+async def test_it_answers_stops_and_any_grpc_client_can_ask(tmp_path: Path) -> None:
+    async with mesh("tandem-small", tmp_path) as running, tandem.AsyncClient(running.address) as client:
+        await check_answers(client)
+        await check_chained_requests(client)
+        check_without_our_stubs(running.address)
+
+
+async def check_answers(client: tandem.AsyncClient) -> None:
+    """Mostly right, ends by itself, and says how sure it is."""
+    right = 0
+    for question, answer in QUESTIONS.items():
+        result = await client.generate(messages=[{"role": "user", "content": question}], max_new_tokens=60)
+        assert result.finish_reason == "eos_token"
+        assert 0 < result.confidence <= 1
+        assert result.text == "".join(token.text for token in result.tokens)
+        right += answer in result.text.lower()
+    assert right >= 4
+
+
+async def check_chained_requests(client: tandem.AsyncClient) -> None:
+    """generate_until_done gives what one long request gives."""
+    messages = [{"role": "user", "content": "Count from 3 to 20."}]
+    whole = await client.generate(messages=messages, max_new_tokens=300)
+    chained = await client.generate_until_done(messages=messages, max_new_tokens=7)
+    assert chained.text == whole.text
+    assert [token.id for token in chained.tokens] == [token.id for token in whole.tokens]
+    assert chained.finish_reason == whole.finish_reason == "eos_token"
+
+
+def check_without_our_stubs(address: str) -> None:
+    """Health and reflection serve clients that know nothing but gRPC."""
+    with grpc.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=""))
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert "tandem.v1.Generation" in database.get_services()
+        pool = descriptor_pool.DescriptorPool(database)
+        method = pool.FindServiceByName("tandem.v1.Generation").FindMethodByName("Generate")
+        request = message_factory.GetMessageClass(method.input_type)(prompt="What is 1 + 1?")
+        responses = channel.unary_stream(
+            "/tandem.v1.Generation/Generate",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+        )(request, timeout=30)
+        assert sum(len(response.tokens) for response in responses) > 0

@@ -6,6 +6,7 @@ TANDEM_CHAOS_ROUNDS sets how many kills (default 20).
 import asyncio
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -68,7 +69,7 @@ async def kill_one(running: MeshProcess, rng: random.Random) -> None:
     while len(running.pids("decode_worker")) < 2 or not running.pids("prefill_worker"):  # noqa: ASYNC110
         await asyncio.sleep(0.2)
     module = rng.choice(MODULES)
-    running.kill(module, rng.randrange(len(running.pids(module))))
+    running.signal(module, signal.SIGKILL, rng.randrange(len(running.pids(module))))
 
 
 @pytest.mark.soak

@@ -30,10 +30,10 @@ class MeshProcess:
         children = psutil.Process(self.process.pid).children(recursive=True)
         return sorted(child.pid for child in children if module in child.cmdline())
 
-    def kill(self, module: str, index: int = 0) -> int:
-        """SIGKILL one service; returns its process id."""
+    def signal(self, module: str, number: signal.Signals, index: int = 0) -> int:
+        """Send a signal to one service; returns its process id."""
         pid = self.pids(module)[index]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         return pid
 
 

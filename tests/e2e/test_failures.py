@@ -1,6 +1,8 @@
 """Kill workers under load: no stream may notice."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,8 +32,10 @@ def requests() -> list[dict[str, object]]:
     ]
 
 
-async def run_and_kill(running: MeshProcess, client: tandem.AsyncClient, module: str) -> list[list[tandem.TokenEvent]]:
-    """All requests at once; when every stream has some tokens, SIGKILL one worker."""
+async def run_and_signal(
+    running: MeshProcess, client: tandem.AsyncClient, module: str, number: signal.Signals
+) -> list[list[tandem.TokenEvent]]:
+    """All requests at once; when every stream has some tokens, one worker gets a signal."""
     in_middle = [asyncio.Event() for _ in range(NUM_STREAMS)]
 
     async def follow(i: int, request: dict[str, object]) -> list[tandem.TokenEvent]:
@@ -45,8 +49,11 @@ async def run_and_kill(running: MeshProcess, client: tandem.AsyncClient, module:
     streams = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests())]
     await asyncio.gather(*(event.wait() for event in in_middle))
     assert not any(stream.done() for stream in streams)
-    running.kill(module)
-    return await asyncio.gather(*streams)
+    pid = running.signal(module, number)
+    events = await asyncio.gather(*streams)
+    if number is signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+    return events
 
 
 def check_same(events: list[tandem.TokenEvent], expected: tandem.Result) -> None:
@@ -61,15 +68,25 @@ def check_same(events: list[tandem.TokenEvent], expected: tandem.Result) -> None
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("module", ["decode_worker", "prefill_worker"])
-async def test_killed_worker_is_not_noticed(module: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("decode_worker", signal.SIGKILL),
+        ("prefill_worker", signal.SIGKILL),
+        ("decode_worker", signal.SIGSTOP),  # frozen, not dead: found out by its silence
+        ("decode_worker", signal.SIGTERM),  # drained: running sequences finish where they are
+    ],
+)
+async def test_lost_worker_is_not_noticed(
+    module: str, number: signal.Signals, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     async with (
         mesh(checkpoint("llama-tied"), tmp_path, "--decode", "2") as running,
         tandem.AsyncClient(running.address) as client,
     ):
         expected = [await client.generate(**request) for request in requests()]
-        killed = await run_and_kill(running, client, module)
-        for events, result in zip(killed, expected, strict=True):
+        hit = await run_and_signal(running, client, module, number)
+        for events, result in zip(hit, expected, strict=True):
             check_same(events, result)
         await pools_are_whole(client)
 
@@ -88,10 +105,30 @@ async def test_prefill_worker_killed_while_prompts_are_on_their_way(
         fresh = [[255 - token for token in p] for p in prompts]
         tasks = [asyncio.create_task(client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True)) for p in fresh]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        running.kill("prefill_worker")
+        running.signal("prefill_worker", signal.SIGKILL)
         results = await asyncio.gather(*tasks)
         again = [await client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True) for p in fresh]
         for result, other in zip(results, again, strict=True):
             assert [t.id for t in result.tokens] == [t.id for t in other.tokens]
         assert all(len(result.tokens) == 8 for result in expected)
+        await pools_are_whole(client)
+
+
+@pytest.mark.timeout(150)
+async def test_frozen_prefill_worker_does_not_hold_up_prompts(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    async with (
+        mesh(checkpoint("llama-tied"), tmp_path) as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        prompts = [[(11 * i + j) % 256 for j in range(100)] for i in range(4)]
+        expected = [await client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True, seed=1) for p in prompts]
+        pid = running.signal("prefill_worker", signal.SIGSTOP)
+        async with asyncio.timeout(20):  # found out by five seconds of silence, then prefilled by the decode worker
+            results = await asyncio.gather(
+                *(client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True, seed=1) for p in prompts)
+            )
+        os.kill(pid, signal.SIGCONT)
+        assert [r.text for r in results] == [r.text for r in expected]
         await pools_are_whole(client)

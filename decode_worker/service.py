@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from decode_worker.session import Entry, Failed, Reserved, Session, Step
+from decode_worker.session import Entry, Event, Failed, Reserved, Session, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import Sequence, SequenceKey
 from kvtransfer import KVReceiver, Reservation
@@ -68,10 +68,10 @@ class DecodeService:
         entry = Entry(Sequence(request), transfer_id)
         key = entry.sequence.key
         if self._is_draining():
-            session.send(Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
+            self._send(session, Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
             return
         if key in self._owners:
-            session.send(Failed(key, SequenceFailure.INTERNAL, "this attempt is here already"))
+            self._send(session, Failed(key, SequenceFailure.INTERNAL, "this attempt is here already"))
             return
         self._idle.clear()
         session.entries[key] = entry
@@ -98,7 +98,6 @@ class DecodeService:
         ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
         if sequence.key not in self._owners:
             return  # aborted meanwhile; the abort waits for this task and frees the blocks
-        self._by_transfer[entry.transfer_id] = sequence.key
         self._receiver.expect(
             Reservation(
                 transfer_id=entry.transfer_id,
@@ -108,7 +107,8 @@ class DecodeService:
                 num_tokens=sequence.num_tokens,
             )
         )
-        session.send(Reserved(sequence.key, ready_tokens))
+        self._by_transfer[entry.transfer_id] = sequence.key
+        self._send(session, Reserved(sequence.key, ready_tokens))
 
     def abort(self, key: SequenceKey) -> None:
         """End a sequence wherever it is; unknown ones are ignored."""
@@ -118,7 +118,7 @@ class DecodeService:
 
     async def _release(self, entry: Entry) -> None:
         """Free an ended sequence's blocks, once nobody writes to them any more."""
-        if entry.starting is not None and entry.starting is not asyncio.current_task():
+        if entry.starting is not None:
             await asyncio.wait([entry.starting])
         if entry.transfer_id:
             await self._receiver.abort(entry.transfer_id)
@@ -144,7 +144,7 @@ class DecodeService:
             if output.finish_reason is not None:
                 self._forget(key)
         for session, step in steps.values():
-            session.send(step)
+            self._send(session, step)
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
 
@@ -159,21 +159,25 @@ class DecodeService:
         """The KV will not come, or cannot be trusted."""
         key = self._by_transfer.get(transfer_id)
         if key is not None:
-            log.warning("kv refused", transfer_id=transfer_id, error=str(error))
             self._fail(key, SequenceFailure.KV_REFUSED, str(error))
 
     def _fail(self, key: SequenceKey, reason: SequenceFailure, detail: str) -> None:
         owner = self._forget(key)
         if owner is not None:
-            owner.session.send(Failed(key, reason, detail))
             self._spawn(self._release(owner.entry))
+            self._send(owner.session, Failed(key, reason, detail))
+
+    def _send(self, session: Session, event: Event) -> None:
+        """Queue an event; a router that reads too slowly loses its sequences at once, not only when it reads again."""
+        if not session.send(event):
+            self.close(session)
 
     def _forget(self, key: SequenceKey) -> _Owner | None:
         owner = self._owners.pop(key, None)
         if owner is not None:
             owner.session.entries.pop(key, None)
             self._by_transfer.pop(owner.entry.transfer_id, None)
-            self._note_idle()
+            asyncio.get_running_loop().call_soon(self._note_idle)  # after a release, if one follows, has begun
         return owner
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -9,6 +9,7 @@ from decode_worker.service import DecodeService
 from decode_worker.session import Event, Failed, Reserved, Session
 from mesh import wire
 from mesh.domain.errors import InvalidRequest, WorkerLost
+from mesh.domain.tokens import SequenceFailure
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 
@@ -46,10 +47,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def _follow(self, session: Session, requests: AsyncIterator[decode_pb2.AttachRequest]) -> None:
         async for request in requests:
             if request.WhichOneof("command") == "start":
-                start = request.start
-                self._service.start(session, wire.request_from_proto(start.sequence), start.transfer_id)
+                self._start(session, request.start)
             elif request.WhichOneof("command") == "abort":
                 self._service.abort((request.abort.request_id, request.abort.attempt))
+
+    def _start(self, session: Session, start: decode_pb2.StartSequence) -> None:
+        try:
+            request = wire.request_from_proto(start.sequence)
+        except InvalidRequest as error:  # ends this sequence, not the stream that all others share
+            key = (start.sequence.request_id, start.sequence.attempt)
+            session.send(Failed(key, SequenceFailure.INTERNAL, str(error)))
+            return
+        self._service.start(session, request, start.transfer_id)
 
 
 def event_to_proto(event: Event) -> decode_pb2.AttachResponse:

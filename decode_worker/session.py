@@ -58,12 +58,13 @@ class Session:
     _outbox: asyncio.Queue[Event | None] = field(default_factory=lambda: asyncio.Queue(MAX_UNSENT_EVENTS))
     _overrun: bool = False
 
-    def send(self, event: Event) -> None:
-        """Queue an event. A router that reads too slowly loses its session, not the worker its memory."""
+    def send(self, event: Event) -> bool:
+        """Queue an event; False once the router has left too many unread: then its session is over."""
         try:
             self._outbox.put_nowait(event)
         except asyncio.QueueFull:
             self._overrun = True
+        return not self._overrun
 
     def end(self) -> None:
         """No more commands will come: let `events` return once what is queued has gone out."""

@@ -11,12 +11,12 @@ from engine.batch import LayerHook
 from engine.block_pool import BlockPool
 from engine.load import RunnerSettings, kv_layout, load_model_runner
 from engine.loop import Engine
-from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig, load_config
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import KVLayout
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.model_files import tokenizer_fingerprint
@@ -75,14 +75,20 @@ def build_host(settings: WorkerSettings, limits: EngineLimits, on_progress: Prog
     max_model_len = _max_model_len(settings, config)
     runner_settings = RunnerSettings(
         model_dir=Path(settings.model),
-        device=_device(settings.device),
+        device=settings.device,
         dtype=settings.dtype,
-        load_format="safetensors" if settings.load_format == "auto" else settings.load_format,
+        load_format=settings.load_format,
         block_size=settings.block_size,
+        memory_fraction=settings.kv_memory_fraction,
         layers_per_group=settings.layers_per_group,
+        # More than full seats could ever use would only be slower to look after.
+        max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
-    num_blocks = _num_blocks(settings, limits, runner_settings, max_model_len)
-    runner = load_model_runner(replace(runner_settings, num_blocks=num_blocks), on_progress)
+    layout = kv_layout(config, runner_settings)
+    runner = load_model_runner(
+        replace(runner_settings, num_blocks=_asked_blocks(settings, limits, layout)), on_progress
+    )
+    num_blocks = runner.kv_cache.num_blocks
     scheduler_config = SchedulerConfig(
         block_size=settings.block_size,
         max_batch_tokens=limits.max_batch_tokens,
@@ -102,12 +108,6 @@ def build_host(settings: WorkerSettings, limits: EngineLimits, on_progress: Prog
     return EngineHost(settings, runner, Scheduler(scheduler_config, BlockPool(num_blocks)))
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
     if settings.max_model_len > config.max_position_embeddings:
         raise ConfigurationError(
@@ -116,21 +116,16 @@ def _max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
     return settings.max_model_len or config.max_position_embeddings
 
 
-def _num_blocks(
-    settings: WorkerSettings, limits: EngineLimits, runner_settings: RunnerSettings, max_model_len: int
-) -> int:
-    """KV blocks: as many as were asked for; else what memory gives, but no more than full seats could ever use."""
-    layout = kv_layout(load_config(runner_settings.model_dir), runner_settings)
+def _asked_blocks(settings: WorkerSettings, limits: EngineLimits, layout: KVLayout) -> int | None:
+    """KV blocks the operator has asked for, in tokens or bytes; None leaves it to memory."""
     if limits.max_kv_tokens:
-        num_blocks = limits.max_kv_tokens // settings.block_size
+        num_blocks = limits.max_kv_tokens // layout.block_size
     elif settings.kv_cache_bytes:
         num_blocks = settings.kv_cache_bytes // layout.block_bytes
     else:
-        free_bytes = available_bytes(torch.device(runner_settings.device)) * settings.kv_memory_fraction
-        most = limits.max_num_seqs * (layout.num_blocks_for(max_model_len) + 1)
-        num_blocks = min(int(free_bytes) // layout.block_bytes, most)
+        return None
     if num_blocks < 2:
         raise ConfigurationError(
-            f"the KV cache would have {num_blocks} blocks of {layout.block_bytes} bytes: give it more memory"
+            f"the KV cache would have {num_blocks} blocks of {layout.block_bytes} bytes: give it more"
         )
     return num_blocks

@@ -24,17 +24,19 @@ from mesh.domain.kv import DTYPE_BYTES, KVLayout
 class RunnerSettings:
     """How a model is loaded and run.
 
-    Without `num_blocks` the KV cache takes `memory_fraction` of the memory that is free once the weights are loaded.
-    `dtype` "auto" is the checkpoint's own, or fp32 on CPU. `layers_per_group`: see ModelRunner.
+    Without `num_blocks` the KV cache takes `memory_fraction` of the memory that is free once the weights are loaded,
+    but no more than `max_blocks`. `device` "auto" is CUDA where it is there; `dtype` "auto" is the checkpoint's own,
+    or fp32 on CPU. `layers_per_group`: see ModelRunner.
     """
 
     model_dir: Path
     device: str = "cpu"
     dtype: str = "auto"
-    load_format: str = "safetensors"
+    load_format: str = "auto"
     seed: int = 0
     block_size: int = 16
     num_blocks: int | None = None
+    max_blocks: int | None = None
     memory_fraction: float = 0.5
     attention: str = "auto"
     layers_per_group: int = 4
@@ -56,7 +58,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     """Load weights, allocate the KV cache, choose the attention backend. ConfigurationError says what is wrong."""
     device = _device(settings.device)
     config = load_config(settings.model_dir)
-    settings = replace(settings, dtype=_dtype(settings, config))
+    settings = replace(settings, device=str(device), dtype=_dtype(settings, config))
     layout = kv_layout(config, settings)
     decoder = Decoder(config, _parameters(settings, config, device, on_progress))
     cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
@@ -89,6 +91,8 @@ def _parameters(
 
 
 def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -101,7 +105,7 @@ def _device(name: str) -> torch.device:
 def _dtype(settings: RunnerSettings, config: ModelConfig) -> str:
     if settings.dtype != "auto":
         return settings.dtype
-    return "float32" if settings.device.startswith("cpu") else config.dtype
+    return "float32" if _device(settings.device).type == "cpu" else config.dtype
 
 
 def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.device) -> int:
@@ -110,4 +114,4 @@ def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.de
         raise ConfigurationError(
             f"no memory for the KV cache: one block takes {layout.block_bytes} bytes; lower block_size, or free memory"
         )
-    return num_blocks
+    return min(num_blocks, settings.max_blocks or num_blocks)

@@ -33,6 +33,8 @@ class StepResult:
 
     outputs: list[StepOutput]
     preempted: list[Sequence]
+    is_idle: bool
+    """Nothing was computed."""
 
 
 class Engine:
@@ -59,12 +61,35 @@ class Engine:
         preempted = self.scheduler.take_preempted()
         for sequence in preempted:
             self._runner.forget(sequence)
-        return StepResult(outputs, preempted)
+        return StepResult(outputs, preempted, is_idle=not batch.items)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence here; idempotent."""
-        self.scheduler.abort(sequence.key)
+        self.scheduler.abort(sequence)
         self._runner.forget(sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A command, and who waits for it: nobody, if `future` is None."""
+
+    command: "Command[Any]"
+    future: "Future[Any] | None"
+
+    def run(self, scheduler: Scheduler) -> None:
+        if self.future is None:
+            self.command(scheduler)
+            return
+        try:
+            result = self.command(scheduler)
+        except Exception as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        if self.future is not None:
+            self.future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,80 +106,80 @@ class EngineLoop:
     def __init__(self, engine: Engine, callbacks: LoopCallbacks) -> None:
         self._engine = engine
         self._callbacks = callbacks
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
+        self._closing = threading.Lock()  # between "is it closed?" and putting a command
+        self._closed = False
+        self._stopping = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._stopping = False
-        self._dead: BaseException | None = None
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
     async def stop(self) -> None:
-        """Finish the current step and end the thread."""
-        self._commands.put(self._set_stopping)
+        """Finish the current step and end the thread; commands that are still queued fail."""
+        self.post(self._set_stopping)
         await asyncio.to_thread(self._thread.join)
 
     async def call(self, command: "Command[T]") -> T:
-        """Run `command` between two steps; returns or raises what it does. WorkerLost if the engine is dead."""
+        """Run `command` between two steps; returns or raises what it does. WorkerLost if the engine has stopped."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(command(self._engine.scheduler))
-            except Exception as error:
-                future.set_exception(error)
-
-        if self._dead is not None:
+        if not self._put(_Queued(command, future)):
             raise WorkerLost("the engine has stopped")
-        self._commands.put(run)
         # Shielded: once queued, a command runs even if its caller has gone; callers undo what they no longer want.
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence between two steps. Does not wait; idempotent."""
-        self._commands.put(lambda: self._engine.abort(sequence))
+        self.post(lambda _: self._engine.abort(sequence))
 
     def post(self, command: "Command[Any]") -> None:
-        """Run `command` between two steps, without waiting. It must not raise."""
-        self._commands.put(lambda: command(self._engine.scheduler))
+        """Run `command` between two steps, without waiting; ignored once the engine has stopped. If it raises, the
+        engine's state is in doubt, and the engine dies."""
+        self._put(_Queued(command, None))
 
-    def _set_stopping(self) -> None:
+    def _put(self, queued: "_Queued") -> bool:
+        with self._closing:
+            if not self._closed:
+                self._commands.put(queued)
+            return not self._closed
+
+    def _set_stopping(self, _: Scheduler) -> None:
         self._stopping = True
 
     def _run(self) -> None:
         try:
             self._engine.prepare_thread()
-            while not self._stopping:
-                self._run_commands()
-                if self._engine.scheduler.has_work and not self._stopping:
-                    result = self._engine.step()
-                    if result.outputs or result.preempted:
-                        self._loop.call_soon_threadsafe(self._callbacks.on_step, result)
+            idle = True
+            while True:
+                self._run_commands(wait=idle)
+                if self._stopping:
+                    break
+                result = self._engine.step()
+                # Nothing to compute, or no room for what waits: only a command can change that.
+                idle = result.is_idle
+                if result.outputs or result.preempted:
+                    self._loop.call_soon_threadsafe(self._callbacks.on_step, result)
         except BaseException as error:
             log.error("engine died", exc_info=error)
-            self._dead = error
-            self._fail_commands()
             self._loop.call_soon_threadsafe(self._callbacks.on_death, error)
+        finally:
+            self._close()
 
-    def _run_commands(self) -> None:
-        """Run what is queued; with no work to go on with, wait for a command first."""
-        wait = not self._engine.scheduler.has_work
+    def _run_commands(self, *, wait: bool) -> None:
+        """Run what is queued; with `wait`, there is at least one."""
         while True:
             try:
-                command = self._commands.get(block=wait)
+                queued = self._commands.get(block=wait)
             except queue.Empty:
                 return
-            command()
+            queued.run(self._engine.scheduler)
             wait = False
 
-    def _fail_commands(self) -> None:
-        """Let queued calls end: their commands still run, but the engine computes nothing any more."""
-        while True:
-            try:
-                self._commands.get_nowait()()
-            except queue.Empty:
-                return
+    def _close(self) -> None:
+        """From now on nothing is accepted; what is still queued fails."""
+        with self._closing:
+            self._closed = True
+        while not self._commands.empty():
+            self._commands.get().fail(WorkerLost("the engine has stopped"))

@@ -70,6 +70,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose KV is computed here. Raises InvalidRequest if it can never fit."""
+        self._require_new(sequence)
         self._require_fits(sequence)
         sequence.status = SequenceStatus.WAITING
         self._waiting[sequence.key] = sequence
@@ -78,8 +79,14 @@ class Scheduler:
         """Hold blocks for the whole prompt of a sequence whose KV comes from elsewhere; returns how many leading
         tokens are cached here already. Raises WorkerBusy if there is no room now, InvalidRequest if there never is.
         """
+        self._require_new(sequence)
         self._require_fits(sequence)
-        if len(self._seated) >= self.config.max_num_seqs or not self._seat(sequence, self._all_hashes(sequence)):
+        # Prompts that wait for room here come first, or a stream of reservations would starve them.
+        oldest = next(iter(self._waiting.values()), None)
+        spare = 0 if oldest is None else self._num_blocks_for(oldest)
+        num_seats = self.config.max_num_seqs - (oldest is not None)
+        hashes = self._all_hashes(sequence)
+        if len(self._seated) >= num_seats or not self._seat(sequence, hashes, spare=spare):
             raise WorkerBusy(f"no room for {sequence.num_tokens} tokens now")
         sequence.status = SequenceStatus.WAITING_FOR_KV
         return sequence.num_cached_tokens
@@ -94,12 +101,12 @@ class Scheduler:
         sequence.token_ids.append(first_token.id)
         sequence.status = SequenceStatus.RUNNING
 
-    def abort(self, key: SequenceKey) -> None:
-        """End a sequence in whatever state and free its blocks. Idempotent."""
-        self._waiting.pop(key, None)
-        sequence = self._seated.pop(key, None) or self._held.pop(key, None)
-        if sequence is not None:
-            self._free(sequence)
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence in whatever state and free its blocks. Idempotent; unknown ones are ignored."""
+        for table in (self._waiting, self._seated, self._held):
+            if table.get(sequence.key) is sequence:
+                del table[sequence.key]
+                self._free(sequence)
 
     def take_preempted(self) -> list[Sequence]:
         """Sequences preempted since the last call."""
@@ -192,13 +199,13 @@ class Scheduler:
         sequence.status = SequenceStatus.RUNNING
         return sequence
 
-    def _seat(self, sequence: Sequence, hashes: list[BlockHash]) -> bool:
+    def _seat(self, sequence: Sequence, hashes: list[BlockHash], *, spare: int = 0) -> bool:
         """Hold blocks for all tokens of the sequence, cached ones where `hashes` match. False, and no change, if
         short.
         """
         matched = self.pool.match(hashes)
-        missing = -(-sequence.num_tokens // self.config.block_size) - len(matched)
-        if missing > self.pool.num_allocatable_beside(matched) - self._headroom():
+        missing = self._num_blocks_for(sequence) - len(matched)
+        if missing > self.pool.num_allocatable_beside(matched) - self._headroom() - spare:
             return False
         self.pool.hold(matched)
         sequence.block_table += matched + (self.pool.allocate(missing) or [])
@@ -213,9 +220,18 @@ class Scheduler:
         """
         return len(self._seated)
 
+    def _num_blocks_for(self, sequence: Sequence) -> int:
+        return -(-sequence.num_tokens // self.config.block_size)
+
+    def _require_new(self, sequence: Sequence) -> None:
+        if any(sequence.key in table for table in (self._waiting, self._seated, self._held)):
+            raise InvalidRequest(f"attempt {sequence.key[1]} of request {sequence.key[0]} is here already")
+
     def _require_fits(self, sequence: Sequence) -> None:
         most = min(self.config.max_model_len, self.pool.num_blocks * self.config.block_size)
-        if sequence.num_tokens >= most:
+        # A sequence that is handed over needs no room for the KV of its first token.
+        needed = sequence.num_tokens + (not sequence.hand_over)
+        if needed > most:
             raise InvalidRequest(f"{sequence.num_tokens} tokens and one more do not fit into {most}")
 
     def _all_hashes(self, sequence: Sequence) -> list[BlockHash]:
@@ -252,13 +268,13 @@ class Scheduler:
             prompt_logprobs=_prompt_logprobs(sequence) if is_first else (),
             cached_tokens=sequence.num_cached_tokens if is_first else 0,
         )
-        if reason is not None:
-            del self._seated[sequence.key]
-            self._free(sequence)
-        elif sequence.hand_over:
+        if sequence.hand_over:  # even if it is finished: its blocks may still be read
             del self._seated[sequence.key]
             sequence.status = SequenceStatus.HELD
             self._held[sequence.key] = sequence
+        elif reason is not None:
+            del self._seated[sequence.key]
+            self._free(sequence)
         return result
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:

@@ -1,7 +1,7 @@
 """What every service process does around its work: settings, logs, signals, and telling its parent how it goes.
 
-Stdout is for machines: one JSON object a line (`announce`). Logs go to stderr. Exit status 0 after SIGTERM or SIGINT, 2
-for a wrong configuration (one line on stderr says what to do), 1 for anything else.
+Stdout is for machines: one JSON object a line (`announce`). Logs go to stderr. Exit status 0 after SIGTERM or SIGINT
+once it serves, 2 for a wrong configuration (one line on stderr says what to do), 1 for anything else.
 """
 
 import asyncio

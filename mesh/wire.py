@@ -1,7 +1,8 @@
 """Between protobuf messages and domain nouns, in one place.
 
-Names: `x_to_proto(domain) -> message`, `x_from_proto(message) -> domain`. Reading is strict where a wrong value could
-do harm: unknown enum values raise InvalidRequest.
+Names: `x_to_proto(domain) -> message`, `x_from_proto(message) -> domain`. Values of a newer version that this one does
+not know are read as the safe one: a worker's fault, a lost worker, an erroneous end. A request that could not be run
+raises InvalidRequest.
 """
 
 from google.protobuf.duration_pb2 import Duration
@@ -159,7 +160,7 @@ def output_from_proto(message: sequence_pb2.SequenceOutput) -> StepOutput:
         attempt=message.attempt,
         first_index=message.first_index,
         tokens=tuple(token_from_proto(token) for token in message.tokens),
-        finish_reason=_FINISH_BACK.get(message.finish_reason),
+        finish_reason=_finish_from_proto(message.finish_reason),
         prompt_logprobs=tuple(
             PromptLogprob(entry.logprob if entry.HasField("logprob") else None, _top_from_proto(entry.top))
             for entry in message.prompt_logprobs
@@ -171,6 +172,13 @@ def output_from_proto(message: sequence_pb2.SequenceOutput) -> StepOutput:
 def finish_to_proto(reason: FinishReason | None) -> sampling_pb2.FinishReason:
     """None is UNSPECIFIED: not finished."""
     return sampling_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
+
+
+def _finish_from_proto(value: sampling_pb2.FinishReason) -> FinishReason | None:
+    """A reason this version does not know must not read as "not finished"."""
+    if value == sampling_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return _FINISH_BACK.get(value, FinishReason.ERROR)
 
 
 def failure_to_proto(failure: SequenceFailure) -> decode_pb2.SequenceFailure:

@@ -114,6 +114,8 @@ class PrefillService:
         """Run one prompt and hand its KV over. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
+        if not 0 <= destination.ready_tokens <= len(request.token_ids) or destination.ready_tokens % self._block_size:
+            raise InvalidRequest(f"ready_tokens {destination.ready_tokens} does not fit the prompt")
         sequence = Sequence(request, hand_over=True)
         if sequence.key in self._prompts:
             raise InvalidRequest("this attempt is here already")
@@ -167,7 +169,7 @@ class PrefillService:
     def _push(self, pushes: list[_Push], first_layer: int, num_layers: int) -> None:
         for push in pushes:
             prompt = push.prompt
-            if prompt.sequence.key not in self._prompts:
+            if self._prompts.get(prompt.sequence.key) is not prompt:
                 continue
             if prompt.transfer is None:
                 prompt.transfer = self._open_transfer(prompt, push.block_table)

@@ -10,7 +10,7 @@ from engine.models.config import ModelConfig, load_config
 _SAMPLE_BYTES = 64
 
 
-def fingerprint(model_dir: Path, load_format: str = "safetensors", seed: int = 0) -> str:
+def fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0) -> str:
     """Stable hash of the configuration and of the weights; the same however the checkpoint is sharded.
 
     Of each tensor its name, dtype, shape and a sample from its middle are hashed, so that it costs milliseconds.

@@ -10,6 +10,7 @@ from mesh.process import ProcessSettings
 from mesh.rpc.credentials import MeshKey
 from mesh.settings import setting
 
+DTYPES = ("auto", *DTYPE_BYTES)
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -20,13 +21,20 @@ class WorkerSettings(ProcessSettings):
     model: str = setting(..., "folder of the checkpoint", env=("MODEL_ID", "HF_MODEL_ID"))
     name: str = setting("", "served model name; default: the folder's name")
     worker_id: str = setting("", "stable name of this worker; default: host name and process id")
-    registry_address: str = setting(..., "host:port of the router's registry")
+    registry_address: str = setting("", "host:port of the router's registry; not needed with registry_url")
+    registry_url: str = setting(
+        "", "redis://... or rediss://...: register there, for all routers", env=("REDIS_URL",), secret=True
+    )
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(0, "port to listen on; 0 takes a free one")
     advertise_host: str = setting("", "host name others reach this worker by; default: host")
     mesh_key: str = setting("", "shared secret of the mesh", secret=True)
     device: str = setting("auto", "cpu, cuda, cuda:N, or auto")
-    dtype: str = setting("float32", "type of weights and KV: " + ", ".join(DTYPE_BYTES), env=("DTYPE",))
+    dtype: str = setting(
+        "auto",
+        f"type of weights and KV: {', '.join(DTYPES)}; auto: float32 on CPU, the checkpoint's on GPU",
+        env=("DTYPE",),
+    )
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     block_size: int = setting(16, "tokens per KV block")
     kv_cache_bytes: int = setting(0, "memory for KV; 0 takes a share of what is free")
@@ -40,8 +48,10 @@ class WorkerSettings(ProcessSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigurationError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if not self.registry_address and not self.registry_url:
+            raise ConfigurationError("registry_address is not set: give --registry-address, or TANDEM_REGISTRY_URL")
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.load_format not in LOAD_FORMATS:
             raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
         if not 0 < self.kv_memory_fraction <= 1:

@@ -7,13 +7,14 @@ chunks.
 
 import asyncio
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import tandem
-from tests.e2e.mesh_process import mesh, pools_are_whole
+from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.e2e.reference import TOLERANCE, Reference
 
 FAMILIES = ["llama-tied", "llama-llama3", "mistral", "qwen2", "qwen3"]
@@ -22,7 +23,8 @@ MODES = {
     "grpc": ("--set", "prefill.kv_transports=grpc"),
     "colocated": ("--colocated",),
 }
-SMALL_PASSES = (
+FLAGS = (
+    *("--log-level", "debug"),
     *("--set", "prefill.max_batch_prefill_tokens=64"),
     *("--set", "decode.max_step_tokens=64"),
     *("--max-total-tokens", "400", "--max-input-length", "300"),
@@ -50,17 +52,34 @@ async def test_parity(
 ) -> None:
     theirs = reference(family)
     async with (
-        mesh(checkpoint(family), tmp_path, *SMALL_PASSES, *MODES[mode]) as running,
+        mesh(checkpoint(family), tmp_path, *FLAGS, *MODES[mode]) as running,
         tandem.AsyncClient(running.address) as client,
     ):
         await check_many_prompts(client, theirs)
         await check_lengths(client, theirs)
         await check_prompt_logprobs(client, theirs)
-        await check_stops(client, theirs)
+        await check_stops(client)
+        await check_stop_strings(client)
         await check_choices_and_seeds(client)
         await check_refusals(client)
         await check_cancel(client)
         await pools_are_whole(client)
+        if mode != "colocated":
+            await check_kv_was_shipped(client, running, mode)
+
+
+async def check_kv_was_shipped(client: tandem.AsyncClient, running: MeshProcess, transport: str) -> None:
+    """The tokens above came through the transport, and not by prefilling again where it failed."""
+    workers = {worker.role: worker for worker in await client.workers()}
+    assert workers["prefill"].load.computed_tokens > sum(map(len, prompts())) / 2
+    assert workers["decode"].load.computed_tokens == 0
+    logs = "".join(path.read_text() for path in running.log_dir.glob("*.log"))
+    assert f'"transport": "{transport}"' in logs
+    for trouble in ("link broken", "prefill failed", '"event": "replay"'):
+        assert trouble not in logs, trouble
+    failures = [line for line in logs.splitlines() if '"transfer_failed"' in line]
+    # Where the first token ends the answer, the sender gives the transfer up: nothing is left to decode.
+    assert [line for line in failures if "went away" not in line and "aborted" not in line] == []
 
 
 async def check_many_prompts(client: tandem.AsyncClient, theirs: Reference) -> None:
@@ -108,7 +127,7 @@ async def check_prompt_logprobs(client: tandem.AsyncClient, theirs: Reference) -
         assert token.logprob == pytest.approx(token.top[0].logprob, abs=TOLERANCE), position
 
 
-async def check_stops(client: tandem.AsyncClient, theirs: Reference) -> None:
+async def check_stops(client: tandem.AsyncClient) -> None:
     """Stopping at the first token, in the middle, and not before min_new_tokens."""
     prompt = prompts()[8]
     free = await client.generate(token_ids=prompt, max_new_tokens=20, ignore_eos=True)
@@ -120,11 +139,21 @@ async def check_stops(client: tandem.AsyncClient, theirs: Reference) -> None:
     )
     assert len(later.tokens) >= 5
     assert all(token.id != ids[0] for token in later.tokens[:5])
-    middle = free.text[len(free.text) // 2 :][:3]
-    if middle.isprintable() and middle:
-        stopped = await client.generate(token_ids=prompt, max_new_tokens=20, stop=[middle], ignore_eos=True)
-        assert stopped.text == free.text[: free.text.index(middle)]
-        assert stopped.finish_reason == "stop_sequence"
+
+
+async def check_stop_strings(client: tandem.AsyncClient) -> None:
+    """A stop string that spans tokens (each token is a byte): the text ends right before it."""
+    checked = 0
+    for prompt in prompts()[6:26]:
+        free = await client.generate(token_ids=prompt, max_new_tokens=24, ignore_eos=True)
+        found = re.search(r"[!-~]{2,}", free.text[1:])
+        if found is not None:
+            stop = found.group()
+            stopped = await client.generate(token_ids=prompt, max_new_tokens=24, stop=[stop], ignore_eos=True)
+            assert stopped.text == free.text[: free.text.index(stop)]
+            assert stopped.finish_reason == "stop_sequence"
+            checked += 1
+    assert checked > 0
 
 
 async def check_choices_and_seeds(client: tandem.AsyncClient) -> None:
@@ -155,7 +184,7 @@ async def check_refusals(client: tandem.AsyncClient) -> None:
         ({"token_ids": [1], "top_p": 0.0}, "top_p"),
         ({"token_ids": [1], "top_logprobs": 21}, "top_logprobs"),
         ({"token_ids": [1], "stop": ["x"] * 9}, "stop"),
-        ({"token_ids": [1], "n": 9}, "n"),
+        ({"token_ids": [1], "n": 9}, "num_choices|n must"),
     ):
         with pytest.raises(tandem.InvalidRequest, match=message):
             await client.generate(**bad)

@@ -78,7 +78,7 @@ class WorkerRig:
 async def worker_rig(
     *, prefill: EngineRig | None = None, decode: EngineRig | None = None, transports: tuple[str, ...] = ("grpc",)
 ) -> AsyncIterator[WorkerRig]:
-    """Run both workers; pools are checked at the end."""
+    """Run both workers; at the end, once clients have gone, their pools must be whole."""
     prefill, decode = prefill or EngineRig.make(), decode or EngineRig.make()
     settings = TransferSettings(transports=transports)
     draining = asyncio.Event()
@@ -108,7 +108,7 @@ async def worker_rig(
         for server, name in ((prefill_server, "tandem.v1.Prefill"), (decode_server, "tandem.v1.Decode")):
             await server.start([name])
             stack.push_async_callback(server.stop, 0)
-        yield WorkerRig(
+        rig = WorkerRig(
             prefill,
             decode,
             prefill_engine,
@@ -119,3 +119,6 @@ async def worker_rig(
             decode_server.address,
             draining,
         )
+        yield rig
+        if not (prefill.died.is_set() or decode.died.is_set()):
+            await rig.wait_whole()

@@ -83,8 +83,8 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @rule(sequence=consumes(live))
     def abort(self, sequence: Sequence) -> None:
-        self.scheduler.abort(sequence.key)
-        self.scheduler.abort(sequence.key)
+        self.scheduler.abort(sequence)
+        self.scheduler.abort(sequence)
         assert sequence.block_table == []
 
     @rule(token_id=st.sampled_from([EOS, 1, 2]))
@@ -112,8 +112,8 @@ class SchedulerLife(RuleBasedStateMachine):
                 break
             run_step(self.scheduler, EOS)
         for table in (self.scheduler._held, self.scheduler._seated, self.scheduler._waiting):
-            for key in list(table):
-                self.scheduler.abort(key)
+            for sequence in list(table.values()):
+                self.scheduler.abort(sequence)
         self.scheduler.check_integrity()
         assert self.scheduler.pool.num_free == NUM_BLOCKS
 
@@ -191,7 +191,7 @@ def test_handed_over_sequence_holds_its_blocks_until_released() -> None:
     run_step(scheduler)
     assert sequence.status is SequenceStatus.HELD
     assert scheduler.pool.num_free == NUM_BLOCKS - 2
-    scheduler.abort(sequence.key)
+    scheduler.abort(sequence)
     assert scheduler.pool.num_free == NUM_BLOCKS
 
 
@@ -204,3 +204,37 @@ def test_cache_log_leaves_a_gap_instead_of_growing() -> None:
     first, events = pool.log.take()
     assert len(events) <= 8
     assert first + len(events) == pool.log.next_number
+
+
+def test_reservations_do_not_starve_a_waiting_prompt() -> None:
+    scheduler = new_scheduler(max_batch_tokens=40)
+    holder = Sequence(make_request("holder", range(1, 25)))
+    scheduler.reserve(holder)  # 6 of 12 blocks
+    scheduler.add(Sequence(make_request("local", range(60, 88))))  # needs 7
+    assert scheduler.schedule().items == ()
+    with pytest.raises(WorkerBusy):
+        scheduler.reserve(Sequence(make_request("newcomer", range(30, 38))))
+    scheduler.abort(holder)
+    assert scheduler.schedule().items[0].sequence.key == ("local", 0)
+
+
+def test_an_attempt_is_accepted_once_and_an_old_abort_does_not_hit_a_new_one() -> None:
+    scheduler = new_scheduler()
+    first, second = (Sequence(make_request("a", range(1, 7))) for _ in range(2))
+    scheduler.add(first)
+    with pytest.raises(InvalidRequest, match="already"):
+        scheduler.add(second)
+    scheduler.abort(first)
+    scheduler.add(second)
+    scheduler.abort(first)
+    assert scheduler.schedule().items[0].sequence is second
+
+
+def test_prompt_that_is_handed_over_may_fill_the_pool() -> None:
+    scheduler = new_scheduler(max_batch_tokens=60, max_model_len=100)
+    prompt = range(1, 1 + NUM_BLOCKS * BLOCK)
+    with pytest.raises(InvalidRequest):
+        scheduler.add(Sequence(make_request("stays", prompt)))
+    scheduler.add(Sequence(make_request("goes", prompt), hand_over=True))
+    run_step(scheduler)
+    assert scheduler.pool.num_free == 0

@@ -1,0 +1,91 @@
+"""The engine's thread: commands, idleness, stop and death."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from engine.block_pool import BlockPool
+from engine.loop import Engine, EngineLoop, LoopCallbacks, StepResult
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+from mesh.domain.errors import WorkerLost
+from tests.fakes.requests import make_request
+from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_continuation
+
+NUM_BLOCKS = 8
+
+
+class Rig:
+    """An EngineLoop over a FakeRunner, with what it has said."""
+
+    def __init__(self) -> None:
+        self.steps: asyncio.Queue[StepResult] = asyncio.Queue()
+        self.death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.runner = FakeRunner(FakeKVStore(NUM_BLOCKS))
+        config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens=64, max_num_seqs=4, max_model_len=200)
+        self.scheduler = Scheduler(config, BlockPool(NUM_BLOCKS))
+        callbacks = LoopCallbacks(self.steps.put_nowait, self.death.set_result)
+        self.loop = EngineLoop(Engine(self.scheduler, self.runner), callbacks)
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    rig.loop.start()
+    yield rig
+    await rig.loop.stop()
+
+
+async def test_tokens_come_one_step_at_a_time(rig: Rig) -> None:
+    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1, 2, 3], max_new_tokens=4))))
+    ids = [(await rig.steps.get()).outputs[0].tokens[0].id for _ in range(4)]
+    assert ids == fake_continuation([1, 2, 3], 4)
+
+
+async def test_engine_that_cannot_go_on_waits_instead_of_spinning(rig: Rig) -> None:
+    holder = Sequence(make_request("holder", range(1, 25)))
+    await rig.loop.call(lambda scheduler: scheduler.reserve(holder))
+    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("waits", range(40, 60)))))
+    assert rig.scheduler.has_work
+    used, started = time.process_time(), time.monotonic()
+    while time.monotonic() < started + 0.3:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    assert time.process_time() - used < 0.15
+    rig.loop.abort(holder)
+    assert (await asyncio.wait_for(rig.steps.get(), 2)).outputs[0].request_id == "waits"
+
+
+async def test_failed_call_is_the_callers_alone(rig: Rig) -> None:
+    def fail(scheduler: Scheduler) -> None:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        await rig.loop.call(fail)
+    assert await rig.loop.call(lambda scheduler: scheduler.pool.num_free) == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("way", ["step", "command"])
+async def test_death_is_heard_of_once_and_nothing_hangs(rig: Rig, way: str) -> None:
+    rig.runner.gate.clear()
+    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1]))))
+    if way == "step":
+        rig.runner.fail_with = RuntimeError("boom")
+    rig.loop.post(lambda scheduler: scheduler.pool.free([0, 0]))  # raises: block 0 is not held twice
+    waiting = asyncio.create_task(rig.loop.call(Scheduler.load))
+    await asyncio.sleep(0)
+    rig.runner.gate.set()
+    assert isinstance(await asyncio.wait_for(rig.death, 2), RuntimeError if way == "step" else ValueError)
+    with pytest.raises(WorkerLost):
+        await asyncio.wait_for(waiting, 2)
+    with pytest.raises(WorkerLost):
+        await rig.loop.call(Scheduler.load)
+    rig.loop.abort(Sequence(make_request("a", [1])))
+
+
+async def test_call_after_stop_does_not_hang(rig: Rig) -> None:
+    await rig.loop.stop()
+    with pytest.raises(WorkerLost):
+        await asyncio.wait_for(rig.loop.call(Scheduler.load), 2)

@@ -29,6 +29,11 @@ class Workload:
         return [[rng.randrange(3, self.vocab_size) for _ in range(self.input_tokens)] for _ in range(count)]
 
 
+def workload(num_clients: int) -> Workload:
+    """Two requests for each client; one when there are many, which is enough to fill the batch."""
+    return Workload(num_clients, requests_per_client=2 if num_clients <= 8 else 1)
+
+
 @dataclass(slots=True)
 class Measured:
     """One run. Times in seconds; gaps are between tokens of one stream."""

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.load import Measured, Workload, median_run, percentile, run_closed_loop
+from bench.load import Measured, Workload, median_run, percentile, run_closed_loop, workload
 from bench.shapes import write_shape
 
 
@@ -38,8 +38,8 @@ def arms() -> list[Arm]:
     """The four arms, on the first two cores allowed."""
     first, second = [*sorted(os.sched_getaffinity(0)), 0, 0][:2]
     return [
-        Arm("engine, 1 core", engine_cores=str(second)),
-        Arm("colocated, 1 core", ("--colocated", "--set", f"decode.cpu_list={second}", "--threads-per-worker", "1")),
+        Arm("engine, 1 core", engine_cores=str(first)),
+        Arm("colocated, 1 core", ("--colocated", "--threads-per-worker", "1")),
         Arm("engine, 2 cores", engine_cores=f"{first},{second}"),
         Arm("separated", ()),
     ]
@@ -55,7 +55,10 @@ async def measure(arm: Arm, model_dir: Path, clients: Sequence[int]) -> list[Mea
     )
     assert process.stdout is not None
     try:
-        address = (await process.stdout.readline()).decode().split()[1]
+        ready = (await process.stdout.readline()).decode().split()
+        if not ready:
+            raise SystemExit(f"{arm.name}: the mesh did not start: {' '.join(command)}")
+        address = ready[1]
         async with tandem.AsyncClient(address) as client:
 
             async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
@@ -66,7 +69,7 @@ async def measure(arm: Arm, model_dir: Path, clients: Sequence[int]) -> list[Mea
                 return count
 
             await run_closed_loop(Workload(1, 1, 32, 8), send)
-            return [await run_closed_loop(Workload(number), send) for number in clients]
+            return [await run_closed_loop(workload(number), send) for number in clients]
     finally:
         process.terminate()
         await process.wait()

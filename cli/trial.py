@@ -1,6 +1,6 @@
 """The trial request: two tokens through every part of a mesh before it is called ready."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tandem
 
@@ -13,10 +13,11 @@ class Trial:
     """Sends a prompt longer than `prefill_threshold` tokens, so that a prefill worker takes part."""
 
     prefill_threshold: int = 0
+    api_key: str | None = field(default=None, repr=False)
 
     async def __call__(self, address: str) -> None:
         """Raises TandemError if no answer comes."""
-        async with tandem.AsyncClient(address, timeout=_TIMEOUT_S) as client:
+        async with tandem.AsyncClient(address, api_key=self.api_key, timeout=_TIMEOUT_S) as client:
             model = await client.model()
             ids = [token.id for token in await client.tokenize(prompt=_TEXT)] or [0]
             repeats = self.prefill_threshold // len(ids) + 1

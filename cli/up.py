@@ -23,6 +23,7 @@ from cli.trial import Trial
 from cli.up_settings import UpSettings, find_model
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
+from router.api_keys import digest_of, new_key
 
 NAME = "up"
 ABOUT = 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve'
@@ -56,13 +57,14 @@ def run(args: argparse.Namespace) -> int:
     """Start, serve, stop."""
     display = Display(Console(stderr=True, highlight=False))
     settings = _settings(args)
-    environ = _child_environ(settings)
+    trial_key = new_key()
+    environ = _child_environ(settings, trial_key)
     plan = _plan(args, settings)
     threshold = _check(plan, environ)
     log_dir = _log_dir(settings)
     display.line(f"logs: {log_dir}")
     launch = Launch(args.programs, environ, log_dir, on_event=lambda _: None, on_warning=display.warning)
-    supervisor = Supervisor(plan, launch, display, Trial(threshold))
+    supervisor = Supervisor(plan, launch, display, Trial(threshold, trial_key))
     try:
         asyncio.run(supervisor.run(_announce_ready))
     except MeshFailed as error:
@@ -114,8 +116,11 @@ def _require_free_port(host: str, port: int) -> None:
             raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another --port") from error
 
 
-def _child_environ(settings: UpSettings) -> dict[str, str]:
-    environ = dict(os.environ) | {"TANDEM_MESH_KEY": settings.mesh_key or secrets.token_hex(32)}
+def _child_environ(settings: UpSettings, trial_key: str) -> dict[str, str]:
+    environ = dict(os.environ) | {
+        "TANDEM_MESH_KEY": settings.mesh_key or secrets.token_hex(32),
+        "TANDEM_TRIAL_KEY_SHA256": digest_of(trial_key),
+    }
     packages = Path(__file__).resolve().parent.parent
     if (packages / "pyproject.toml").exists():  # a checkout that need not be installed
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), environ.get("PYTHONPATH"))))

@@ -3,7 +3,7 @@
 from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from mesh.domain.worker import WorkerLoad
-from mesh.worker.agent import Report
+from mesh.worker.agent import Report, Snapshot
 
 
 class EngineReports:
@@ -20,11 +20,16 @@ class EngineReports:
         """Load alone."""
         return await self._loop.call(Scheduler.load)
 
-    async def snapshot(self) -> tuple[int, list[bytes]]:
-        """Number of the next event, and the hashes of all cached blocks."""
-        return await self._loop.call(lambda scheduler: (scheduler.pool.log.next_number, scheduler.pool.cached_hashes))
+    async def snapshot(self) -> Snapshot:
+        """Load and the whole cache."""
+        return await self._loop.call(_snapshot)
 
 
 def _report(scheduler: Scheduler) -> Report:
     first_event, events = scheduler.pool.log.take()
     return Report(scheduler.load(), first_event, events)
+
+
+def _snapshot(scheduler: Scheduler) -> Snapshot:
+    scheduler.pool.log.take()
+    return Snapshot(scheduler.load(), scheduler.pool.log.next_number, scheduler.pool.cached_hashes)

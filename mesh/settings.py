@@ -114,10 +114,12 @@ def _read_file(path: str | None, prog: str) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        content = tomllib.loads(Path(path).read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read the settings file {path}: {error}") from error
-    own: dict[str, Any] = content.get(prog, {})
+    own = content.get(prog, {})
+    if not isinstance(own, dict):
+        raise ConfigurationError(f"{prog} in the settings file {path} must be a table: [{prog}]")
     return {key: value for key, value in content.items() if not isinstance(value, dict)} | own
 
 
@@ -125,7 +127,7 @@ def _convert(name: str, raw: Any, hint: Any, origin: str) -> Any:
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     try:
         return _to_bool(raw) if kinds[0] is bool else kinds[0](raw)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"{name} must be {kinds[0].__name__}, got {raw!r} (from {origin})") from error
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from mesh.domain.request import mint_id
 from mesh.process import ServiceProgram, announce, until_stopped
 from mesh.registry.membership import Membership
-from mesh.registry.servicer import RegistryServicer, expire_forever
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
-from router.admission import Permits
+from router.api_keys import NoKeys
 from router.channels import Caller, Channels
+from router.coordination import coordinate
 from router.decode_links import DecodeLinks
 from router.dispatch import Dispatcher, Paths
 from router.ledger import Ledger
@@ -24,7 +24,7 @@ from router.queue import PlacementQueue
 from router.readiness import SERVICES, Expected, Readiness
 from router.served_model import ServedModel
 from router.service import GenerationService, ServiceParts
-from router.servicer import GenerationServicer, MeshServicer
+from router.servicer import GenerationServicer, MeshServicer, MeshSources
 from router.settings import RouterSettings
 from tandem.v1 import generation_pb2_grpc, worker_pb2_grpc
 
@@ -43,11 +43,15 @@ class RouterProcess:
         model = ServedModel.load(settings.served_name, Path(settings.model))
         limits = LimitPolicy(settings, model.facts)
         self.membership = Membership(time.monotonic, model.require_fits)
-        self.public = Server(Listen(settings.host, settings.port, public=True))
-        self.internal = Server(Listen(settings.registry_host, settings.registry_port, key))
-        self.permits = Permits(settings.max_concurrent_requests)
-        self.ledger = Ledger(time.monotonic)
+        keys = settings.load_api_keys()
+        self.public = Server(
+            Listen(settings.host, settings.port, keys, public=True, allow_anonymous=settings.allow_anonymous)
+        )
+        self._callers = keys or NoKeys()
         caller = Caller(mint_id(), key)
+        self.internal = coordinate(settings, self.membership, caller)
+        self.permits = self.internal.permits
+        self.ledger = Ledger(time.monotonic)
         self._channels = Channels(self.membership)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         self._mesh = MeshView(
@@ -86,18 +90,14 @@ class RouterProcess:
         """Serve both ports and follow the mesh."""
         self.membership.on_change(self._mesh_changed)
         self.ledger.on_change(self.queue.wake)
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(self._service), self.public.grpc)
-        worker_pb2_grpc.add_MeshServicer_to_server(
-            MeshServicer(self.membership, self.queue, self.permits, time.monotonic), self.public.grpc
+        generation_pb2_grpc.add_GenerationServicer_to_server(
+            GenerationServicer(self._service, self._callers), self.public.grpc
         )
-        worker_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(self.membership), self.internal.grpc)
-        await self.internal.start(["tandem.v1.Registry"])
-        await self.internal.set_serving(True)
+        sources = MeshSources(self.membership, self.queue, self.permits, time.monotonic)
+        worker_pb2_grpc.add_MeshServicer_to_server(MeshServicer(sources, self._callers), self.public.grpc)
+        await self.internal.start()
         await self.public.start(SERVICES)
-        self._tasks = [
-            asyncio.create_task(self._readiness.run()),
-            asyncio.create_task(expire_forever(self.membership)),
-        ]
+        self._tasks = [asyncio.create_task(self._readiness.run())]
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING, refuse new requests, let running ones end, then close everything."""
@@ -111,7 +111,7 @@ class RouterProcess:
         self.queue.close()
         await self._links.close()
         await self._channels.close()
-        await self.internal.stop(0)
+        await self.internal.stop()
         self._encoder.close()
 
     def _mesh_changed(self) -> None:

@@ -1,8 +1,36 @@
-"""Permits: how many choices may be in service at a time. Past that, requests are refused at once."""
+"""Permits: how many choices may be in service at a time, in all and of one tenant. Past that, requests are refused at
+once.
+"""
+
+from collections import Counter
+from typing import Protocol
 
 from mesh.domain.errors import Overloaded
+from router.tenants import ANONYMOUS, Tenant
 
 _RETRY_AFTER_S = 1.0
+
+
+class Admission(Protocol):
+    """Who gives permits. Plug point: Permits for a router of its own, LeasedPermits where routers share a cap."""
+
+    @property
+    def max_permits(self) -> int:
+        """The cap."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Permits this router holds now."""
+        ...
+
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS) -> list["Permit"]:
+        """All of `count` permits, or Overloaded. When cancelled, none stays taken."""
+        ...
+
+    def give_back(self, tenant: Tenant) -> None:
+        """Called by Permit.release only."""
+        ...
 
 
 class Permits:
@@ -11,6 +39,7 @@ class Permits:
     def __init__(self, max_permits: int) -> None:
         self._max_permits = max_permits
         self._num_held = 0
+        self._held_by: Counter[str] = Counter()
 
     @property
     def max_permits(self) -> int:
@@ -22,29 +51,41 @@ class Permits:
         """Permits held now."""
         return self._num_held
 
-    def acquire(self, count: int) -> list["Permit"]:
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS) -> list["Permit"]:
+        """`acquire`, as Admission has it."""
+        return self.acquire(count, tenant)
+
+    def acquire(self, count: int, tenant: Tenant = ANONYMOUS) -> list["Permit"]:
         """All of `count` permits, or Overloaded."""
+        cap, held = tenant.max_concurrent_requests, self._held_by[tenant.name]
+        if cap is not None and held + count > cap:
+            raise Overloaded(
+                f"{held} of your {cap} requests are in service; try again later", retry_after_s=_RETRY_AFTER_S
+            )
         if self._num_held + count > self._max_permits:
             raise Overloaded(
                 f"{self._num_held} of {self._max_permits} requests are in service; try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._num_held += count
-        return [Permit(self) for _ in range(count)]
+        self._held_by[tenant.name] += count
+        return [Permit(self, tenant) for _ in range(count)]
 
-    def give_back(self) -> None:
+    def give_back(self, tenant: Tenant) -> None:
         """Called by Permit.release only."""
         self._num_held -= 1
+        self._held_by[tenant.name] -= 1
 
 
 class Permit:
     """The right to be in service. Release it whatever happens; releasing twice does nothing."""
 
-    def __init__(self, permits: Permits) -> None:
-        self._permits: Permits | None = permits
+    def __init__(self, permits: Admission, tenant: Tenant) -> None:
+        self._permits: Admission | None = permits
+        self._tenant = tenant
 
     def release(self) -> None:
         """Give it back."""
         permits, self._permits = self._permits, None
         if permits is not None:
-            permits.give_back()
+            permits.give_back(self._tenant)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
+from router.tenants import Tenant
 from router.text.stop import StopMatcher
 from router.text.stream import TextStream
 from router.text.tokenizer import Tokenizer
@@ -96,6 +97,11 @@ class Choice:
     def num_pending(self) -> int:
         """Events the client has not taken, alternatives counted too: what a slow reader costs."""
         return len(self._pending) * (1 + self._valid.asked.top_logprobs)
+
+    @property
+    def tenant(self) -> Tenant:
+        """On whose behalf it runs."""
+        return self._valid.asked.tenant
 
     def next_request(self, attempt: int, *, eos_token_ids: frozenset[int], namespace: str) -> Request:
         """What to dispatch now: the prompt and all that has been generated."""

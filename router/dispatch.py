@@ -78,10 +78,12 @@ class Dispatcher:
     async def _dispatch(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> Attempt:
         """Wait for a place."""
         request = choice.next_request(
-            replay.attempt, eos_token_ids=self._model.facts.eos_token_ids, namespace=self._model.name
+            replay.attempt,
+            eos_token_ids=self._model.facts.eos_token_ids,
+            namespace=choice.tenant.cache_namespace(self._model.name),
         )
         timeline.mark("queued")
-        booking = await self._paths.queue.place(self._query(request, replay), is_replay=replay.attempt > 0)
+        booking = await self._paths.queue.place(self._query(choice, request, replay), is_replay=replay.attempt > 0)
         link = self._paths.links.find(booking.placement.decode)
         if link is None:
             booking.release()
@@ -90,8 +92,9 @@ class Dispatcher:
             request = replace(request, time_left_s=max(0.0, deadline_s - asyncio.get_running_loop().time()))
         return Attempt(choice, Dispatched(request, booking, link, timeline), self._paths.prefills, self._patience)
 
-    def _query(self, request: Request, replay: Replay) -> PlacementQuery:
+    def _query(self, choice: Choice, request: Request, replay: Replay) -> PlacementQuery:
         return PlacementQuery(
+            tenant=choice.tenant.name,
             num_tokens=len(request.token_ids),
             max_total_tokens=request.max_total_tokens,
             chain=PrefixChain(request.token_ids, request.cache_namespace),

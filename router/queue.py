@@ -1,6 +1,6 @@
 """The queue for workers: attempts wait here, in order, until a prefill and a decode worker have room.
 
-    place() ─▶ waiters (FIFO; replays at the front) ──pump: room for the first?──▶ Booking
+    place() ─▶ waiters (tenants in turn, FIFO; replays at the front) ──pump: room for the first?──▶ Booking
                   │ cancelled, out of time: leaves at once
                   │ no decode worker at all for `no_worker_timeout_s`: NoWorkers
 
@@ -9,13 +9,13 @@ tried, so that big requests are not overtaken for ever.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
 from router.ledger import Booking, Ledger
 from router.placement import NoPlacement, Placement, PlacementQuery, Snapshot, place
+from router.turns import Turns
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,7 @@ class PlacementQueue:
         self._ledger = ledger
         self._snapshot = snapshot
         self._max_queued = max_queued
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: Turns[_Waiter] = Turns()
         self._pump_scheduled = False
         self._outage = _Outage(no_worker_timeout_s, self._pump)
 
@@ -77,9 +77,9 @@ class PlacementQueue:
             raise Overloaded(f"{len(self._waiters)} requests are waiting already; try again later")
         waiter = _Waiter(query, asyncio.get_running_loop().create_future())
         if is_replay:
-            self._waiters.appendleft(waiter)
+            self._waiters.add_first(waiter)
         else:
-            self._waiters.append(waiter)
+            self._waiters.add(query.tenant, waiter)
         self._pump()
         try:
             return await waiter.booking
@@ -99,8 +99,7 @@ class PlacementQueue:
 
     def _forget(self, waiter: _Waiter) -> None:
         """The caller has left: leave the queue, or give back what came too late."""
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
+        if self._waiters.remove(waiter):
             self.wake()
         elif waiter.booking.done() and not waiter.booking.cancelled() and waiter.booking.exception() is None:
             waiter.booking.result().release()
@@ -109,12 +108,12 @@ class PlacementQueue:
         """Place waiters from the front for as long as there is room."""
         self._pump_scheduled = False
         while self._waiters:
-            waiter = self._waiters[0]
+            waiter = self._waiters.first()
             placed = place(waiter.query, self._snapshot())
             self._watch_outage(placed)
             if not isinstance(placed, Placement) and self._is_worth_waiting(placed):
                 return
-            self._waiters.popleft()
+            self._waiters.take_first()
             if not waiter.booking.done():
                 self._answer(waiter, placed)
 

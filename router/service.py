@@ -16,7 +16,7 @@ import structlog
 
 from mesh.domain.errors import ModelNotFound, NoWorkers
 from mesh.domain.request import mint_id
-from router.admission import Permit, Permits
+from router.admission import Admission, Permit
 from router.answer import Answer, AnswerParts
 from router.choice import Choice
 from router.dispatch import Dispatcher
@@ -58,7 +58,7 @@ class ServiceParts:
     model: ServedModel
     encoder: PromptEncoder
     limits: LimitPolicy
-    permits: Permits
+    permits: Admission
     mesh: MeshView
     dispatcher: Dispatcher
     slow_reader_s: float
@@ -80,7 +80,8 @@ class GenerationService:
             raise NoWorkers(_STOPPING)
         self._require_model(asked.model)
         check_shape(asked, max_choices=self._parts.permits.max_permits)
-        permits = self._parts.permits.acquire(asked.num_choices)
+        asked.sampling.validate(self._parts.model.facts.vocab_size)
+        permits = await self._parts.permits.admit(asked.num_choices, asked.tenant)
         try:
             prompt = await self._parts.encoder.encode(require_prompt(asked.prompt))
             valid = self._validate(asked, prompt)
@@ -157,6 +158,7 @@ class GenerationService:
             log.info(
                 "finished",
                 request_id=choice.request_id,
+                tenant=valid.asked.tenant.name,
                 client_request_id=valid.asked.client_request_id[:_MAX_LOGGED_CHARS],
                 prompt_tokens=choice.num_prompt_tokens,
                 completion_tokens=len(choice.token_ids),

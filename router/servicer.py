@@ -1,33 +1,47 @@
 """The public API's gRPC side: translation only."""
 
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
 from mesh import wire
 from mesh.registry.membership import Registry
-from router.admission import Permits
+from mesh.rpc.credentials import Metadata
+from router.admission import Admission
 from router.answer import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.queue import PlacementQueue
 from router.service import GenerationService, ModelInfo
+from router.tenants import Tenant
 from router.text.chat import ChatMessage
 from router.validation import GenerateInput
 from tandem.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 
+class Callers(Protocol):
+    """Knows callers by their credentials: ApiKeys, or NoKeys while there are none."""
+
+    def tenant_of(self, metadata: Metadata | None) -> Tenant:
+        """Whose call it is. Raises Unauthenticated."""
+        ...
+
+
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """What clients call."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, callers: Callers) -> None:
         self._service = service
+        self._callers = callers
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Stream tokens."""
-        answer = await self._service.generate(_asked_from_proto(request), context.time_remaining())
+        asked = _asked_from_proto(request, self._callers.tenant_of(context.invocation_metadata()))
+        answer = await self._service.generate(asked, context.time_remaining())
         # A client that leaves while a message is being written does not reach this generator; this callback does.
         context.add_done_callback(lambda _: answer.close())
         async for delta in answer.deltas():
@@ -55,34 +69,44 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         return generation_pb2.ListModelsResponse(models=[_model_to_proto(self._service.describe())])
 
 
-class MeshServicer(worker_pb2_grpc.MeshServicer):
-    """What operators call. `clock` gives the registry's monotonic seconds."""
+@dataclass(frozen=True, slots=True)
+class MeshSources:
+    """What operators are told about. `clock` gives the registry's monotonic seconds."""
 
-    def __init__(self, registry: Registry, queue: PlacementQueue, permits: Permits, clock: Callable[[], float]) -> None:
-        self._registry = registry
-        self._queue = queue
-        self._permits = permits
-        self._clock = clock
+    registry: Registry
+    queue: PlacementQueue
+    permits: Admission
+    clock: Callable[[], float]
+
+
+class MeshServicer(worker_pb2_grpc.MeshServicer):
+    """What operators call."""
+
+    def __init__(self, sources: MeshSources, callers: Callers) -> None:
+        self._sources = sources
+        self._callers = callers
 
     async def ListWorkers(
         self, request: worker_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.ListWorkersResponse:
         """All known workers."""
+        self._callers.tenant_of(context.invocation_metadata()).require_operator()
+        sources = self._sources
         workers = [
             worker_pb2.WorkerStatus(
                 record=wire.worker_to_proto(view.info),
                 load=wire.load_to_proto(view.load),
                 state=wire.state_to_proto(view.state),
-                last_seen=wire.duration_to_proto(max(0.0, self._clock() - view.last_seen_s)),
+                last_seen=wire.duration_to_proto(max(0.0, sources.clock() - view.last_seen_s)),
             )
-            for view in self._registry.workers()
+            for view in sources.registry.workers()
         ]
         return worker_pb2.ListWorkersResponse(
-            workers=workers, queued_requests=self._queue.num_queued, active_requests=self._permits.num_held
+            workers=workers, queued_requests=sources.queue.num_queued, active_requests=sources.permits.num_held
         )
 
 
-def _asked_from_proto(request: generation_pb2.GenerateRequest) -> GenerateInput:
+def _asked_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) -> GenerateInput:
     return GenerateInput(
         prompt=_prompt_from_proto(request),
         sampling=wire.sampling_from_proto(request.sampling),
@@ -92,6 +116,7 @@ def _asked_from_proto(request: generation_pb2.GenerateRequest) -> GenerateInput:
         prompt_logprobs=request.output.prompt_logprobs,
         echo=request.output.echo,
         client_request_id=request.client_request_id,
+        tenant=tenant,
     )
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings
 from mesh.settings import setting
+from router.api_keys import ApiKeys
+from router.tenants import TRIAL
 
 _COUNTS = (
     "max_concurrent_requests",
@@ -36,7 +38,13 @@ class RouterSettings(ProcessSettings):
     port: int = setting(50051, "port clients reach; 0 takes a free one", env=("PORT",))
     registry_host: str = setting("127.0.0.1", "address workers register at")
     registry_port: int = setting(50052, "port workers register at; 0 takes a free one")
+    registry_url: str = setting(
+        "", "redis://... or rediss://...: share workers and permits with other routers", env=("REDIS_URL",), secret=True
+    )
     mesh_key: str = setting("", "secret shared by routers and workers", secret=True)
+    api_keys_file: str = setting("", "TOML file of API keys (see: tandem keys); without one, clients need no key")
+    allow_anonymous: bool = setting(False, "without API keys, listen beyond loopback all the same")
+    trial_key_sha256: str = setting("", "digest of the key `tandem up` tries the mesh with", secret=True)
 
     max_concurrent_requests: int = setting(
         128, "choices in service at a time; more are refused at once", env=("MAX_CONCURRENT_REQUESTS",)
@@ -79,6 +87,13 @@ class RouterSettings(ProcessSettings):
             raise ConfigurationError(f"model must be a checkpoint folder, and {self.model!r} is none")
         if self.max_input_length is not None and self.max_total_tokens is not None:
             require_input_below_total(self.max_input_length, self.max_total_tokens)
+
+    def load_api_keys(self) -> ApiKeys | None:
+        """Read the keys file; None without one. Raises ConfigurationError."""
+        if not self.api_keys_file:
+            return None
+        keys = ApiKeys.load(Path(self.api_keys_file))
+        return keys.with_key(self.trial_key_sha256, TRIAL) if self.trial_key_sha256 else keys
 
     @property
     def served_name(self) -> str:

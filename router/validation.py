@@ -8,6 +8,7 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from router.limits import Limits
 from router.prompts import ChatPrompt, Prompt, TextPrompt
+from router.tenants import ANONYMOUS, Tenant
 
 CHAT_ROLES = ("system", "user", "assistant")
 
@@ -26,6 +27,7 @@ class GenerateInput:
     prompt_logprobs: bool = False
     echo: bool = False
     client_request_id: str = ""
+    tenant: Tenant = ANONYMOUS
 
 
 @dataclass(frozen=True, slots=True)

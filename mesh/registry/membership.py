@@ -20,7 +20,7 @@ class WorkerView:
 
 
 class Registry(Protocol):
-    """Where routers find workers. Plug point: in-process (Membership), later Redis."""
+    """Where routers find workers. Plug point: in-process (Membership), or RedisRegistry."""
 
     def workers(self) -> list[WorkerView]:
         """All known workers, by role and id. Lost ones stay for a while, as LOST, for operators."""

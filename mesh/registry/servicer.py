@@ -24,6 +24,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
+        self._streams: dict[str, object] = {}  # by worker id, the stream it registered by last
 
     async def Register(
         self, request_iterator: AsyncIterator[worker_pb2.RegisterRequest], context: grpc.aio.ServicerContext
@@ -34,6 +35,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
             raise InvalidRequest("the first message must be the worker's record")
         info = wire.worker_from_proto(first.record)
         self._membership.join(info)
+        stream = self._streams[info.worker_id] = object()
         log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
         try:
             interval = wire.duration_to_proto(HEARTBEAT_INTERVAL_S)
@@ -42,8 +44,11 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
                 if not self._follow(info, request):
                     yield worker_pb2.RegisterResponse(snapshot_request=worker_pb2.SnapshotRequest())
         finally:
-            self._membership.lose(info.worker_id, info.incarnation)
-            log.warning("worker left", worker=info.worker_id, role=info.role.value)
+            # After a network break the worker may be back by a new stream before the end of the old one is noticed.
+            if self._streams.get(info.worker_id) is stream:
+                del self._streams[info.worker_id]
+                self._membership.lose(info.worker_id, info.incarnation)
+                log.warning("worker left", worker=info.worker_id, role=info.role.value)
 
     def _follow(self, info: WorkerInfo, request: worker_pb2.RegisterRequest) -> bool:
         """Apply one message. False if a snapshot is needed."""

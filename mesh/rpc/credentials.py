@@ -1,8 +1,9 @@
-"""The mesh key: a shared secret without which workers and routers do not talk to each other."""
+"""Who may call a server: the mesh key, a shared secret between workers and routers; and where servers may listen."""
 
 import hmac
 import ipaddress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mesh.domain.errors import ConfigurationError, Unauthenticated
 
@@ -10,6 +11,14 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 _HEADER = "authorization"
 _MIN_KEY_CHARS = 16
+
+
+class Guard(Protocol):
+    """Decides who may call a server's methods. Plug point: MeshKey inside the mesh, ApiKeys on the public port."""
+
+    def check(self, metadata: Metadata | None) -> None:
+        """Raise Unauthenticated unless the call's `metadata` carries a good credential."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +46,13 @@ class MeshKey:
         raise Unauthenticated("this service takes calls from the mesh only: the mesh key is missing or wrong")
 
 
-def require_safe_bind(host: str, *, has_credentials: bool) -> None:
-    """Raise ConfigurationError if `host` is reachable from other machines and nothing guards the port."""
-    if has_credentials or host == "localhost":
+def require_safe_bind(host: str, *, advice: str) -> None:
+    """Raise ConfigurationError with `advice` if `host` can be reached from other machines."""
+    if host == "localhost":
         return
     try:
         is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         is_loopback = False
     if not is_loopback:
-        raise ConfigurationError(
-            f"refusing to listen on {host} without credentials: set TANDEM_MESH_KEY, or listen on 127.0.0.1"
-        )
+        raise ConfigurationError(f"refusing to listen on {host} without credentials: {advice}, or listen on 127.0.0.1")

@@ -1,4 +1,4 @@
-"""The one server interceptor: mesh key, error to status, log. Servicers hold no try/except.
+"""The one server interceptor: credentials, error to status, log. Servicers hold no try/except.
 
 Errors raised on purpose (MeshError) become their status; anything else becomes INTERNAL with the traceback in the log
 only. A cancelled handler ends its call, so that the peer never hangs.
@@ -12,20 +12,20 @@ import grpc
 import structlog
 
 from mesh.domain.errors import InvalidRequest, MeshError
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Guard
 from mesh.rpc.status import status_of
 
 log = structlog.get_logger(__name__)
 
 # Health checks must work without a credential: orchestrators have none.
-_OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
-    """Guards and translates every call of a server. Without a key, all callers are let in."""
+    """Guards and translates every call of a server. Without a guard, all callers are let in."""
 
-    def __init__(self, mesh_key: MeshKey | None) -> None:
-        self._mesh_key = mesh_key
+    def __init__(self, guard: Guard | None) -> None:
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -35,7 +35,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         """Wrap the method's handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(_OPEN_SERVICES):
+        if handler is None or method in _OPEN_METHODS:
             return handler
         if handler.response_streaming:
             return self._wrap_streaming(handler, method)
@@ -75,8 +75,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_stream_rpc_method_handler(call, None, handler.response_serializer)
 
     def _check(self, context: grpc.aio.ServicerContext) -> None:
-        if self._mesh_key is not None:
-            self._mesh_key.check(context.invocation_metadata())
+        if self._guard is not None:
+            self._guard.check(context.invocation_metadata())
 
 
 def _parse(handler: Any, raw: bytes) -> Any:

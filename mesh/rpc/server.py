@@ -10,7 +10,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from mesh.domain.errors import ConfigurationError
-from mesh.rpc.credentials import MeshKey, require_safe_bind
+from mesh.rpc.credentials import Guard, require_safe_bind
 from mesh.rpc.interceptor import ServiceInterceptor
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -29,12 +29,16 @@ _KEEPALIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where a server listens and who may call. Port 0 takes a free one."""
+    """Where a server listens and who may call. Port 0 takes a free one.
+
+    Without a guard everybody may call, so the server listens on loopback only, unless `allow_anonymous`.
+    """
 
     host: str
     port: int
-    mesh_key: MeshKey | None = None
+    guard: Guard | None = None
     public: bool = False
+    allow_anonymous: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -49,7 +53,9 @@ class Server:
     """
 
     def __init__(self, listen: Listen) -> None:
-        require_safe_bind(listen.host, has_credentials=listen.public or listen.mesh_key is not None)
+        if listen.guard is None and not listen.allow_anonymous:
+            advice = "set TANDEM_API_KEYS_FILE (see: tandem keys)" if listen.public else "set TANDEM_MESH_KEY"
+            require_safe_bind(listen.host, advice=advice)
         _require_free(listen)
         limit = (
             ()
@@ -60,7 +66,7 @@ class Server:
             )
         )
         self.grpc = grpc.aio.server(
-            interceptors=[ServiceInterceptor(listen.mesh_key)],
+            interceptors=[ServiceInterceptor(listen.guard)],
             options=[*_KEEPALIVE, *limit, ("grpc.so_reuseport", 0)],
         )
         self._listen = listen

@@ -5,6 +5,7 @@ mistaken for a dead one.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -36,19 +37,36 @@ class Report:
     events: list[CacheEvent] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A worker's load and all of its prefix cache; the next report's events follow on `next_event`."""
+
+    load: WorkerLoad
+    next_event: int
+    block_hashes: list[bytes]
+
+
 class ReportSource(Protocol):
-    """What the agent reports. Plug point: EngineHost."""
+    """What the agent reports. Plug point: EngineReports. Each call may take as long as an engine step."""
 
     async def report(self) -> Report:
-        """Load and cache events since the last call; may take as long as an engine step."""
+        """Load and cache events since the last report or snapshot."""
         ...
 
     async def load(self) -> WorkerLoad:
         """Load alone; leaves the cache events for the next report."""
         ...
 
-    async def snapshot(self) -> tuple[int, list[bytes]]:
-        """Number of the next event, and the hashes of all cached blocks."""
+    async def snapshot(self) -> Snapshot:
+        """Load and the whole cache; events up to now are contained in it."""
+        ...
+
+
+class BeatSink(Protocol):
+    """Where beats go. Plug point: a stream to a router, or Redis."""
+
+    async def write(self, request: worker_pb2.RegisterRequest) -> None:
+        """Send one heartbeat or snapshot."""
         ...
 
 
@@ -57,16 +75,21 @@ class RegistryAgent:
 
     def __init__(self, info: WorkerInfo, source: ReportSource, mesh_key: MeshKey | None) -> None:
         self.state = WorkerState.READY
-        self._info = info
+        self.info = info
         self._source = source
         self._metadata = mesh_key.metadata() if mesh_key else ()
         self._last = Report()
-        self._pending: asyncio.Task[Report] | None = None
+        self._pending: asyncio.Task[Report | Snapshot] | None = None
         self._snapshot_wanted = False
         self._wake = asyncio.Event()
 
     def beat_now(self) -> None:
         """Send the next beat without waiting for its time: something routers should know has changed."""
+        self._wake.set()
+
+    def ask_snapshot(self) -> None:
+        """Send all of the prefix cache with the next beat: a router has lost track."""
+        self._snapshot_wanted = True
         self._wake.set()
 
     async def run(self, registry_address: str) -> None:
@@ -94,52 +117,76 @@ class RegistryAgent:
         """One stream's life; yields at each message from the router."""
         stub = worker_pb2_grpc.RegistryStub(channel)
         call = stub.Register(metadata=self._metadata)
-        await call.write(worker_pb2.RegisterRequest(record=wire.worker_to_proto(self._info)))
+        await call.write(worker_pb2.RegisterRequest(record=wire.worker_to_proto(self.info)))
         first = await call.read()
         if first is grpc.aio.EOF:
             return
-        log.info("registered", worker=self._info.worker_id)
+        log.info("registered", worker=self.info.worker_id)
         interval_s = wire.duration_from_proto(first.registered.heartbeat_interval)
-        beats = asyncio.create_task(self._beat(call, interval_s))
+        beats = asyncio.create_task(self.beat(call, interval_s))
+        beats.add_done_callback(lambda _: call.cancel())  # without beats the registration is worth nothing
         try:
             yield
             while (message := await call.read()) is not grpc.aio.EOF:
-                self._snapshot_wanted |= message.HasField("snapshot_request")
-                self._wake.set()
+                if message.HasField("snapshot_request"):
+                    self.ask_snapshot()
                 yield
         finally:
             beats.cancel()
             call.cancel()
+            [ended] = await asyncio.gather(beats, return_exceptions=True)
+            if isinstance(ended, Exception) and not isinstance(ended, grpc.aio.AioRpcError):
+                log.error("heartbeats failed", exc_info=ended)
 
-    async def _beat(self, call: grpc.aio.StreamStreamCall, interval_s: float) -> None:
+    async def beat(self, sink: BeatSink, interval_s: float) -> None:
+        """Send beats until cancelled, or until `sink` fails."""
         while True:
-            if self._snapshot_wanted:
-                self._snapshot_wanted = False
-                next_number, hashes = await self._source.snapshot()
-                snapshot = worker_pb2.CacheSnapshot(next_number=next_number, block_hashes=hashes)
-                await call.write(worker_pb2.RegisterRequest(snapshot=snapshot))
-            await call.write(worker_pb2.RegisterRequest(heartbeat=await self._heartbeat()))
+            for request in await self._requests():
+                await sink.write(request)
             self._wake.clear()
-            try:
-                await asyncio.wait_for(self._wake.wait(), interval_s)
-            except TimeoutError:
-                continue
+            # Not wait_for: when woken and cancelled at once, it would forget the cancellation.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._wake.wait()
 
-    async def _heartbeat(self) -> worker_pb2.Heartbeat:
-        if self._pending is None:
-            self._pending = asyncio.create_task(self._source.report())
-        await asyncio.wait([self._pending], timeout=_REPORT_WAIT_S)
-        if self._pending.done():
-            self._last, self._pending = self._pending.result(), None
-        else:  # nothing new is known: repeat the load, with no events
-            self._last = Report(self._last.load, self._last.first_event + len(self._last.events))
+    async def _requests(self) -> list[worker_pb2.RegisterRequest]:
+        """What the next beat says: a snapshot if one is due, and always a heartbeat."""
+        news = await self._news()
+        if isinstance(news, Snapshot):
+            self._last = Report(news.load, news.next_event)
+            snapshot = worker_pb2.CacheSnapshot(next_number=news.next_event, block_hashes=news.block_hashes)
+            return [worker_pb2.RegisterRequest(snapshot=snapshot), self._heartbeat()]
+        if news is None:  # nothing new is known: repeat the load, with no events
+            news = Report(self._last.load, self._last.first_event + len(self._last.events))
+        self._last = news
+        return [self._heartbeat()]
+
+    async def _news(self) -> Report | Snapshot | None:
+        """What the source says, or None if it takes longer than a beat can wait."""
+        pending = self._pending
+        if pending is None:
+            pending = self._pending = asyncio.create_task(self._ask())
+        await asyncio.wait([pending], timeout=_REPORT_WAIT_S)
+        if not pending.done():
+            return None
+        self._pending = None
+        return pending.result()
+
+    async def _ask(self) -> Report | Snapshot:
+        if self._snapshot_wanted:
+            self._snapshot_wanted = False
+            return await self._source.snapshot()
+        return await self._source.report()
+
+    def _heartbeat(self) -> worker_pb2.RegisterRequest:
         events = worker_pb2.CacheEvents(
             first_number=self._last.first_event,
             events=[worker_pb2.CacheEvent(block_hash=e.block_hash, evicted=e.evicted) for e in self._last.events],
         )
-        return worker_pb2.Heartbeat(
+        heartbeat = worker_pb2.Heartbeat(
             load=wire.load_to_proto(self._last.load), cache_events=events, state=wire.state_to_proto(self.state)
         )
+        return worker_pb2.RegisterRequest(heartbeat=heartbeat)
 
 
 def _is_final(error: MeshError) -> bool:

@@ -1,9 +1,9 @@
 """A worker's process after its engine is built: listen, register, serve, drain, stop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, Literal, NoReturn
 
 import structlog
 
@@ -41,7 +41,8 @@ class WorkerRuntime:
         host = settings.advertise_host or settings.host
         self.info = replace(info, address=f"{host}:{self.server.port}")
         self._agent = RegistryAgent(self.info, source, settings.key)
-        servicer = WorkerServicer(self.info, source, self._agent)
+        self._stay_registered = _registration(settings, self._agent)
+        servicer = WorkerServicer(self.info, source, self.drain)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
 
@@ -56,29 +57,46 @@ class WorkerRuntime:
         await self.server.set_serving(True)
         announce("ready")
         stopped = asyncio.create_task(until_stopped(self._settings))
-        registered = asyncio.create_task(self._agent.run(self._settings.registry_address))
+        registered = asyncio.create_task(self._stay_registered())
         died = asyncio.create_task(role.engine_died.wait())
         try:
             await asyncio.wait([stopped, registered, died], return_when=asyncio.FIRST_COMPLETED)
             if registered.done():
                 _raise_refusal(registered)
+            await self._drain(role, died)
             if died.done():
                 raise MeshError("the engine died; the log has the details")
-            await self._drain(role)
         finally:
             for task in (stopped, registered, died):
                 task.cancel()
             await self.server.stop(_STOP_GRACE_S)
 
-    async def _drain(self, role: RoleParts) -> None:
-        """NOT_SERVING first, then nothing new, then wait for what runs."""
+    async def drain(self) -> None:
+        """NOT_SERVING first, then nothing new; routers hear of it with the next beat, which is sent at once."""
         await self.server.set_serving(False)
         self._agent.state = WorkerState.DRAINING
         self._agent.beat_now()
-        try:
-            await asyncio.wait_for(role.drained(), self._settings.drain_grace_s)
-        except TimeoutError:
+
+    async def _drain(self, role: RoleParts, died: asyncio.Task[Literal[True]]) -> None:
+        """Drain, and wait for what runs; a dead engine ends the wait."""
+        await self.drain()
+        drained = asyncio.ensure_future(role.drained())
+        either: list[asyncio.Future[Any]] = [drained, died]
+        await asyncio.wait(either, timeout=self._settings.drain_grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if not drained.done():
             log.warning("stopping with work left", grace_s=self._settings.drain_grace_s)
+            drained.cancel()
+
+
+def _registration(settings: WorkerSettings, agent: RegistryAgent) -> Callable[[], Coroutine[Any, Any, None]]:
+    """How this worker stays registered. Raises ConfigurationError."""
+    if not settings.registry_url:
+        return lambda: agent.run(settings.registry_address)
+    try:
+        from mesh.registry.redis_agent import RedisAgent
+    except ImportError as error:
+        raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
+    return RedisAgent(settings.registry_url, settings.key, agent).run
 
 
 def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:

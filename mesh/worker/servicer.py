@@ -1,20 +1,22 @@
 """The Worker service: who a worker is, and its drain."""
 
+from collections.abc import Awaitable, Callable
+
 import grpc
 
 from mesh import wire
-from mesh.domain.worker import WorkerInfo, WorkerState
-from mesh.worker.agent import RegistryAgent, ReportSource
+from mesh.domain.worker import WorkerInfo
+from mesh.worker.agent import ReportSource
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Answers operators of one worker."""
 
-    def __init__(self, info: WorkerInfo, source: ReportSource, agent: RegistryAgent) -> None:
+    def __init__(self, info: WorkerInfo, source: ReportSource, drain: Callable[[], Awaitable[None]]) -> None:
         self._info = info
         self._source = source
-        self._agent = agent
+        self._drain = drain
 
     async def GetWorker(
         self, request: worker_pb2.GetWorkerRequest, context: grpc.aio.ServicerContext
@@ -26,7 +28,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.DrainResponse:
-        """Take nothing new from now on; routers hear of it with the next beat, which is sent at once."""
-        self._agent.state = WorkerState.DRAINING
-        self._agent.beat_now()
+        """Take nothing new from now on; what runs goes on."""
+        await self._drain()
         return worker_pb2.DrainResponse()

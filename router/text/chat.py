@@ -2,11 +2,10 @@
 
 Templates see what Hugging Face transformers shows them: messages, add_generation_prompt, the special tokens,
 `raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and `{% generation %}`.
-Rendering is bounded in time and size, because messages come from clients.
+Rendering is bounded in time and size (`sandbox.py`), because messages come from clients.
 """
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,13 +16,15 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.model_files import read_json
+from router.text.sandbox import MAX_CHARS, BoundedSandbox, TooMuchWork
 
 _MAX_RENDER_S = 1.0
-_MAX_RENDERED_CHARS = 8 << 20
+_MAX_INDENT = 16
+# What a template's code can raise beside Jinja's own errors.
+_TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -42,8 +43,9 @@ class ChatTemplate:
         """Raises ConfigurationError if the template has a syntax error."""
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            self._sandbox = _environment()
+            self._template = self._sandbox.from_string(source)
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise ConfigurationError(f"the chat template is broken: {error}") from error
 
     @classmethod
@@ -57,32 +59,30 @@ class ChatTemplate:
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt, ready for the assistant's turn. Raises InvalidRequest. May take long: run it on a thread."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        pieces: list[str] = []
         try:
-            chunks = self._template.generate(messages=turns, add_generation_prompt=True, **self._special_tokens)
-            pieces.extend(_bounded(chunks))
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise InvalidRequest(f"the chat template rejects these messages: {error}") from error
-        return "".join(pieces)
-
-
-def _bounded(chunks: Iterator[str]) -> Iterator[str]:
-    """Raise InvalidRequest when rendering takes too long or gets too big."""
-    deadline = time.monotonic() + _MAX_RENDER_S
-    num_chars = 0
-    for chunk in chunks:
-        num_chars += len(chunk)
-        if num_chars > _MAX_RENDERED_CHARS or time.monotonic() > deadline:
+            with self._sandbox.budget(_MAX_RENDER_S):
+                chunks = self._template.generate(messages=turns, add_generation_prompt=True, **self._special_tokens)
+                return "".join(self._bounded(chunks))
+        except (TooMuchWork, MemoryError, RecursionError) as error:
             raise InvalidRequest(
-                f"the rendered chat is too big: the limits are {_MAX_RENDERED_CHARS} characters and {_MAX_RENDER_S:g} s"
-            )
-        yield chunk
+                f"the rendered chat is too big: the limits are {MAX_CHARS} characters and {_MAX_RENDER_S:g} s"
+            ) from error
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
+            raise InvalidRequest(f"the chat template rejects these messages: {error}") from error
+
+    def _bounded(self, chunks: Iterator[str]) -> Iterator[str]:
+        """Raises TooMuchWork when all chunks together are too big, or too late."""
+        num_chars = 0
+        for chunk in chunks:
+            num_chars += len(chunk)
+            self._sandbox.check_time()
+            if num_chars > MAX_CHARS:
+                raise TooMuchWork("it makes too long a text")
+            yield chunk
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
+def _environment() -> BoundedSandbox:
+    environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -109,6 +109,8 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    if isinstance(indent, int) and indent > _MAX_INDENT:
+        raise TooMuchWork("tojson indents too far")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -65,7 +65,9 @@ def test_no_unsafe_deserialisers(path: Path) -> None:
             assert ast.unparse(node.func) not in FORBIDDEN_CALLS
 
 
-@pytest.mark.parametrize("document", ["docs/architecture.md", "docs/gpu.md", "README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "document", ["docs/architecture.md", "docs/gpu.md", "docs/security.md", "README.md", "CONTRIBUTING.md"]
+)
 def test_documents_name_real_files(document: str) -> None:
     text = (ROOT / document).read_text()
     named = set(re.findall(r"`([a-z_]+/[\w./-]*\w(?:\.(?:py|proto|md|toml|json|yml)|/))`", text))

@@ -11,7 +11,7 @@ from mesh.registry.membership import Membership
 from mesh.registry.servicer import RegistryServicer
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
-from mesh.worker.agent import RegistryAgent, Report
+from mesh.worker.agent import RegistryAgent, Report, Snapshot
 from tandem.v1 import worker_pb2_grpc
 from tests.unit.mesh.test_membership import INFO
 
@@ -36,8 +36,11 @@ class FakeEngine:
     async def load(self) -> WorkerLoad:
         return WorkerLoad()
 
-    async def snapshot(self) -> tuple[int, list[bytes]]:
-        return self.next_number, [b"a", b"s"]
+    async def snapshot(self) -> Snapshot:
+        await self.stuck.wait()
+        self.next_number += len(self.events)
+        self.events = []
+        return Snapshot(WorkerLoad(num_running=3), self.next_number, [b"a", b"s"])
 
 
 class Watch:
@@ -118,4 +121,40 @@ async def test_worker_of_another_model_or_tokenizer_is_refused_at_the_handshake(
     server = await start_registry(Membership(asyncio.get_running_loop().time, require_fits))
     with pytest.raises(LayoutMismatch, match="x at the router, t at worker"):
         await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), KEY).run(server.address), 1)
+    await server.stop(0)
+
+
+async def test_end_of_an_old_stream_does_not_lose_a_worker_that_is_back() -> None:
+    membership = Membership(asyncio.get_running_loop().time)
+    server = await start_registry(membership)
+    watch = Watch(membership)
+    first = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), KEY).run(server.address))
+    await watch.until(lambda view: view.load.num_running == 3)
+    second = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), KEY).run(server.address))
+    await watch.until(lambda view: view.load.num_running == 0)  # it has joined anew
+    await watch.until(lambda view: view.load.num_running == 3)
+    first.cancel()
+    await asyncio.wait([first])
+    await asyncio.sleep(0.2)
+    assert membership.workers()[0].state is WorkerState.READY
+    second.cancel()
+    await watch.until(lambda view: view.state is WorkerState.LOST)
+    await server.stop(0)
+
+
+async def test_beats_go_on_while_a_snapshot_waits_for_a_long_step() -> None:
+    membership = Membership(asyncio.get_running_loop().time)
+    watch = Watch(membership)
+    server = await start_registry(membership)
+    engine = FakeEngine()
+    agent = RegistryAgent(INFO, engine, KEY)
+    running = asyncio.create_task(agent.run(server.address))
+    await watch.until(lambda view: view.cached == {b"a"})
+    engine.stuck.clear()
+    agent.ask_snapshot()
+    seen = membership.workers()[0].last_seen_s
+    await watch.until(lambda view: view.last_seen_s > seen + 1.0)
+    engine.stuck.set()
+    await watch.until(lambda view: b"s" in view.cached)
+    running.cancel()
     await server.stop(0)

@@ -10,6 +10,7 @@ from mesh.domain.kv import KVLayout
 from mesh.domain.prefix import block_hashes
 from mesh.domain.worker import WorkerState
 from router.placement import InFlight, NoPlacement, Placement, PrefixChain, place
+from router.tenants import Tenant
 from tests.fakes.router_views import BLOCK, decode, prefill, query, snapshot
 
 
@@ -143,3 +144,10 @@ def test_layouts_keep_their_own_block_size() -> None:
     layout = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=8, dtype="float32")
     placed = place(query(8), snapshot(decode(layout=layout, num_blocks=2)))
     assert isinstance(placed, Placement)
+
+
+def test_a_foreign_tenants_prefix_is_cold() -> None:
+    ids = range(32)
+    view = decode(cached=ids)
+    assert PrefixChain(ids, "m").num_cached_tokens(view) == 32
+    assert PrefixChain(ids, Tenant("alice").cache_namespace("m")).num_cached_tokens(view) == 0

@@ -104,6 +104,23 @@ async def test_first_come_first_served_and_replays_in_front() -> None:
     assert mesh.ledger.in_flight([]) == {}
 
 
+async def test_tenants_take_turns() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1))
+    running = await mesh.queue.place(query())
+    order: list[str] = []
+
+    async def wait(tenant: str) -> None:
+        booking = await mesh.queue.place(query(tenant=tenant))
+        order.append(tenant)
+        booking.release()
+
+    tasks = [asyncio.create_task(wait(tenant)) for tenant in ("greedy", "greedy", "greedy", "modest")]
+    await settled()
+    running.release()
+    await asyncio.gather(*tasks)
+    assert order == ["greedy", "modest", "greedy", "greedy"]
+
+
 async def test_a_big_request_is_not_overtaken() -> None:
     mesh = FakeMesh(decode())
     half = await mesh.queue.place(query(28))

@@ -1,0 +1,185 @@
+"""Permit leases as Redis keeps them: sorted sets of permit ids by expiry, changed by scripts only, so exactly.
+
+    tandem:permits              permit ids of all routers, by expiry
+    tandem:permits:of:<tenant>  the same, of one tenant
+    tandem:routers              router ids, by expiry
+    tandem:settling             there for a while after leases had to be written anew: Redis came back without them,
+                                and other routers' leases may still be missing
+
+All times are Redis's own clock, in milliseconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from mesh.registry.redis_connection import PREFIX
+
+_PERMITS = f"{PREFIX}permits"
+_ROUTERS = f"{PREFIX}routers"
+_SETTLING = f"{PREFIX}settling"
+
+_NOW = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+"""
+
+# KEYS: permits, permits of the tenant, routers, settling
+# ARGV: lease, settling time, router id or '', 1 if the router has been here before, number of released ids,
+# released ids, held ids
+_KEEP = (
+    _NOW
+    + """
+local lease, released = tonumber(ARGV[1]), tonumber(ARGV[5])
+for i = 6, 5 + released do
+  redis.call('ZREM', KEYS[1], ARGV[i])
+  redis.call('ZREM', KEYS[2], ARGV[i])
+end
+local missing = ARGV[4] == '1' and redis.call('EXISTS', KEYS[3]) == 0
+for i = 6 + released, #ARGV do
+  if redis.call('ZADD', KEYS[1], now + lease, ARGV[i]) == 1 then missing = true end
+  redis.call('ZADD', KEYS[2], now + lease, ARGV[i])
+end
+redis.call('PEXPIRE', KEYS[1], 2 * lease)
+redis.call('PEXPIRE', KEYS[2], 2 * lease)
+if missing then redis.call('SET', KEYS[4], '1', 'PX', ARGV[2]) end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
+if ARGV[3] ~= '' then
+  redis.call('ZADD', KEYS[3], now + lease, ARGV[3])
+  redis.call('PEXPIRE', KEYS[3], 2 * lease)
+end
+return {redis.call('ZCARD', KEYS[3]), redis.call('EXISTS', KEYS[4])}
+"""
+)
+
+# KEYS: as above. ARGV: lease, cap, cap of the tenant or -1, what this router may hold while settling,
+# what it holds, ids
+_TAKE = (
+    _NOW
+    + """
+local count = #ARGV - 5
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+local held, held_by_tenant = redis.call('ZCARD', KEYS[1]), redis.call('ZCARD', KEYS[2])
+local tenant_cap = tonumber(ARGV[3])
+if tenant_cap >= 0 and held_by_tenant + count > tenant_cap then return {0, 1, held_by_tenant} end
+if held + count > tonumber(ARGV[2]) then return {0, 0, held} end
+if redis.call('EXISTS', KEYS[4]) == 1 and ARGV[5] + count > tonumber(ARGV[4]) then return {0, 0, held} end
+for i = 6, #ARGV do
+  redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i])
+  redis.call('ZADD', KEYS[2], now + ARGV[1], ARGV[i])
+end
+redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
+redis.call('PEXPIRE', KEYS[2], 2 * ARGV[1])
+return {1, 0, held + count}
+"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """How long a lease lasts unless renewed, and how long caution lasts after leases had to be written anew."""
+
+    lease_s: float = 5.0
+    renew_s: float = 1.0
+
+    @property
+    def lease_ms(self) -> int:
+        """Lease in milliseconds."""
+        return int(self.lease_s * 1000)
+
+    @property
+    def settling_ms(self) -> int:
+        """All routers renew once within half of it."""
+        return int(self.renew_s * 2000)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """One tenant's ids that this router has released, and those it renews."""
+
+    tenant: str
+    released: Sequence[str] = ()
+    held: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Ids that want to be leased. `held` is what the router holds already, `share` what it may while settling."""
+
+    tenant: str
+    tenant_cap: int | None
+    ids: Sequence[str]
+    share: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Whether a Take was granted; if not, whether for the tenant's own cap, and how many are in service."""
+
+    granted: bool
+    by_tenant: bool
+    num_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Routers seen, and whether some may be missing."""
+
+    num_routers: int
+    settling: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What goes to Redis in one round trip, in this order. `present` keeps the router among the known ones, `returning`
+    says that it must be among them already."""
+
+    present: bool
+    returning: bool = False
+    keeps: list[Keep] = field(default_factory=list)
+    takes: list[Take] = field(default_factory=list)
+
+
+class PermitStore:
+    """One router's way to the shared permits. Raises redis's errors as they come."""
+
+    def __init__(self, router_id: str, cap: int, times: LeaseTimes) -> None:
+        self._router_id = router_id
+        self._cap = cap
+        self._times = times
+
+    async def exchange(self, redis: Redis, exchange: Exchange) -> tuple[Known | None, list[Taken]]:
+        """The known routers (None without a Keep), and an answer to each Take."""
+        async with redis.pipeline(transaction=False) as pipe:
+            for keep in exchange.keeps:
+                pipe.eval(_KEEP, 4, *_keys(keep.tenant), *self._keep_args(keep, exchange))
+            for take in exchange.takes:
+                pipe.eval(_TAKE, 4, *_keys(take.tenant), *self._take_args(take))
+            answers = await pipe.execute()
+        num_keeps = len(exchange.keeps)
+        taken = [Taken(bool(granted), bool(mine), int(held)) for granted, mine, held in answers[num_keeps:]]
+        if not num_keeps:
+            return None, taken
+        num_routers, settling = answers[num_keeps - 1]
+        return Known(int(num_routers), bool(settling)), taken
+
+    async def leave(self, redis: Redis, keeps: list[Keep]) -> None:
+        """Give everything back: the router stops."""
+        await self.exchange(redis, Exchange(present=False, keeps=keeps))
+        await redis.zrem(_ROUTERS, self._router_id)
+
+    def _keep_args(self, keep: Keep, exchange: Exchange) -> list[str | int]:
+        times, router_id = self._times, self._router_id if exchange.present else ""
+        head: list[str | int] = [times.lease_ms, times.settling_ms, router_id, int(exchange.returning)]
+        return [*head, len(keep.released), *keep.released, *keep.held]
+
+    def _take_args(self, take: Take) -> list[str | int]:
+        tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
+        return [self._times.lease_ms, self._cap, tenant_cap, take.share, take.held, *take.ids]
+
+
+def _keys(tenant: str) -> tuple[str, str, str, str]:
+    return _PERMITS, f"{_PERMITS}:of:{tenant}", _ROUTERS, _SETTLING

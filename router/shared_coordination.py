@@ -1,0 +1,57 @@
+"""A router's ties to others through Redis: workers are found there, and the cap on permits holds for all together."""
+
+import asyncio
+
+from mesh.registry.membership import Membership
+from mesh.registry.permits import SharedPermits
+from mesh.registry.redis_registry import RedisRegistry
+from router.admission import Admission, Permit
+from router.channels import Caller
+from router.settings import RouterSettings
+from router.tenants import ANONYMOUS, Tenant
+
+
+class LeasedPermits:
+    """An Admission: permits are leases that routers share."""
+
+    def __init__(self, shared: SharedPermits, max_permits: int) -> None:
+        self._shared = shared
+        self.max_permits = max_permits
+
+    @property
+    def num_held(self) -> int:
+        """Permits this router holds now."""
+        return self._shared.num_held
+
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS) -> list[Permit]:
+        """All of `count` permits, or Overloaded. When cancelled, none stays taken."""
+        await self._shared.acquire(count, tenant.name, tenant.max_concurrent_requests)
+        return [Permit(self, tenant) for _ in range(count)]
+
+    def give_back(self, tenant: Tenant) -> None:
+        """Called by Permit.release only."""
+        self._shared.release(tenant.name)
+
+
+class SharedRegistry:
+    """A Coordination. Raises ConfigurationError."""
+
+    address = ""
+
+    def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
+        self._registry = RedisRegistry(settings.registry_url, membership, caller.mesh_key)
+        cap = settings.max_concurrent_requests
+        self._shared = SharedPermits(settings.registry_url, caller.router_id, cap)
+        self.permits: Admission = LeasedPermits(self._shared, cap)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Follow the workers and keep the permits."""
+        self._tasks = [asyncio.create_task(self._registry.run()), asyncio.create_task(self._shared.run())]
+
+    async def stop(self) -> None:
+        """Other routers need not wait for leases to expire."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._shared.leave()

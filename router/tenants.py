@@ -1,0 +1,44 @@
+"""Tenants: on whose behalf a request runs, and what that one may do."""
+
+import re
+from dataclasses import dataclass
+
+from mesh.domain.errors import ConfigurationError, PermissionDenied
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A caller. `max_concurrent_requests` caps the choices it has in service at a time; None: only the router's cap."""
+
+    name: str
+    operator: bool = False
+    max_concurrent_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name and not _NAME.fullmatch(self.name):
+            raise ConfigurationError(
+                f"a tenant's name has 1 to 64 letters, digits, '.', '_' or '-', and begins with a letter or digit; "
+                f"got {self.name[:80]!r}"
+            )
+        if self.max_concurrent_requests is not None and self.max_concurrent_requests < 1:
+            raise ConfigurationError(
+                f"max_concurrent_requests of tenant {self.name} must be >= 1, got {self.max_concurrent_requests}"
+            )
+
+    def cache_namespace(self, model: str) -> str:
+        """Goes into all prefix hashes, so that no other tenant's are ever equal to this one's."""
+        return f"{model}\n{self.name}" if self.name else model
+
+    def require_operator(self) -> None:
+        """Raise PermissionDenied for those who may only generate."""
+        if not self.operator:
+            raise PermissionDenied("only operators may do this: the API key needs operator = true")
+
+
+TRIAL = Tenant("tandem-up")
+"""`tandem up` itself, for the request it tries a new mesh with."""
+
+ANONYMOUS = Tenant("", operator=True)
+"""Everybody, while no API keys are configured."""

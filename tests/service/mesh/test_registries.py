@@ -1,0 +1,160 @@
+"""What holds for every registry, in-process or in Redis: the same tests over both."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mesh.domain.errors import LayoutMismatch, Unauthenticated
+from mesh.domain.worker import CacheEvent, WorkerState
+from mesh.registry.membership import Membership
+from mesh.registry.redis_agent import RedisAgent
+from mesh.registry.redis_registry import RedisRegistry
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.server import Server
+from mesh.worker.agent import RegistryAgent
+from tests.fakes.redis_server import RedisServer
+from tests.service.mesh.test_registry import KEY, FakeEngine, Watch, start_registry
+from tests.unit.mesh.test_membership import INFO
+
+
+class InProcess:
+    """A router with its own registry."""
+
+    def __init__(self) -> None:
+        self._server: Server | None = None
+        self._port = 0
+
+    async def start(self, membership: Membership) -> None:
+        self._server = await start_registry(membership, self._port)
+        self._port = self._server.port
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        await self._server.stop(0)
+
+    def register(self, agent: RegistryAgent, key: MeshKey) -> Coroutine[Any, Any, None]:
+        return agent.run(f"127.0.0.1:{self._port}")
+
+
+class InRedis:
+    """A router that follows Redis."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, membership: Membership) -> None:
+        registry = RedisRegistry(self._url, membership, KEY)
+        self._task = asyncio.create_task(registry.run())
+        async with asyncio.timeout(5):
+            await registry.connected.wait()
+
+    async def stop(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def register(self, agent: RegistryAgent, key: MeshKey) -> Coroutine[Any, Any, None]:
+        return RedisAgent(self._url, key, agent).run()
+
+
+class Rig:
+    """A registry, a membership it feeds, and workers."""
+
+    def __init__(self, registry: InProcess | InRedis) -> None:
+        self.registry = registry
+        self.membership = Membership(time.monotonic)
+        self.watch = Watch(self.membership)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def register(self, agent: RegistryAgent, key: MeshKey = KEY) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.create_task(self.registry.register(agent, key)))
+        return self._tasks[-1]
+
+    async def leave(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@pytest.fixture(params=["in-process", "redis"])
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    server = RedisServer() if request.param == "redis" else None
+    if server is not None:
+        await server.start()
+    rig = Rig(InProcess() if server is None else InRedis(server.url))
+    await rig.registry.start(rig.membership)
+    yield rig
+    await rig.leave()
+    await rig.registry.stop()
+    if server is not None:
+        server.stop()
+
+
+async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
+    engine = FakeEngine()
+    agent = RegistryAgent(INFO, engine, KEY)
+    running = rig.register(agent)
+    await rig.watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
+    assert rig.membership.workers()[0].info == INFO
+    engine.stuck.clear()  # a long step
+    seen = rig.membership.workers()[0].last_seen_s
+    await rig.watch.until(lambda view: view.last_seen_s > seen + 0.3)
+    engine.stuck.set()
+    agent.state = WorkerState.DRAINING
+    agent.beat_now()
+    await rig.watch.until(lambda view: view.state is WorkerState.DRAINING)
+    running.cancel()
+    await rig.watch.until(lambda view: view.state is WorkerState.LOST)
+
+
+async def test_cache_events_are_followed_and_a_late_router_gets_a_snapshot(rig: Rig) -> None:
+    engine = FakeEngine()
+    agent = RegistryAgent(INFO, engine, KEY)
+    rig.register(agent)
+    await rig.watch.until(lambda view: view.cached == {b"a"})
+    engine.events = [CacheEvent(b"b", False), CacheEvent(b"a", True)]
+    agent.beat_now()
+    await rig.watch.until(lambda view: view.cached == {b"b"})
+    await rig.registry.stop()
+    rig.membership = Membership(time.monotonic)
+    rig.watch = Watch(rig.membership)
+    await rig.registry.start(rig.membership)
+    await rig.watch.until(lambda view: view.load.num_running == 3 and b"s" in view.cached)
+
+
+async def test_a_worker_that_was_called_lost_comes_back_with_its_cache(rig: Rig) -> None:
+    rig.register(RegistryAgent(INFO, FakeEngine(), KEY))
+    await rig.watch.until(lambda view: view.cached == {b"a"})
+    rig.membership.lose(INFO.worker_id, INFO.incarnation)
+    assert rig.membership.workers()[0].state is WorkerState.LOST
+    await rig.watch.until(lambda view: view.state is WorkerState.READY and b"s" in view.cached)
+
+
+async def test_a_restarted_worker_replaces_its_former_self(rig: Rig) -> None:
+    first = rig.register(RegistryAgent(INFO, FakeEngine(), KEY))
+    await rig.watch.until(lambda view: view.load.num_running == 3)
+    first.cancel()
+    rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2"), FakeEngine(), KEY))
+    await rig.watch.until(lambda view: view.info.incarnation == "two" and view.state is WorkerState.READY)
+    assert [view.info.address for view in rig.membership.workers()] == ["h:2"]
+
+
+async def test_a_worker_that_does_not_fit_or_has_another_key_never_appears(rig: Rig) -> None:
+    rig.register(RegistryAgent(INFO, FakeEngine(), KEY))
+    await rig.watch.until(lambda view: view.load.num_running == 3)
+    misfit = replace(INFO, worker_id="misfit", layout=replace(INFO.layout, num_layers=9))
+    other_key = MeshKey("another-key-entirely")
+    refused = [
+        rig.register(RegistryAgent(misfit, FakeEngine(), KEY)),
+        rig.register(RegistryAgent(replace(INFO, worker_id="forged"), FakeEngine(), other_key), other_key),
+    ]
+    later = rig.membership.workers()[0].last_seen_s + 1.2  # two beats of everybody
+    await rig.watch.until(lambda view: view.last_seen_s > later)
+    assert [view.info.worker_id for view in rig.membership.workers()] == [INFO.worker_id]
+    for task, final in zip(refused, (LayoutMismatch, Unauthenticated), strict=True):
+        assert not task.done() or isinstance(task.exception(), final)

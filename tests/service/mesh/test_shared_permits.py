@@ -1,0 +1,194 @@
+"""Permits shared by routers: never above the cap, given back exactly once, and what holds while Redis is away."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from mesh.domain.errors import Overloaded
+from mesh.registry.permits import SharedPermits
+from mesh.registry.redis_permits import LeaseTimes
+from tests.fakes.redis_server import RedisServer
+
+CAP = 6
+TIMES = LeaseTimes(lease_s=0.8, renew_s=0.2)
+
+
+class Routers:
+    """Some routers of one mesh."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self.tasks: dict[SharedPermits, asyncio.Task[None]] = {}
+
+    async def start(self, count: int) -> list[SharedPermits]:
+        for _ in range(count):
+            permits = SharedPermits(self.server.url, f"router-{len(self.tasks)}", CAP, TIMES)
+            self.tasks[permits] = asyncio.create_task(permits.run())
+        await until(lambda: all(p.connected.is_set() and p.share == CAP // count for p in self.tasks))
+        return list(self.tasks)
+
+    async def kill(self, permits: SharedPermits) -> None:
+        """As a dead router: nothing is given back."""
+        self.tasks[permits].cancel()
+        await asyncio.gather(self.tasks[permits], return_exceptions=True)
+
+    async def num_leased(self) -> int:
+        async with self.server.client() as redis:
+            return int(await redis.zcard("tandem:permits"))
+
+
+async def until(condition: Any, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def until_acquired(permits: SharedPermits, count: int, timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                return await permits.acquire(count)
+            except Overloaded:
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def routers(redis_server: RedisServer) -> AsyncIterator[Routers]:
+    routers = Routers(redis_server)
+    yield routers
+    for permits in routers.tasks:
+        await routers.kill(permits)
+
+
+async def test_two_routers_never_pass_the_cap_in_a_storm_with_cancellations(routers: Routers) -> None:
+    both = await routers.start(2)
+    held, most, outcomes = 0, 0, {"served": 0, "refused": 0, "cancelled": 0}
+
+    async def request(permits: SharedPermits, number: int) -> None:
+        nonlocal held, most
+        count = 1 + number % 3
+        try:
+            await permits.acquire(count)
+        except Overloaded:
+            outcomes["refused"] += 1
+            return
+        except asyncio.CancelledError:
+            outcomes["cancelled"] += 1
+            raise
+        held += count
+        most = max(most, held)
+        for _ in range(number % 7):
+            await asyncio.sleep(0)
+        held -= count
+        for _ in range(count):
+            permits.release()
+        outcomes["served"] += 1
+
+    for _ in range(5):
+        tasks = [asyncio.create_task(request(both[n % 2], n)) for n in range(200)]
+        for number, task in enumerate(tasks):
+            if number % 5 == 0:
+                await asyncio.sleep(0)
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(permits.num_held == 0 for permits in both)
+    assert 0 < most <= CAP
+    assert min(outcomes.values()) > 0
+    await until_acquired(both[0], CAP, 1)  # all of them are there again
+    for _ in range(CAP):
+        both[0].release()
+
+
+async def test_held_permits_outlive_their_lease_and_a_dead_routers_do_not(routers: Routers) -> None:
+    alive, dying = await routers.start(2)
+    await dying.acquire(CAP)
+    async with asyncio.timeout(2):
+        for _ in range(12):  # longer than a lease
+            started_s = time.monotonic()
+            with pytest.raises(Overloaded, match="6 of 6"):
+                await alive.acquire(1)
+            assert time.monotonic() - started_s < 0.05
+            await asyncio.sleep(0.1)
+    await routers.kill(dying)
+    await until_acquired(alive, CAP, TIMES.lease_s + 0.5)
+    await until(lambda: alive.share == CAP)  # the dead router counts no more
+
+
+async def test_a_tenants_cap_holds_over_all_routers(routers: Routers) -> None:
+    first, second = await routers.start(2)
+    await first.acquire(2, "alice", 3)
+    with pytest.raises(Overloaded, match="2 of your 3"):
+        await second.acquire(2, "alice", 3)
+    await second.acquire(1, "alice", 3)
+    await second.acquire(2, "bob", None)
+    first.release("alice")
+    await until_acquired(second, 1, 1)
+
+
+async def test_redis_away_each_router_has_its_share_and_heals(routers: Routers, redis_server: RedisServer) -> None:
+    first, second = await routers.start(2)
+    await first.acquire(1)
+    await second.acquire(3)
+    redis_server.stop()
+    await first.acquire(2)
+    for permits in (first, second):
+        started_s = time.monotonic()
+        with pytest.raises(Overloaded, match="3 of 6"):
+            await permits.acquire(1)
+        assert time.monotonic() - started_s < 0.5
+    second.release()
+    await until(lambda: not second.connected.is_set())
+    started_s = time.monotonic()
+    await second.acquire(1)
+    with pytest.raises(Overloaded):
+        await second.acquire(1)
+    assert time.monotonic() - started_s < 0.05
+    await redis_server.start()
+    await until(lambda: first.connected.is_set() and second.connected.is_set())
+    assert await routers.num_leased() == 6
+    with pytest.raises(Overloaded, match="6 of 6"):
+        await first.acquire(1)
+    second.release()
+    await until_acquired(first, 1, 2)  # Redis decides again, not the share
+
+
+async def test_no_cap_is_passed_while_leases_are_written_anew(routers: Routers, redis_server: RedisServer) -> None:
+    first, second = await routers.start(2)
+    await second.acquire(4)
+    async with redis_server.client() as redis:
+        await redis.flushall()
+        while not await redis.exists("tandem:settling"):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    granted = 0
+    for _ in range(CAP):
+        try:
+            await first.acquire(1)
+            granted += 1
+        except Overloaded:
+            await asyncio.sleep(0.02)
+    assert granted <= 3
+    assert all(permits.share == 3 for permits in (first, second))
+
+
+async def test_redis_hangs(routers: Routers, redis_server: RedisServer) -> None:
+    (permits,) = await routers.start(1)
+    redis_server.pause()
+    started_s = time.monotonic()
+    waiting = [asyncio.create_task(permits.acquire(1)) for _ in range(CAP + 2)]
+    done = await asyncio.gather(*waiting, return_exceptions=True)
+    assert time.monotonic() - started_s < 1
+    assert [type(error) for error in done if error] == [Overloaded] * 2
+    redis_server.resume()
+    await until(permits.connected.is_set)
+    assert await routers.num_leased() == permits.num_held == CAP
+
+
+async def test_a_router_that_stops_gives_everything_back_at_once(routers: Routers) -> None:
+    first, second = await routers.start(2)
+    await first.acquire(CAP)
+    await routers.kill(first)
+    await first.leave()
+    await second.acquire(CAP)

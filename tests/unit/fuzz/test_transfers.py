@@ -1,0 +1,91 @@
+"""Whatever bytes a sender of KV sends: a MeshError comes out, or the KV that was meant has arrived."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer import KVReceiver, Reservation
+from kvtransfer.chunks import ChunkRange
+from kvtransfer.messages import (
+    SenderMessage,
+    chunk_to_proto,
+    commit_to_proto,
+    open_to_proto,
+    reply_from_proto,
+    request_from_proto,
+)
+from mesh.domain.errors import MeshError
+from tandem.v1 import kvtransfer_pb2
+from tests.fakes.kv_store import TINY, FakeKVStore
+from tests.fakes.transfers import GRPC_ONLY, INCARNATION, Outcomes, make_chunk, make_commit, open_message
+from tests.unit.fuzz.mutations import fuzzed, near
+
+SOURCE = FakeKVStore(seed=3)
+SOURCE_IDS, TARGET_IDS = (4, 2), (7, 1)
+RESERVATION = Reservation("transfer", 0, TARGET_IDS, first_block=0, num_tokens=2 * TINY.block_size)
+CHUNKS = [make_chunk(SOURCE, RESERVATION, SOURCE_IDS, n, ChunkRange(0, 2, n, 1)) for n in range(TINY.num_layers)]
+HONEST = [
+    open_to_proto(open_message(SOURCE, RESERVATION)).SerializeToString(),
+    *(chunk_to_proto(chunk).SerializeToString() for chunk in CHUNKS),
+    commit_to_proto(make_commit(RESERVATION, CHUNKS)).SerializeToString(),
+]
+
+
+@fuzzed
+@given(near(HONEST))
+def test_messages(raw: bytes) -> None:
+    for parse, kind in (
+        (request_from_proto, kvtransfer_pb2.PushRequest),
+        (reply_from_proto, kvtransfer_pb2.PushResponse),
+    ):
+        with contextlib.suppress(DecodeError, MeshError):
+            parse(kind.FromString(raw))  # type: ignore[operator]
+
+
+async def converse(raws: list[bytes], target: FakeKVStore) -> Outcomes:
+    """Send these messages one after another, each when the ones before are dealt with."""
+    outcomes = Outcomes()
+    receiver = KVReceiver(target, INCARNATION, outcomes.callbacks(), GRPC_ONLY)
+    receiver.expect(RESERVATION)
+    answered = asyncio.Semaphore(0)
+
+    async def requests() -> AsyncIterator[SenderMessage]:
+        for raw in raws:
+            try:
+                yield request_from_proto(kvtransfer_pb2.PushRequest.FromString(raw))
+            except DecodeError:
+                return
+            await answered.acquire()
+
+    with contextlib.suppress(MeshError):
+        async for _ in receiver.push(requests()):
+            answered.release()
+    await receiver.close()
+    return outcomes
+
+
+def test_an_honest_conversation_commits() -> None:
+    target = FakeKVStore()
+    outcomes = asyncio.run(converse(HONEST, target))
+    assert len(outcomes.committed) == 1
+    assert target.blocks(TARGET_IDS) == SOURCE.blocks(SOURCE_IDS)
+
+
+def test_conversations() -> None:
+    with asyncio.Runner() as runner:
+
+        @fuzzed
+        @given(st.integers(0, len(HONEST) - 1), near(HONEST), st.booleans())
+        def check(place: int, raw: bytes, instead: bool) -> None:
+            raws = [*HONEST[:place], raw, *HONEST[place + instead :]]
+            target = FakeKVStore()
+            outcomes = runner.run(converse(raws, target))
+            assert len(outcomes.committed) + len(outcomes.failed) <= 1
+            if outcomes.committed:
+                assert target.blocks(TARGET_IDS) == SOURCE.blocks(SOURCE_IDS)
+
+        check()

@@ -1,0 +1,134 @@
+"""API keys: the file, who a key belongs to, and what tenants may do."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cli.main import main as tandem_command
+from mesh.domain.errors import ConfigurationError, Overloaded, PermissionDenied, Unauthenticated
+from mesh.domain.prefix import block_hashes
+from router.admission import Permits
+from router.api_keys import ApiKeys, NoKeys, digest_of, new_key
+from router.tenants import ANONYMOUS, Tenant
+
+DIGEST = digest_of("a")
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "keys.toml"
+    path.write_text(text)
+    return path
+
+
+def test_keys_lead_to_tenants(tmp_path: Path) -> None:
+    alice, old, ops = new_key(), new_key(), new_key()
+    lines = (
+        f'{digest_of(alice)} = {{ tenant = "alice", max_concurrent_requests = 2 }}',
+        f'{digest_of(old)} = {{ tenant = "alice", max_concurrent_requests = 2 }}',
+        f'{digest_of(ops)} = {{ tenant = "ops", operator = true }}',
+        f'{digest_of("plain")} = "bob"',
+    )
+    keys = ApiKeys.load(write(tmp_path, "\n".join(lines)))
+    assert keys.tenant_of((("authorization", f"Bearer {alice}"),)) == Tenant("alice", max_concurrent_requests=2)
+    assert keys.tenant_of((("authorization", f"bearer  {old}"),)).name == "alice"
+    assert keys.tenant_of((("x-api-key", ops),)) == Tenant("ops", operator=True)
+    assert keys.tenant_of((("x-api-key", "plain"),)) == Tenant("bob")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        None,
+        (),
+        (("authorization", "Bearer "),),
+        (("authorization", "a"),),
+        (("authorization", "Basic a"),),
+        (("authorization", "Bearer b"),),
+        (("authorization", f"Bearer {DIGEST}"),),
+        (("x-api-key", "aa"),),
+        (("x-api-key-bin", b"a"),),
+        (("authorization", "Bearer é\udc80"),),
+    ],
+)
+def test_everything_else_is_refused(metadata) -> None:
+    with pytest.raises(Unauthenticated) as refused:
+        ApiKeys({DIGEST: Tenant("alice")}).check(metadata)
+    assert "alice" not in str(refused.value)
+
+
+def test_every_entry_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time a refusal takes must not tell how far the search came."""
+    compared = []
+    monkeypatch.setattr("router.api_keys.hmac.compare_digest", lambda a, b: compared.append(a) or a == b)
+    keys = ApiKeys({digest_of(name): Tenant(name) for name in "abc"})
+    assert keys.tenant_of((("x-api-key", "a"),)).name == "a"
+    assert len(compared) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "has no keys"),
+        ("x = [", "cannot read"),
+        ('abc = "alice"', "64 lower-case hex digits: abc"),
+        (f"{DIGEST} = 1", "want"),
+        (f"{DIGEST} = {{ operator = true }}", "want"),
+        (f'{DIGEST} = {{ tenant = "a", admin = true }}', "want"),
+        (f'{DIGEST} = {{ tenant = "a", operator = "no" }}', "operator must be bool"),
+        (f'{DIGEST} = {{ tenant = "a", max_concurrent_requests = 0 }}', "must be >= 1"),
+        (f'{DIGEST} = {{ tenant = "a", max_concurrent_requests = true }}', "must be int"),
+        (f'{DIGEST} = "a b"', "a tenant's name"),
+        (f'{DIGEST} = "a"\n{digest_of("b")} = {{ tenant = "a", operator = true }}', "differ"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        ApiKeys.load(write(tmp_path, text))
+
+
+def test_a_missing_or_binary_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        ApiKeys.load(tmp_path / "none")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        ApiKeys.load(tmp_path / "binary")
+
+
+def test_without_keys_everybody_is_the_operator() -> None:
+    NoKeys().tenant_of(None).require_operator()
+    with pytest.raises(PermissionDenied, match="operator"):
+        Tenant("alice").require_operator()
+
+
+def test_a_tenants_cap_leaves_room_for_others() -> None:
+    permits, alice = Permits(4), Tenant("alice", max_concurrent_requests=2)
+    held = permits.acquire(2, alice)
+    with pytest.raises(Overloaded, match="2 of your 2"):
+        permits.acquire(1, alice)
+    permits.acquire(2, Tenant("bob"))
+    held[0].release()
+    held[0].release()
+    assert permits.acquire(1, alice)
+
+
+def test_prefixes_of_tenants_never_match() -> None:
+    namespaces = [tenant.cache_namespace("m") for tenant in (ANONYMOUS, Tenant("a"), Tenant("b"))]
+    hashes = [set(block_hashes(range(64), 16, namespace)) for namespace in namespaces]
+    assert len(set.union(*hashes)) == sum(map(len, hashes)) == 12
+
+
+def test_the_command_makes_a_line_for_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem_command(["keys", "new", "alice", "--operator", "--max-concurrent-requests", "3"]) == 0
+    out, err = capsys.readouterr()
+    key = err.split()[-1]
+    assert key not in out
+    assert len(tomllib.loads(out)) == 1
+    tenant = ApiKeys.load(write(tmp_path, out)).tenant_of((("x-api-key", key),))
+    assert tenant == Tenant("alice", operator=True, max_concurrent_requests=3)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "-x"])
+def test_the_command_refuses_bad_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tandem_command(["keys", "new", "--", name]) == 2
+    assert "name" in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""Hostile chat templates: no code runs, and no template works for long or fills the memory."""
+
+import resource
+import time
+
+import pytest
+
+from mesh.domain.errors import ConfigurationError, InvalidRequest
+from router.text.chat import ChatMessage, ChatTemplate
+
+TURNS = [ChatMessage("user", "{{ 7 * 7 }} {% raw %} ${7*7} %1000000d {99999999}")]
+
+INJECTIONS = [
+    "{{ ().__class__.__bases__[0].__subclasses__() }}",
+    "{{ ''['__class__']['__mro__'] }}",
+    "{{ messages|attr('__class__')|attr('__base__') }}",
+    "{{ self.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context.environment }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ joiner.__init__.__globals__ }}",
+    "{{ namespace.__init__.__globals__['__builtins__'] }}",
+    "{{ strftime_now.__globals__ }}",
+    "{{ raise_exception.__code__ }}",
+    "{{ strftime_now.__builtins__['__import__']('os') }}",
+    "{{ '{0.__class__.__mro__[1].__subclasses__}'.format(messages) }}",
+    "{{ '{m.__class__}'.format_map({'m': messages}) }}",
+    "{{ ['{0.__class__}'.format]|map('call', 1)|list }}",
+    "{% set f = '{0.__class__.__init__.__globals__}'.format %}{{ f(messages) }}",
+    "{{ (messages|map(attribute='__class__')|list)[0].__mro__ }}",
+    "{{ messages|groupby('__class__')|first|first }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'a': 1}) }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os.system('id') }}",
+    "{% from 'os' import system %}",
+    "{% extends '/etc/passwd' %}",
+    "{{ environment.from_string('x') }}",
+    "{{ checked_turns([1]) }}",
+    "{{ ''.encode().join([]) }}",
+    "{{ open('/etc/passwd').read() }}",
+    "{{ __import__('os') }}",
+    "{{ eval('1') }}",
+]
+
+BOMBS = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{{ range(10**9)|list }}",
+    "{{ 'x' * 10**9 }}",
+    "{{ [0] * 10**9 }}",
+    "{{ 10**9 * 'x' }}",
+    "{{ 9**9**9 }}",
+    "{% set ns = namespace(x=9) %}{% for i in range(9999) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{% set big = 'x' * 999999 %}{% set y %}{% for i in range(99999) %}{{ big }}{% endfor %}{% endset %}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '%*d' % (1000000000, 1) }}",
+    "{{ '%1000000000d'|format(1) }}",
+    "{{ '{:1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, '1000000000') }}",
+    "{{ 'x'.ljust(1000000000) }}",
+    "{{ 'x'.zfill(1000000000) }}",
+    "{{ 'x'.expandtabs(tabsize=1000000000) }}",
+    "{{ 'x'|center(1000000000) }}",
+    "{{ ('x' * 999999).replace('x', 'y' * 999999) }}",
+    "{{ ('x' * 999999)|replace('x', 'y' * 999999) }}",
+    "{{ ('y' * 999999).join('x' * 999999) }}",
+    "{{ range(99999)|join('y' * 999999) }}",
+    "{{ messages|tojson(indent=1000000000) }}",
+    "{{ (1).to_bytes(1000000000, 'big') }}",
+    "{{ lipsum(n=100000) }}",
+    "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", INJECTIONS)
+def test_no_template_reaches_python(source: str) -> None:
+    """Refused at load, refused at rendering, or harmless text: undefined names are empty."""
+    try:
+        rendered = ChatTemplate(source, {}).render(TURNS)
+    except (ConfigurationError, InvalidRequest):
+        return
+    assert not any(word in rendered for word in ("class", "function", "root:", "builtin", "uid=", "module"))
+
+
+@pytest.mark.parametrize("source", BOMBS)
+def test_no_template_works_for_long(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.text.chat._MAX_RENDER_S", 0.05)
+    started_s, peak_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((InvalidRequest, ConfigurationError)):
+        ChatTemplate(source, {}).render(TURNS)
+    assert time.process_time() - started_s < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 512 << 10
+
+
+def test_what_clients_write_is_never_a_template() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content | indent(2) }}{{ '%s' % m.content }}{{ m.content | replace('7', '8') }}"
+    )
+    text = TURNS[0].content
+    rendered = ChatTemplate(source + "{% endfor %}", {}).render(TURNS)
+    assert rendered == text + text + text.replace("7", "8")
+
+
+def test_loops_still_know_their_place() -> None:
+    source = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ '.' if loop.last else ',' }}{% endfor %}"
+    assert ChatTemplate(source, {}).render(TURNS * 3) == "1/3,2/3,3/3."
+    assert ChatTemplate("{% for a, b in {'k': 1}.items() %}{{ a ~ b }}{% endfor %}", {}).render(TURNS) == "k1"
+    assert ChatTemplate("{% for a in [] %}x{% else %}none{% endfor %}", {}).render(TURNS) == "none"

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 
-QUESTIONS = ("What is 17 + 25?", "Spell the word tandem.", "Count from 3 to 12.")
+# The last one is beyond the bundled model: it is wrong, and its confidence shows it.
+QUESTIONS = ("What is 17 + 25?", "What is prefill?", "What is 869 x 671?")
 TANDEM = (sys.executable, "-m", "cli")
 
 

@@ -62,7 +62,13 @@ class Plan:
 
 PLANS = {
     "tandem-small": Plan(
-        256, 4, 8, 2, 640, 2e-3, (Phase(500, 1700, False, SEED + 1), Phase(1240, 1240, True, SEED + 2))
+        256,
+        4,
+        8,
+        2,
+        640,
+        2e-3,
+        (Phase(500, 1700, False, SEED + 1), Phase(1240, 1240, True, SEED + 2), Phase(2200, 2200, False, SEED + 3)),
     ),
     "tandem-draft": Plan(
         128, 2, 4, 2, 320, 4e-3, (Phase(300, 1700, False, SEED + 1), Phase(1200, 1200, True, SEED + 2))

@@ -12,12 +12,14 @@ import tandem
 from tests.e2e.mesh_process import mesh
 
 QUESTIONS = {
-    "What is 7 + 5?": "12",
+    "What is 27 + 45?": "72",
     "What is 20 - 8?": "12",
-    "What is 3 times 4?": "12",
-    "How do you spell house?": "h-o-u-s-e",
+    "What is 6 times 7?": "42",
+    "Spell tandem.": "t-a-n-d-e-m",
     "What is the opposite of hot?": "cold",
+    "Is 14 even or odd?": "even",
 }
+BEYOND_IT = "What is 869 x 671?"
 
 
 @pytest.mark.timeout(120)
@@ -36,13 +38,17 @@ async def check_answers(client: tandem.AsyncClient) -> None:
         assert result.finish_reason == "eos_token"
         assert 0 < result.confidence <= 1
         assert result.text == "".join(token.text for token in result.tokens)
-        right += answer in result.text.lower()
-    assert right >= 4
+        if answer in result.text.lower():
+            right += 1
+            assert result.confidence > 0.8
+    assert right >= len(QUESTIONS) - 1
+    wrong = await client.generate(messages=[{"role": "user", "content": BEYOND_IT}], max_new_tokens=60)
+    assert wrong.confidence < 0.75
 
 
 async def check_chained_requests(client: tandem.AsyncClient) -> None:
     """generate_until_done gives what one long request gives."""
-    messages = [{"role": "user", "content": "Count from 3 to 20."}]
+    messages = [{"role": "user", "content": "Write the times table of 12."}]
     whole = await client.generate(messages=messages, max_new_tokens=300)
     chained = await client.generate_until_done(messages=messages, max_new_tokens=7)
     assert chained.text == whole.text

@@ -50,7 +50,7 @@ async def check_chained_requests(client: tandem.AsyncClient) -> None:
     """generate_until_done gives what one long request gives."""
     messages = [{"role": "user", "content": "Write the times table of 12."}]
     whole = await client.generate(messages=messages, max_new_tokens=300)
-    chained = await client.generate_until_done(messages=messages, max_new_tokens=7)
+    chained = await client.generate_until_done(messages=messages, max_new_tokens=20)
     assert chained.text == whole.text
     assert [token.id for token in chained.tokens] == [token.id for token in whole.tokens]
     assert chained.finish_reason == whole.finish_reason == "eos_token"

@@ -120,7 +120,7 @@ async def main(options: argparse.Namespace) -> None:
                     options.clients, await measure(arm, model_dir, options.clients), strict=True
                 ):
                     runs.setdefault((arm.name, number), []).append(measured)
-    print_table(runs, options.clients)
+            print_table(runs, options.clients)  # after each round: a long run may be cut short
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ Life of a prompt here:
     first token sampled -> to the router, straight away; the sequence is HELD: its blocks stay
     transfer    committed with the first token, verified by the decode worker -> finished; the blocks become prefix
                 cache
-    ends early  first token is also the last; the call is cancelled; the transfer fails: aborted, and the blocks are
-                freed once nobody reads them any more
+    ends early  first token is also the last; the call is cancelled; the transfer fails: the blocks are freed once
+                nobody reads them any more
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import Sequence, SequenceKey
 from kvtransfer import KVSender, OutgoingTransfer, TransferSpec
-from mesh.domain.errors import InvalidRequest, WorkerDraining
+from mesh.domain.errors import InvalidRequest, MeshError, WorkerDraining
 from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
 
@@ -132,6 +133,11 @@ class PrefillService:
             if output.finish_reason is None:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
                 yield Finished(moved.num_bytes, moved.transport)
+            else:
+                # The router, told so by the first token, ends the decode side, and that ends the transfer. Giving it up
+                # here could be heard of first, and would look like KV that was lost.
+                with contextlib.suppress(MeshError):
+                    await prompt.transfer.ended()
         finally:
             del self._prompts[sequence.key]
             release = asyncio.create_task(self._release(prompt))

@@ -39,7 +39,7 @@ class RouterSettings(ProcessSettings):
     registry_host: str = setting("127.0.0.1", "address workers register at")
     registry_port: int = setting(50052, "port workers register at; 0 takes a free one")
     registry_url: str = setting(
-        "", "redis://... or rediss://...: share workers and permits with other routers", env=("REDIS_URL",), secret=True
+        "", "redis://... or rediss://...: share workers and permits with other routers", secret=True
     )
     mesh_key: str = setting("", "secret shared by routers and workers", secret=True)
     api_keys_file: str = setting("", "TOML file of API keys (see: tandem keys); without one, clients need no key")

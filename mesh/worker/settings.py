@@ -22,9 +22,7 @@ class WorkerSettings(ProcessSettings):
     name: str = setting("", "served model name; default: the folder's name")
     worker_id: str = setting("", "stable name of this worker; default: host name and process id")
     registry_address: str = setting("", "host:port of the router's registry; not needed with registry_url")
-    registry_url: str = setting(
-        "", "redis://... or rediss://...: register there, for all routers", env=("REDIS_URL",), secret=True
-    )
+    registry_url: str = setting("", "redis://... or rediss://...: register there, for all routers", secret=True)
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(0, "port to listen on; 0 takes a free one")
     advertise_host: str = setting("", "host name others reach this worker by; default: host")

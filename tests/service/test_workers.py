@@ -215,6 +215,7 @@ async def test_draining_workers_refuse_new_work_and_finish_the_old() -> None:
     async with worker_rig() as rig, fake_router(rig) as router:
         running = make_request("a", [1, 2, 3], max_new_tokens=40)
         await router.start(running)
+        await router.box("a").get()
         rig.draining.set()
         await router.start(make_request("b", [1, 2, 3]))
         assert (await router.box("b").get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_DRAINING

@@ -72,7 +72,8 @@ async def run_closed_loop(workload: Workload, send: Send) -> Measured:
     async def client() -> None:
         for prompt in prompts:
             clock = StreamClock(measured)
-            measured.num_tokens += await send(prompt, workload.output_tokens, clock.on_token)
+            count = await send(prompt, workload.output_tokens, clock.on_token)
+            measured.num_tokens += count  # in one statement with await, it would lose what others add meanwhile
 
     started = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(workload.num_clients)))

@@ -100,7 +100,7 @@ def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[i
             f"{1000 * percentile(middle.gaps_s, 50):.1f}",
             f"{1000 * percentile(middle.gaps_s, 99):.1f}",
         )
-    console = Console()
+    console = Console(width=120)
     console.print(table)
     for number in clients:
         alone = median_run(runs["engine, 1 core", number]).tokens_per_s

@@ -74,3 +74,23 @@ async def check_leaving_clients(client: tandem.AsyncClient) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     await pools_are_whole(client, within_s=2.0)  # a second, and a heartbeat to tell us
     assert len((await client.generate(token_ids=[1, 2, 3], max_new_tokens=5, ignore_eos=True)).tokens) == 5
+
+
+@pytest.mark.timeout(120)
+async def test_streams_that_do_not_fit_together_are_preempted_and_replayed_exactly(
+    checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    flags = ("--set", "decode.max_batch_total_tokens=640", "--max-total-tokens", "400")
+    async with (
+        mesh(checkpoint("llama-tied"), tmp_path, *flags) as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        prompts = [[(7 * i + j) % 256 for j in range(30 + i)] for i in range(8)]
+        results = await asyncio.gather(
+            *(client.generate(token_ids=p, max_new_tokens=200, ignore_eos=True) for p in prompts)
+        )
+        for prompt, result in zip(prompts, results, strict=True):
+            assert len(result.tokens) == 200
+            reference("llama-tied").check_greedy(prompt, result.tokens)
+        await pools_are_whole(client)
+    assert "SequencePreempted" in (tmp_path / "router.log").read_text()

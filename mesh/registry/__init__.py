@@ -1,1 +1,1 @@
-"""Who is in the mesh. One interface (Registry); the in-process implementation is hosted by a single router."""
+"""Who is in the mesh. One interface (Registry), fed by workers' streams to one router, or by Redis for several."""

@@ -212,6 +212,8 @@ async def _write(call: Any, request: pb.PushRequest) -> None:
     except asyncio.InvalidStateError:  # how grpc.aio says that the call has ended
         raise await _end_of(call) from None
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INTERNAL:  # and how, where it ends during a write: the real status is lost
+            raise TransferFailed("the receiver went away") from None
         raise error_from_rpc(error) from None
 
 

@@ -99,7 +99,11 @@ class Connection:
         async def attempt(timeout_s: float) -> MessageStream:
             call = self.stubs.generation.Generate(request, timeout=timeout_s, metadata=self._metadata)
             stream = MessageStream(call, self.address)
-            await stream.read()
+            try:
+                await stream.read()
+            except BaseException:  # a cancellation may come where grpc.aio would let the call run on
+                stream.cancel()
+                raise
             return stream
 
         return await retrying(attempt, self._policy, deadline)
@@ -138,7 +142,7 @@ class MessageStream:
         self._address = address
 
     async def read(self) -> None:
-        """Wait for the next message. Raises TandemError; cancelling it cancels the call."""
+        """Wait for the next message. Raises TandemError."""
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:

@@ -76,7 +76,7 @@ async def mesh(model: Path | str, log_dir: Path, *flags: str) -> AsyncIterator[M
         await stderr
 
 
-async def pools_are_whole(client: tandem.AsyncClient, within_s: float = 5.0) -> None:
+async def pools_are_whole(client: tandem.AsyncClient, within_s: float = 15.0) -> None:
     """Return once every worker has all its blocks free and nothing to do; AssertionError if that takes too long."""
     deadline = asyncio.get_running_loop().time() + within_s
     while True:

@@ -77,9 +77,6 @@ async def check_kv_was_shipped(client: tandem.AsyncClient, running: MeshProcess,
     assert f'"transport": "{transport}"' in logs
     for trouble in ("link broken", "prefill failed", '"event": "replay"'):
         assert trouble not in logs, trouble
-    failures = [line for line in logs.splitlines() if '"transfer_failed"' in line]
-    # Where the first token ends the answer, the sender gives the transfer up: nothing is left to decode.
-    assert [line for line in failures if "went away" not in line and "aborted" not in line] == []
 
 
 async def check_many_prompts(client: tandem.AsyncClient, theirs: Reference) -> None:

@@ -56,12 +56,14 @@ class FakeKVStore:
 
 
 class FakeRunner:
-    """Implements engine.batch.Runner over a FakeKVStore. `gate`, when closed, stops the engine in front of a step."""
+    """Implements engine.batch.Runner over a FakeKVStore. `gate`, when closed, stops the engine in a step."""
 
     def __init__(self, store: FakeKVStore, layers_per_group: int = 2) -> None:
         self.store = store
         self.gate = threading.Event()
         self.gate.set()
+        self.in_step = threading.Event()
+        """Set once a first step has begun."""
         self.fail_with: Exception | None = None
         self.num_steps = 0
         self._layers_per_group = layers_per_group
@@ -71,6 +73,7 @@ class FakeRunner:
 
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
         """Write KV of the step's tokens, layer group by layer group, then derive tokens from all KV so far."""
+        self.in_step.set()
         self.gate.wait()
         if self.fail_with is not None:
             raise self.fail_with

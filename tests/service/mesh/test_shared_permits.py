@@ -110,7 +110,7 @@ async def test_held_permits_outlive_their_lease_and_a_dead_routers_do_not(router
             started_s = time.monotonic()
             with pytest.raises(Overloaded, match="6 of 6"):
                 await alive.acquire(1)
-            assert time.monotonic() - started_s < 0.05
+            assert time.monotonic() - started_s < 0.5
             await asyncio.sleep(0.1)
     await routers.kill(dying)
     await until_acquired(alive, CAP, TIMES.lease_s + 0.5)
@@ -145,7 +145,7 @@ async def test_redis_away_each_router_has_its_share_and_heals(routers: Routers, 
     await second.acquire(1)
     with pytest.raises(Overloaded):
         await second.acquire(1)
-    assert time.monotonic() - started_s < 0.05
+    assert time.monotonic() - started_s < 0.5
     await redis_server.start()
     await until(lambda: first.connected.is_set() and second.connected.is_set())
     assert await routers.num_leased() == 6

@@ -71,6 +71,7 @@ async def test_failed_call_is_the_callers_alone(rig: Rig) -> None:
 async def test_death_is_heard_of_once_and_nothing_hangs(rig: Rig, way: str) -> None:
     rig.runner.gate.clear()
     await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1]))))
+    await asyncio.to_thread(rig.runner.in_step.wait, 5)  # what is posted from now on comes after this step
     if way == "step":
         rig.runner.fail_with = RuntimeError("boom")
     rig.loop.post(lambda scheduler: scheduler.pool.free([0, 0]))  # raises: block 0 is not held twice

@@ -4,9 +4,10 @@ A test asks for the `evidence` fixture and states each figure it has measured be
 
     evidence("R6", "streams that ended token-exact", "48 of 48", target=">= 99 %", ok=True)
 
-A figure that misses its target fails its test, unless it is a time (`is_time=True`): machines that run tests are noisy,
-so a late figure is only printed as missed; what must never happen is asserted beside it with room to spare. At the end of a run all figures are printed as one table, one row for
-each requirement (`make chaos` runs everything that has figures).
+A figure that misses its target fails its test, unless it is a time (`is_time=True`): machines that run tests are
+noisy, so a late figure is only printed as missed, and what must never happen is asserted beside it with room to spare.
+At the end of a run all figures are printed as one table, one row for each requirement (`make chaos` runs everything
+that has figures).
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,6 +1,6 @@
 """The engine without a mesh, in a process of its own on chosen cores: what the mesh is compared with.
 
-`python -m bench.engine_alone MODEL_DIR CORES NUM_CLIENTS...` prints one line of JSON for each number of clients.
+`python -m bench.engine_alone MODEL_DIR CORES none|int8 NUM_CLIENTS...` prints a line of JSON for each number of clients.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from mesh.domain.sampling import SamplingParams
 class EngineAlone:
     """Sends requests straight to an EngineLoop."""
 
-    def __init__(self, model_dir: Path) -> None:
-        settings = DecodeSettings(model=str(model_dir), registry_address="none", load_format="dummy")
+    def __init__(self, model_dir: Path, quantize: str) -> None:
+        settings = DecodeSettings(model=str(model_dir), registry_address="none", load_format="dummy", quantize=quantize)
         host = build_host(settings, EngineLimits(settings.max_step_tokens, settings.max_rolling_batch_size))
         self._engine = EngineLoop(host.engine(), LoopCallbacks(self._on_step, self._on_death))
         self._streams: dict[str, tuple[Callable[[], None], asyncio.Future[None]]] = {}
@@ -56,9 +56,9 @@ class EngineAlone:
         await self._engine.stop()
 
 
-async def main(model_dir: Path, clients: list[int]) -> None:
+async def main(model_dir: Path, quantize: str, clients: list[int]) -> None:
     """Measure, one line for each number of clients."""
-    alone = EngineAlone(model_dir)
+    alone = EngineAlone(model_dir, quantize)
     await run_closed_loop(Workload(1, 1, 32, 8), alone.send)  # warm-up: compiles kernels, touches memory
     for num_clients in clients:
         print(to_json(await run_closed_loop(workload(num_clients), alone.send)), flush=True)
@@ -72,4 +72,4 @@ def to_json(measured: Measured) -> str:
 
 if __name__ == "__main__":
     os.sched_setaffinity(0, {int(core) for core in sys.argv[2].split(",")})
-    asyncio.run(main(Path(sys.argv[1]), [int(number) for number in sys.argv[3:]]))
+    asyncio.run(main(Path(sys.argv[1]), sys.argv[3], [int(number) for number in sys.argv[4:]]))

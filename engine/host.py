@@ -102,6 +102,7 @@ def build_host(
         device=settings.device,
         dtype=settings.dtype,
         load_format=settings.load_format,
+        quantize=settings.quantize,
         block_size=settings.block_size,
         memory_fraction=settings.kv_memory_fraction,
         layers_per_group=settings.layers_per_group,

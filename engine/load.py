@@ -14,10 +14,15 @@ from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig, load_config
 from engine.models.decoder import Decoder
 from engine.models.fingerprint import fingerprint
+from engine.models.int8 import Int8Ops
+from engine.models.layers import FloatOps
+from engine.models.ops import Ops
 from engine.models.parameters import parameter_specs
 from engine.weights import LOAD_FORMATS, Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, KVLayout
+
+QUANTIZATIONS = ("none", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,15 @@ class RunnerSettings:
     memory_fraction: float = 0.5
     attention: str = "auto"
     layers_per_group: int = 4
+    quantize: str = "none"
 
     def __post_init__(self) -> None:
         if self.load_format not in LOAD_FORMATS:
             raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
         if self.dtype != "auto" and self.dtype not in DTYPE_BYTES:
             raise ConfigurationError(f"dtype must be auto or one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if self.quantize not in QUANTIZATIONS:
+            raise ConfigurationError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {self.quantize!r}")
         if self.block_size < 1 or self.layers_per_group < 1:
             raise ConfigurationError("block_size and layers_per_group must be at least 1")
         if self.num_blocks is not None and self.num_blocks < 1:
@@ -60,7 +68,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     config = load_config(settings.model_dir)
     settings = replace(settings, device=str(device), dtype=_dtype(settings, config))
     layout = kv_layout(config, settings)
-    decoder = Decoder(config, _parameters(settings, config, device, on_progress))
+    decoder = Decoder(config, _parameters(settings, config, device, on_progress), _ops(settings))
     cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
     shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
     dtype = getattr(torch, settings.dtype)
@@ -71,13 +79,21 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
 def kv_layout(config: ModelConfig, settings: RunnerSettings) -> KVLayout:
     """The KV layout that a runner with these settings will have."""
     return KVLayout(
-        model_fingerprint=fingerprint(settings.model_dir, settings.load_format, settings.seed),
+        model_fingerprint=fingerprint(settings.model_dir, settings.load_format, settings.seed, settings.quantize),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=settings.block_size,
         dtype=_dtype(settings, config),
     )
+
+
+def _ops(settings: RunnerSettings) -> Ops:
+    if settings.quantize == "none":
+        return FloatOps()
+    if (settings.device, settings.dtype) != ("cpu", "float32"):
+        raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
+    return Int8Ops()
 
 
 def _parameters(

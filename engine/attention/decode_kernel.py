@@ -20,8 +20,8 @@ LOG2_E = np.float32(1.4426950408889634)
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": True, "error_model": "numpy"}
 
 
-def _jit(function: Callable[..., Any]) -> Any:
-    """Compile, and keep the machine code on disk where that is possible."""
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile for threads without the GIL, and keep the machine code on disk where that is possible."""
     try:
         return numba.njit(cache=True, **_OPTIONS)(function)
     except RuntimeError:  # no directory for the cache can be written
@@ -52,7 +52,7 @@ class Part(NamedTuple):
     end_head: int
 
 
-@_jit
+@jit
 def _weigh(scores: Any, scale: Any) -> None:
     """Softmax of scores [num_keys] in place; `scale` has log2(e) in it.
 
@@ -82,7 +82,7 @@ def _weigh(scores: Any, scale: Any) -> None:
         scores[j] /= total
 
 
-@_jit
+@jit
 def _locate(arrays: Any, seq: int, token: int, end: int) -> Any:
     """Of the block that holds `token`: rows from there on, offset of the first, offset of the next block."""
     block_size = arrays.block_size
@@ -136,5 +136,5 @@ def decode_kernel(group_size: int, head_dim: int) -> DecodeKernel:
                     ahead += arrays.token_step
                 token += num_rows
 
-    compiled: DecodeKernel = _jit(kernel)
+    compiled: DecodeKernel = jit(kernel)
     return compiled

@@ -13,7 +13,8 @@ from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import ForwardMetadata
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig
-from engine.models.layers import ACTIVATIONS, Linear, gated, rms_norm
+from engine.models.layers import ACTIVATIONS, rms_norm
+from engine.models.ops import LinearLayer, Ops, Rows
 from engine.models.rope import RotaryEmbedding, rotate
 
 
@@ -22,11 +23,11 @@ class Layer:
     """Weights of one layer."""
 
     input_norm: Tensor
-    qkv: Linear
-    o: Linear
+    qkv: LinearLayer
+    o: LinearLayer
     post_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearLayer
+    down: LinearLayer
     q_norm: Tensor | None
     k_norm: Tensor | None
 
@@ -37,12 +38,13 @@ class Decoder:
     It takes the parameters over, emptying the dictionary, so that each can be freed once it is in its final layout.
     """
 
-    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], ops: Ops) -> None:
         self.config = config
+        self._ops = ops
         self._embed = parameters.pop("embed")
         self._final_norm = parameters.pop("final_norm")
-        self._lm_head = Linear(self._embed if config.tied else parameters.pop("lm_head"))
-        self._layers = [_take_layer(parameters, f"layers.{layer}") for layer in range(config.num_layers)]
+        self._lm_head = ops.linear(self._embed if config.tied else parameters.pop("lm_head"), None)
+        self._layers = [_take_layer(parameters, f"layers.{layer}", ops) for layer in range(config.num_layers)]
         self._activation = ACTIVATIONS[config.activation]
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, self._embed.dtype)
 
@@ -58,30 +60,30 @@ class Decoder:
 
         `on_layer(layer)` is called once the KV of that layer is written.
         """
-        config = self.config
+        config, ops = self.config, self._ops
         cos, sin = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
         residual = self._embed[token_ids]  # [num_tokens, hidden_size]
         for index, layer in enumerate(self._layers):
-            x = rms_norm(residual, layer.input_norm, config.norm_eps)
+            x = ops.norm(residual, layer.input_norm, config.norm_eps)
             queries, keys, values = self._project(x, layer, cos, sin)
             mixed = attention.attend(queries, keys, values, cache.layer(index), config.windows[index], metadata)
             on_layer(index)
-            residual = residual + layer.o(mixed.flatten(1))
-            x = rms_norm(residual, layer.post_norm, config.norm_eps)
-            residual = residual + layer.down(gated(self._activation, layer.gate_up(x)))
+            residual = layer.o.add_to(residual, ops.rows(mixed.flatten(1)))
+            x = ops.norm(residual, layer.post_norm, config.norm_eps)
+            residual = layer.down.add_to(residual, ops.gated(self._activation, layer.gate_up(x)))
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, vocab_size] for rows of `forward`'s result."""
-        x = rms_norm(hidden, self._final_norm, self.config.norm_eps)
+        x = self._ops.norm(hidden, self._final_norm, self.config.norm_eps)
         return self._lm_head(x).to(torch.float32)
 
-    def _project(self, x: Tensor, layer: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Rows, layer: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
         config = self.config
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = layer.qkv(x)
-        heads = qkv.view(x.shape[0], num_rotated + config.num_kv_heads, config.head_dim)
+        heads = qkv.view(qkv.shape[0], num_rotated + config.num_kv_heads, config.head_dim)
         rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rotated[:, : config.num_heads], rotated[:, config.num_heads :]
@@ -91,9 +93,9 @@ class Decoder:
         return rotated[:, : config.num_heads], rotated[:, config.num_heads :], values
 
 
-def _take_layer(parameters: dict[str, Tensor], prefix: str) -> Layer:
-    def linear(name: str) -> Linear:
-        return Linear(parameters.pop(f"{prefix}.{name}"), parameters.pop(f"{prefix}.{name}_bias", None))
+def _take_layer(parameters: dict[str, Tensor], prefix: str, ops: Ops) -> Layer:
+    def linear(name: str) -> LinearLayer:
+        return ops.linear(parameters.pop(f"{prefix}.{name}"), parameters.pop(f"{prefix}.{name}_bias", None))
 
     return Layer(
         input_norm=parameters.pop(f"{prefix}.input_norm"),

@@ -10,20 +10,14 @@ from engine.models.config import ModelConfig, load_config
 _SAMPLE_BYTES = 64
 
 
-def fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0) -> str:
+def fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0, quantize: str = "none") -> str:
     """Stable hash of the configuration and of the weights; the same however the checkpoint is sharded.
 
     Of each tensor its name, dtype, shape and a sample from its middle are hashed, so that it costs milliseconds.
     """
     config = load_config(model_dir)
-    if load_format == "dummy":
-        return dummy_fingerprint(config, seed)
-    return _digest(config, _sample(open_checkpoint(model_dir)))
-
-
-def dummy_fingerprint(config: ModelConfig, seed: int) -> str:
-    """Identity of a model with random weights."""
-    return _digest(config, f"dummy:{seed}".encode())
+    weights = f"dummy:{seed}".encode() if load_format == "dummy" else _sample(open_checkpoint(model_dir))
+    return _digest(config, weights if quantize == "none" else weights + quantize.encode())
 
 
 def _digest(config: ModelConfig, weights: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The decoder's small parts, as free functions over tensors."""
+"""The decoder's small parts in floating point."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,7 +11,8 @@ _PACKED_FOR_ROWS = 64
 # Smaller weights stay as they are: calling oneDNN costs 40 microseconds.
 _MIN_PACKED_ELEMENTS = 2**19
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: Mapping[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -38,6 +39,10 @@ class Linear:
             return product
         return F.linear(x, self._weight, self._bias)
 
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` plus the result."""
+        return residual + self(x)
+
 
 def _can_pack() -> bool:
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -58,7 +63,22 @@ def _is_cpu_fp32(x: Tensor) -> bool:
     return x.is_cpu and x.dtype == torch.float32
 
 
-def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-    """activation(gate) * up, for [rows, 2 * inner] that holds both side by side."""
-    gate, up = gate_up.chunk(2, -1)
-    return activation(gate) * up
+class FloatOps:
+    """Ops of a decoder in floating point; see engine.models.ops."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """A linear layer."""
+        return Linear(weight, bias)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """x [rows, width] as linear layers take it."""
+        return x
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm."""
+        return rms_norm(x, weight, eps)
+
+    def gated(self, activation: Activation, gate_up: Tensor) -> Tensor:
+        """activation(gate) * up of [rows, 2 * width]."""
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up

@@ -11,6 +11,7 @@ from mesh.rpc.credentials import MeshKey
 from mesh.settings import setting
 
 DTYPES = ("auto", *DTYPE_BYTES)
+QUANTIZATIONS = ("none", "int8")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -33,6 +34,9 @@ class WorkerSettings(ProcessSettings):
         f"type of weights and KV: {', '.join(DTYPES)}; auto: float32 on CPU, the checkpoint's on GPU",
         env=("DTYPE",),
     )
+    quantize: str = setting(
+        "none", f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only)", env=("QUANTIZE",)
+    )
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     block_size: int = setting(16, "tokens per KV block")
     kv_cache_bytes: int = setting(0, "memory for KV; 0 takes a share of what is free")
@@ -52,6 +56,8 @@ class WorkerSettings(ProcessSettings):
             raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.load_format not in LOAD_FORMATS:
             raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
+        if self.quantize not in QUANTIZATIONS:
+            raise ConfigurationError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {self.quantize!r}")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
 

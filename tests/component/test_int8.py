@@ -1,0 +1,96 @@
+"""Int8 arithmetic: the loops and the linear layer against plain torch, and whole models against fp32."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from engine.load import RunnerSettings, load_model_runner
+from engine.models.fingerprint import fingerprint
+from engine.models.int8 import Int8Ops, QuantisedRows
+from engine.models.layers import FloatOps
+from mesh.domain.errors import ConfigurationError
+from tests.component.parity import run_mixed
+
+EPS = 1e-5
+
+
+def values(rows: QuantisedRows) -> torch.Tensor:
+    return (rows.q.to(torch.float32) - 128) * rows.scales[:, None]
+
+
+def within_half_a_level(found: QuantisedRows, expected: torch.Tensor) -> bool:
+    levels = torch.where(found.scales > 0, found.scales, 1.0)[:, None]
+    return bool(((values(found) - expected).abs() <= 0.501 * levels + 1e-6).all())
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 576])
+def test_rows_are_rounded_to_the_nearest_level(width: int) -> None:
+    torch.manual_seed(width)
+    ops, floats = Int8Ops(), FloatOps()
+    x = torch.randn(5, width) * torch.logspace(-3, 3, 5)[:, None]
+    weight = torch.rand(width) + 0.5
+    gate_up = torch.randn(5, 2 * width) * 8
+    assert within_half_a_level(ops.rows(x), x)
+    assert within_half_a_level(ops.norm(x, weight, EPS), floats.norm(x, weight, EPS))
+    for activation in (F.silu, F.gelu):
+        assert within_half_a_level(ops.gated(activation, gate_up), floats.gated(activation, gate_up))
+
+
+def test_zeros_and_extremes() -> None:
+    ops = Int8Ops()
+    assert values(ops.rows(torch.zeros(2, 16))).abs().max() == 0
+    assert torch.isfinite(values(ops.gated(F.silu, torch.full((1, 32), -1e4)))).all()
+    assert torch.isfinite(values(ops.gated(F.silu, torch.full((1, 32), 1e4)))).all()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(96, 64), (50, 33), (3, 576)])
+def test_linear_is_exact_in_integers(shape: tuple[int, int], has_bias: bool) -> None:
+    torch.manual_seed(1)
+    ops = Int8Ops()
+    weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
+    linear, rows = ops.linear(weight, bias), ops.rows(torch.randn(9, shape[1]))
+    scales = weight.abs().amax(1) / 127
+    rounded = torch.round(weight / scales[:, None]).to(torch.float64)
+    exact = (rows.q.to(torch.float64) - 128) @ rounded.T * scales * rows.scales[:, None]
+    expected = (exact if bias is None else exact + bias).to(torch.float32)
+    torch.testing.assert_close(linear(rows), expected, rtol=1e-5, atol=1e-5)
+    residual = torch.randn(9, shape[0])
+    torch.testing.assert_close(linear.add_to(residual.clone(), rows), residual + expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    torch.manual_seed(2)
+    ops = Int8Ops()
+    linear, x = ops.linear(torch.randn(80, 576), None), torch.randn(40, 576)
+    together = linear(ops.rows(x))
+    for row in (0, 17, 39):
+        assert torch.equal(linear(ops.rows(x[row : row + 1])), together[row : row + 1])
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "qwen3"])
+def test_models_stay_close_to_fp32(family: str, checkpoint: Callable[[str], Path]) -> None:
+    model_dir = checkpoint(family)
+    runs = {
+        quantize: run_mixed(RunnerSettings(model_dir, num_blocks=64, quantize=quantize))
+        for quantize in ("none", "int8")
+    }
+    differences = [
+        abs(exact.logprob - near.logprob)
+        for fp32, int8 in zip(runs["none"], runs["int8"], strict=True)
+        for exact, near in zip(fp32.prompt_logprobs, int8.prompt_logprobs, strict=True)
+    ]
+    assert 0 < max(differences) < 0.5
+    assert sum(differences) / len(differences) < 0.06
+
+
+def test_int8_is_another_model_to_its_peers(checkpoint: Callable[[str], Path]) -> None:
+    model_dir = checkpoint("llama-tied")
+    assert fingerprint(model_dir) != fingerprint(model_dir, quantize="int8")
+    with pytest.raises(ConfigurationError, match="quantize=int8 is for CPU and float32"):
+        load_model_runner(RunnerSettings(model_dir, num_blocks=4, dtype="bfloat16", quantize="int8"))
+    with pytest.raises(ConfigurationError, match="quantize must be one of none, int8"):
+        RunnerSettings(model_dir, quantize="int3")

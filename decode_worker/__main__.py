@@ -37,7 +37,8 @@ async def serve(settings: DecodeSettings) -> None:
     kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), server)
     engine.start()
     try:
-        await runtime.serve(RoleParts(("tandem.v1.Decode", "tandem.v1.KvTransfer"), service.drained, engine_died))
+        services = ("tandem.v1.Decode", "tandem.v1.KvTransfer")
+        await runtime.serve(RoleParts(services, service.drained, engine, engine_died))
     finally:
         await receiver.close()
         await engine.stop()

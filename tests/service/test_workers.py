@@ -6,6 +6,7 @@ import contextlib
 import grpc
 import pytest
 
+from kvtransfer import TransferSettings
 from mesh.rpc.channel import open_channel
 from tandem.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2
 from tests.fakes.requests import make_request
@@ -17,7 +18,7 @@ from tests.service.worker_rig import MESH_KEY, EngineRig, until, worker_rig
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 50])
 async def test_tokens_through_both_workers(transport: str, length: int) -> None:
-    async with worker_rig(transports=(transport,)) as rig, fake_router(rig) as router:
+    async with worker_rig(settings=TransferSettings(transports=(transport,))) as rig, fake_router(rig) as router:
         prompt = list(range(3, 3 + length))
         request = make_request("a", prompt, max_new_tokens=12)
         assert await router.run(request) == fake_continuation(prompt, 12)
@@ -25,7 +26,7 @@ async def test_tokens_through_both_workers(transport: str, length: int) -> None:
 
 
 async def test_many_at_once_with_shared_prefixes_and_pools_whole_afterwards() -> None:
-    async with worker_rig(transports=("shm", "grpc")) as rig, fake_router(rig) as router:
+    async with worker_rig(settings=TransferSettings()) as rig, fake_router(rig) as router:
         prompts = [[5] * (i % 11) + list(range(i, i + 9)) for i in range(1, 13)]
         requests = [make_request(f"r{i}", prompt, max_new_tokens=7 + i) for i, prompt in enumerate(prompts)]
         results = await asyncio.gather(*(router.run(request) for request in requests))

@@ -22,6 +22,7 @@ class FakeRouter:
         self.rig = rig
         self.attach = attach
         self.prefill_stub = prefill
+        self.incarnation = INCARNATION
         self.writing = asyncio.Lock()  # gRPC takes one write at a time
         self.inbox: dict[str, asyncio.Queue[decode_pb2.AttachResponse]] = {}
 
@@ -48,16 +49,18 @@ class FakeRouter:
         async with self.writing:
             await self.attach.write(decode_pb2.AttachRequest(abort=abort))
 
-    def prefill(self, request: Request, transfer_id: str, ready_tokens: int) -> grpc.aio.UnaryStreamCall:
+    def prefill(
+        self, request: Request, transfer_id: str, ready_tokens: int, timeout_s: float = 20
+    ) -> grpc.aio.UnaryStreamCall:
         destination = prefill_pb2.KvDestination(
             address=self.rig.decode_address,
             worker_id="decode-0",
-            incarnation=INCARNATION,
+            incarnation=self.incarnation,
             transfer_id=transfer_id,
             ready_tokens=ready_tokens,
         )
         message = prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=destination)
-        return self.prefill_stub.Prefill(message, metadata=MESH_KEY.metadata(), timeout=20)
+        return self.prefill_stub.Prefill(message, metadata=MESH_KEY.metadata(), timeout=timeout_s)
 
     async def run(self, request: Request) -> list[int]:
         """The whole way through both workers; generated token ids."""

@@ -144,4 +144,4 @@ async def test_clean_transfers_raise_no_alarm(evidence: Evidence) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(60 + 60 * NUM_STORMS)
 async def test_storms_of_cancellations(evidence: Evidence) -> None:
-    await check_storms(NUM_STORMS, num_rounds=1, evidence=evidence)
+    await check_storms(NUM_STORMS, num_rounds=5, evidence=evidence)

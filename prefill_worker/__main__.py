@@ -33,7 +33,7 @@ async def serve(settings: PrefillSettings, load: Load = load_model_runner) -> No
     prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), runtime.server.grpc)
     engine.start()
     try:
-        await runtime.serve(RoleParts(("tandem.v1.Prefill",), service.drained, engine_died))
+        await runtime.serve(RoleParts(("tandem.v1.Prefill",), service.drained, engine, engine_died))
     finally:
         await sender.close()
         await engine.stop()

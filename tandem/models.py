@@ -154,7 +154,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the router sees it. `role` is prefill or decode; `state` ready, draining or lost."""
+    """A worker as the router sees it. `role` is prefill or decode; `state` ready, stalled, draining or lost."""
 
     worker_id: str
     incarnation: str

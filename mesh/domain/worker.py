@@ -6,7 +6,7 @@ from enum import Enum
 from mesh.domain.kv import KVLayout
 
 # Raised whenever the meaning of an internal message changes; routers and workers of other versions refuse each other.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class WorkerRole(Enum):
@@ -22,6 +22,7 @@ class WorkerState(Enum):
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"
+    STALLED = "stalled"
 
 
 @dataclass(frozen=True, slots=True)

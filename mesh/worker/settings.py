@@ -43,6 +43,11 @@ class WorkerSettings(ProcessSettings):
     num_threads: int = setting(0, "compute threads; 0: the number of cores allowed")
     cpu_list: str = setting("", "cores to stay on, such as 0,2-3; default: wherever the system likes")
     drain_grace_s: float = setting(30.0, "time running work gets at a stop")
+    stall_after_s: float = setting(
+        12.0,
+        "not ready once an engine step of up to 64 tokens has run for this long; larger steps get more in proportion",
+    )
+    wedged_exit_s: float = setting(300.0, "exit, to be restarted, once one engine step has run for this long; 0: never")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,6 +57,10 @@ class WorkerSettings(ProcessSettings):
             raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.load_format not in LOAD_FORMATS:
             raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
+        if not self.stall_after_s > 0:
+            raise ConfigurationError(f"stall_after_s must be > 0, got {self.stall_after_s}")
+        if not self.wedged_exit_s >= 0:
+            raise ConfigurationError(f"wedged_exit_s must be >= 0, got {self.wedged_exit_s}")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
 

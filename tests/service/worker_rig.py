@@ -21,6 +21,7 @@ from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner
 MESH_KEY = MeshKey("a-key-for-tests-only")
 NUM_BLOCKS = 64
 INCARNATION = "first-life"
+GRPC_TRANSFERS = TransferSettings(transports=("grpc",))
 
 
 async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
@@ -39,18 +40,18 @@ class EngineRig:
     died: asyncio.Event
 
     @classmethod
-    def make(cls, *, num_blocks: int = NUM_BLOCKS, max_batch_tokens: int = 16) -> "EngineRig":
-        config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens, max_num_seqs=16, max_model_len=200)
+    def make(cls, *, num_blocks: int = NUM_BLOCKS, max_batch_tokens: int = 16, max_num_seqs: int = 16) -> "EngineRig":
+        config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens, max_num_seqs, max_model_len=200)
         scheduler = Scheduler(config, BlockPool(num_blocks))
         return cls(scheduler, FakeRunner(FakeKVStore(num_blocks)), asyncio.Event())
 
-    async def wait_whole(self, loop: EngineLoop) -> None:
-        """Return once every block is free again; raise if that takes longer than two seconds."""
+    async def wait_whole(self, loop: EngineLoop, within_s: float = 2.0) -> None:
+        """Return once every block is free again; raise if that takes too long."""
 
         def check(scheduler: Scheduler) -> None:
             scheduler.check_integrity()
 
-        await until(lambda: self.scheduler.pool.num_free == self.scheduler.pool.num_blocks)
+        await until(lambda: self.scheduler.pool.num_free == self.scheduler.pool.num_blocks, within_s)
         await loop.call(check)
 
 
@@ -68,19 +69,21 @@ class WorkerRig:
     decode_address: str
     draining: asyncio.Event
 
-    async def wait_whole(self) -> None:
+    async def wait_whole(self, within_s: float = 2.0) -> None:
         """Both pools are whole again."""
-        await self.prefill.wait_whole(self.prefill_engine)
-        await self.decode.wait_whole(self.decode_engine)
+        await self.prefill.wait_whole(self.prefill_engine, within_s)
+        await self.decode.wait_whole(self.decode_engine, within_s)
 
 
 @asynccontextmanager
 async def worker_rig(
-    *, prefill: EngineRig | None = None, decode: EngineRig | None = None, transports: tuple[str, ...] = ("grpc",)
+    *,
+    prefill: EngineRig | None = None,
+    decode: EngineRig | None = None,
+    settings: TransferSettings = GRPC_TRANSFERS,
 ) -> AsyncIterator[WorkerRig]:
     """Run both workers; at the end, once clients have gone, their pools must be whole."""
     prefill, decode = prefill or EngineRig.make(), decode or EngineRig.make()
-    settings = TransferSettings(transports=transports)
     draining = asyncio.Event()
     async with AsyncExitStack() as stack:
         prefill_service, decode_service = PrefillService(FAKE_LAYOUT.block_size), DecodeService(FAKE_LAYOUT.block_size)

@@ -44,9 +44,11 @@ class MeshView:
             prefill_threshold=self._prefill_threshold,
         )
 
-    def num_healthy(self, role: WorkerRole) -> int:
-        """Workers of a role that could get work."""
-        return len(healthy(self.snapshot(), role))
+    def num_healthy(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
+        """Workers of a role that could get work; `with_transfers`: also KV from others."""
+        snapshot = self.snapshot()
+        left_out = snapshot.local_only if with_transfers else frozenset()
+        return sum(candidate.info.incarnation not in left_out for candidate in healthy(snapshot, role))
 
     def workers(self) -> list[WorkerInfo]:
         """All that the registry knows, also lost ones."""

@@ -63,6 +63,9 @@ class Prover:
         }
         try:
             await self._run_canary(canary.placement)
+        except asyncio.CancelledError:
+            self._proving.failed(canary)
+            raise
         except Exception as error:
             self._proving.failed(canary)
             unforeseen = None if isinstance(error, MeshError) else error

@@ -88,9 +88,13 @@ class PrefillClient:
 
 
 def _is_unreachable(error: MeshError) -> bool:
-    """True if the connection failed; a worker's own complaint carries its error's name."""
+    """True if the connection failed, or was closed because the worker is lost; a worker's own complaint carries its
+    error's name.
+    """
     cause = error.__cause__
-    if not isinstance(cause, grpc.aio.AioRpcError) or cause.code() is not grpc.StatusCode.UNAVAILABLE:
+    if not isinstance(cause, grpc.aio.AioRpcError):
+        return isinstance(error, WorkerLost)
+    if cause.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     return ERROR_KEY not in dict(cause.trailing_metadata() or ())
 

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import grpc
 import pytest
 
 from mesh.domain import errors
@@ -11,7 +12,7 @@ from mesh.domain.worker import WorkerState
 from router.canary import NAMESPACE
 from router.proving import Proof
 from tests.fakes.router_workers import BLOCK_SIZE, DecodeScript, FakeWorker, PrefillScript, expected_tokens
-from tests.service.router.conftest import Mesh
+from tests.service.router.conftest import Mesh, make_request
 from tests.service.router.test_lifecycle import NOT_SERVING, SERVING, health, watch_until
 
 PROMPT = [65, 66, 67, 68, 69]
@@ -220,3 +221,26 @@ async def test_prompts_leave_a_stalled_prefill_worker(make_mesh: Any) -> None:
     await request
     assert decode.started.items[-1].transfer_id == ""
     await prefill.cancelled.wait_len(1)
+
+
+async def test_requests_that_run_out_of_time_say_nothing_about_workers(make_mesh: Any) -> None:
+    mesh = await make_mesh(trip_after=1)
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    prefill.scripts = [hangs() for _ in range(5)]
+    for n in range(5):
+        call = mesh.stub.Generate(make_request(token_ids=[*PROMPT, n], max_new_tokens=COUNT), timeout=0.1)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await mesh.until(lambda: prefill.num_running == 0)
+    assert mesh.proof(prefill) is mesh.proof(decode) is Proof.FULL
+
+
+async def test_a_prefill_worker_that_falls_silent_is_blamed_alone(make_mesh: Any) -> None:
+    """Its channel is closed while prompts are on their way; the decode worker has no part in that."""
+    mesh = await make_mesh(trip_after=1)
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    prefill.scripts = [hangs() for _ in range(4)]
+    requests = asyncio.create_task(generate(mesh, *([*PROMPT, n] for n in range(4))))
+    await prefill.calls.wait_len(4)
+    mesh.router.membership.lose(prefill.info.worker_id, prefill.info.incarnation)
+    await requests
+    assert (mesh.proof(prefill), mesh.proof(decode)) == (Proof.NONE, Proof.FULL)

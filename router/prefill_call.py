@@ -69,7 +69,7 @@ class PrefillClient:
                     if event is not None:
                         yield event
         except DeadlineExceeded as error:
-            if time_left_s <= self._timeout_s:
+            if request.time_left_s is not None and request.time_left_s <= self._timeout_s:
                 raise
             raise self._judge(worker, error) from error
         except MeshError as error:

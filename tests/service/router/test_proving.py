@@ -3,16 +3,18 @@
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 
 from mesh.domain import errors
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerState
 from router.canary import NAMESPACE
+from router.channels import Caller
+from router.prefill_call import PrefillClient, Reservation
 from router.proving import Proof
+from tests.fakes.requests import make_request as make_spec
 from tests.fakes.router_workers import BLOCK_SIZE, DecodeScript, FakeWorker, PrefillScript, expected_tokens
-from tests.service.router.conftest import Mesh, make_request
+from tests.service.router.conftest import Mesh
 from tests.service.router.test_lifecycle import NOT_SERVING, SERVING, health, watch_until
 
 PROMPT = [65, 66, 67, 68, 69]
@@ -223,15 +225,22 @@ async def test_prompts_leave_a_stalled_prefill_worker(make_mesh: Any) -> None:
     await prefill.cancelled.wait_len(1)
 
 
-async def test_requests_that_run_out_of_time_say_nothing_about_workers(make_mesh: Any) -> None:
-    mesh = await make_mesh(trip_after=1)
+@pytest.mark.parametrize(
+    ("timeout_s", "time_left_s", "expected"),
+    [(10.0, 0.1, errors.DeadlineExceeded), (0.1, 10.0, errors.TransferFailed), (0.1, None, errors.TransferFailed)],
+)
+async def test_a_request_that_runs_out_of_time_blames_nobody(
+    make_mesh: Any, timeout_s: float, time_left_s: float | None, expected: type[Exception]
+) -> None:
+    mesh = await make_mesh()
     prefill, decode = await mesh.prefill(), await mesh.decode()
-    prefill.scripts = [hangs() for _ in range(5)]
-    for n in range(5):
-        call = mesh.stub.Generate(make_request(token_ids=[*PROMPT, n], max_new_tokens=COUNT), timeout=0.1)
-        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await mesh.until(lambda: prefill.num_running == 0)
-    assert mesh.proof(prefill) is mesh.proof(decode) is Proof.FULL
+    prefill.scripts = [hangs()]
+    caller = Caller("test", None)
+    client = PrefillClient(mesh.router.membership, mesh.router._channels, caller, timeout_s=timeout_s)
+    request = make_spec("r", PROMPT, time_left_s=time_left_s)
+    with pytest.raises(expected):
+        async for _ in client.run(prefill.info, request, Reservation(decode.info, "t", 0)):
+            pass
 
 
 async def test_a_prefill_worker_that_falls_silent_is_blamed_alone(make_mesh: Any) -> None:

@@ -163,6 +163,20 @@ async def test_a_dead_workers_streams_trip_it_once_and_move_at_once(make_mesh: A
     await mesh.until(lambda: mesh.is_settled(first))
 
 
+async def test_replays_without_progress_wait_for_the_budget(make_mesh: Any) -> None:
+    """20 refusals of 10 requests: each request's first replay is free, at least ten come at the budget's pace."""
+    mesh = await make_mesh(max_replays_per_s=20.0)
+    decode = await mesh.decode(max_num_seqs=10)
+    decode.scripts = [DecodeScript(refuse=SequenceFailure.NO_CAPACITY) for _ in range(20)]
+    budget = mesh.router._service._parts.dispatcher._budget
+    while budget.take_s() == 0.0:
+        pass
+    begun_s = asyncio.get_running_loop().time()
+    await generate(mesh, *([*PROMPT, n] for n in range(10)))
+    assert asyncio.get_running_loop().time() - begun_s > 0.45
+    assert len(decode.started.items) == 30
+
+
 async def stall(mesh: Mesh, worker: FakeWorker, state: WorkerState = WorkerState.STALLED) -> None:
     mesh.router.membership.heartbeat(worker.info.worker_id, worker.info.incarnation, worker.load, state)
 

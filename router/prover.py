@@ -52,6 +52,7 @@ class Prover:
         finally:
             for task in self._canaries:
                 task.cancel()
+            await asyncio.gather(*self._canaries, return_exceptions=True)
 
     async def _try(self, canary: Canary) -> None:
         begun_s = asyncio.get_running_loop().time()

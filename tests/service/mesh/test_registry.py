@@ -1,12 +1,9 @@
 """A worker's agent against a real registry server."""
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import structlog
 
 from mesh.domain.errors import LayoutMismatch, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
@@ -102,34 +99,6 @@ async def test_agent_comes_back_after_the_router_restarts() -> None:
     await watch.until(lambda view: view.load.num_running == 3 and b"s" in view.cached)
     running.cancel()
     await server.stop(0)
-
-
-class BrokenEngine(FakeEngine):
-    """Every report fails, so that every registration breaks at once."""
-
-    async def report(self) -> Report:
-        raise RuntimeError("no report")
-
-
-async def test_a_registration_that_breaks_at_once_costs_few_lines(evidence: Any) -> None:
-    server = await start_registry(Membership(asyncio.get_running_loop().time))
-    clock = asyncio.get_running_loop().time
-    begun_s = clock()
-    with structlog.testing.capture_logs() as lines:
-        running = asyncio.create_task(RegistryAgent(INFO, BrokenEngine(), KEY).run(server.address))
-        await asyncio.sleep(8.0)
-    watched_s = clock() - begun_s
-    running.cancel()
-    await server.stop(0)
-    [(cause, most), *_] = Counter(line["event"] for line in lines).most_common(1)
-    assert most > 2
-    evidence(
-        "R26",
-        "lines of a registration that breaks at once",
-        f"{most} in {watched_s:.1f} s ({cause})",
-        target="<= 1 per s",
-        ok=most <= watched_s,
-    )
 
 
 async def test_refusals_are_final() -> None:

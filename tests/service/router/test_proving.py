@@ -12,6 +12,7 @@ from router.canary import NAMESPACE
 from router.channels import Caller
 from router.prefill_call import PrefillClient, Reservation
 from router.proving import Proof
+from tests.evidence import Evidence
 from tests.fakes.requests import make_request as make_spec
 from tests.fakes.router_workers import BLOCK_SIZE, DecodeScript, FakeWorker, PrefillScript, expected_tokens
 from tests.service.router.conftest import Mesh
@@ -130,7 +131,7 @@ async def test_transfers_that_break_leave_decode_workers_with_local_prompts(make
     assert decode.started.items[-1].transfer_id == ""
 
 
-async def test_a_dead_workers_streams_trip_it_once_and_move_at_once(make_mesh: Any, evidence: Any) -> None:
+async def test_a_dead_workers_streams_trip_it_once_and_move_at_once(make_mesh: Any, evidence: Evidence) -> None:
     """100 streams, one death: all go on elsewhere without a wait for the budget, though that is spent."""
     num_streams = 100
     mesh = await make_mesh(max_replays_per_s=0.001, max_concurrent_requests=num_streams)

@@ -6,6 +6,7 @@ from typing import Any
 
 import structlog
 
+from tests.evidence import Evidence
 from tests.fakes.router_workers import FakeWorker, expected_tokens
 from tests.service.router.conftest import Mesh
 from tests.service.router.test_proving import SICK, fails
@@ -34,7 +35,7 @@ async def generate_for(mesh: Mesh, duration_s: float) -> int:
     return count
 
 
-async def test_dead_peers_cost_few_lines(make_mesh: Any, evidence: Any) -> None:
+async def test_dead_peers_cost_few_lines(make_mesh: Any, evidence: Evidence) -> None:
     """A decode and a prefill worker nobody can reach, two that fail whatever they get, and requests all the time."""
     mesh = await make_mesh()
     decode, prefill = await mesh.decode("decode-0"), await mesh.prefill("prefill-0")

@@ -18,6 +18,7 @@ from mesh.domain.errors import (
 from mesh.domain.worker import WorkerInfo
 from router.placement import Placement
 from router.proving import Canary, Proof, Proving, backoff_s
+from tests.evidence import Evidence
 from tests.fakes.router_views import decode, prefill
 
 P0, P1 = prefill("p0").info, prefill("p1").info
@@ -100,7 +101,7 @@ def test_a_sick_worker_is_tried_less_and_less_often() -> None:
     assert [at_s for at_s, _ in bench.tries] == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 25.5, 35.5]
 
 
-def test_ten_minutes_of_a_dead_worker(evidence: Any) -> None:
+def test_ten_minutes_of_a_dead_worker(evidence: Evidence) -> None:
     bench = Bench(D0, sick=[D0])
     bench.run_until(600.0)
     num_tries = len(bench.tries)

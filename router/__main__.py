@@ -11,6 +11,7 @@ from mesh.registry.membership import Membership
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from router.api_keys import NoKeys
+from router.canary import CanaryRunner
 from router.channels import Caller, Channels
 from router.coordination import coordinate
 from router.decode_links import DecodeLinks
@@ -20,6 +21,8 @@ from router.limits import LimitPolicy
 from router.mesh_view import MeshView, Sources
 from router.prefill_call import PrefillClient
 from router.prompts import PromptEncoder
+from router.prover import Prover
+from router.proving import Proving
 from router.queue import PlacementQueue
 from router.readiness import SERVICES, Expected, Readiness
 from router.served_model import ServedModel
@@ -54,9 +57,10 @@ class RouterProcess:
         self.ledger = Ledger(time.monotonic)
         self._channels = Channels(self.membership)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
+        self.proving = Proving(time.monotonic, trip_after=settings.trip_after)
         self._mesh = MeshView(
             model,
-            Sources(self.membership, self._links, self.ledger),
+            Sources(self.membership, self._links, self.ledger, self.proving),
             prefill_threshold=settings.prefill_threshold,
         )
         self.queue = PlacementQueue(
@@ -66,6 +70,9 @@ class RouterProcess:
             no_worker_timeout_s=settings.no_worker_timeout_s,
         )
         prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
+        paths = Paths(self.queue, self._links, prefills, self.proving)
+        canaries = CanaryRunner(model, paths, timeout_s=settings.canary_timeout_s)
+        self._prover = Prover(self.proving, self._mesh, canaries.run, self._mesh_changed)
         self._encoder = PromptEncoder(model)
         self._service = GenerationService(
             ServiceParts(
@@ -74,16 +81,11 @@ class RouterProcess:
                 limits=limits,
                 permits=self.permits,
                 mesh=self._mesh,
-                dispatcher=Dispatcher(model, settings, Paths(self.queue, self._links, prefills)),
+                dispatcher=Dispatcher(model, settings, paths, self._mesh_changed),
                 slow_reader_s=settings.slow_reader_s,
             )
         )
-        self._readiness = Readiness(
-            self.public,
-            self._mesh,
-            Expected(settings.expect_prefill, settings.expect_decode),
-            on_ready=lambda: announce("ready"),
-        )
+        self._readiness = _readiness(self.public, self._mesh, settings)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -97,7 +99,7 @@ class RouterProcess:
         worker_pb2_grpc.add_MeshServicer_to_server(MeshServicer(sources, self._callers), self.public.grpc)
         await self.internal.start()
         await self.public.start(SERVICES)
-        self._tasks = [asyncio.create_task(self._readiness.run())]
+        self._tasks = [asyncio.create_task(self._readiness.run()), asyncio.create_task(self._prover.run())]
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING, refuse new requests, let running ones end, then close everything."""
@@ -115,11 +117,19 @@ class RouterProcess:
         self._encoder.close()
 
     def _mesh_changed(self) -> None:
-        """A worker has joined, left, or reported; or a link has come up or broken."""
+        """A worker has joined, left, reported, been proven or tripped; or a link has come up or broken."""
         self._channels.reconcile()
         self._links.reconcile()
+        self._prover.wake()
+        for stalled in self._mesh.to_be_left():
+            self.ledger.abandon(stalled)
         self.queue.wake()
         self._readiness.wake()
+
+
+def _readiness(server: Server, mesh: MeshView, settings: RouterSettings) -> Readiness:
+    expected = Expected(settings.expect_prefill, settings.expect_decode)
+    return Readiness(server, mesh, expected, on_ready=lambda: announce("ready"))
 
 
 async def serve(settings: RouterSettings) -> None:

@@ -22,6 +22,9 @@ class Booking:
         self.reserved_at_s: float | None = None
         """When the decode worker confirmed its reservation."""
         self.holds_prefill = placement.prefill is not None
+        self.begun_s = ledger.now_s()
+        self.on_abandoned: Callable[[WorkerInfo], None] = _nobody_listens
+        """Called when the attempt should leave this one of its workers."""
         self._ledger = ledger
 
     def reserved(self) -> None:
@@ -40,6 +43,7 @@ class Booking:
 
     def release(self) -> None:
         """The attempt is over."""
+        self.on_abandoned = _nobody_listens
         self._ledger.remove(self)
 
 
@@ -66,6 +70,14 @@ class Ledger:
         if self._bookings.pop(booking, booking) is None:
             self.changed()
 
+    def abandon(self, info: WorkerInfo) -> None:
+        """Let every attempt that needs this run of a worker leave it."""
+        for booking in list(self._bookings):
+            placement = booking.placement
+            needed = [placement.decode, placement.prefill] if booking.holds_prefill else [placement.decode]
+            if info in needed:
+                booking.on_abandoned(info)
+
     def changed(self) -> None:
         """Room may have appeared."""
         for callback in self._callbacks:
@@ -87,6 +99,10 @@ class Ledger:
 
     def _is_reported(self, booking: Booking, last_seen_s: float) -> bool:
         return booking.reserved_at_s is not None and last_seen_s > booking.reserved_at_s + _REPORT_DELAY_S
+
+
+def _nobody_listens(info: WorkerInfo) -> None:
+    """The attempt has not begun, or is over."""
 
 
 def _add(sums: dict[str, InFlight], info: WorkerInfo, more: InFlight) -> None:

@@ -16,12 +16,15 @@ _COUNTS = (
     "max_total_tokens",
     "max_attempts",
     "max_worker_losses",
+    "trip_after",
 )
 _DURATIONS = (
     "no_worker_timeout_s",
     "reserve_timeout_s",
     "prefill_timeout_s",
     "stall_timeout_s",
+    "max_replays_per_s",
+    "canary_timeout_s",
     "slow_reader_s",
     "grace_s",
 )
@@ -62,6 +65,11 @@ class RouterSettings(ProcessSettings):
 
     max_attempts: int = setting(10, "dispatches of a request in a row that bring no token, before it fails")
     max_worker_losses: int = setting(4, "workers lost in a row under a request that got no token, before it fails")
+    max_replays_per_s: float = setting(
+        20.0, "replays that follow another without a token between, of all requests together; more wait for their turn"
+    )
+    trip_after: int = setting(3, "failures in a row after which a worker gets no requests until a canary went through")
+    canary_timeout_s: float = setting(10.0, "how long a canary, the tiny request that proves a worker, may take")
     no_worker_timeout_s: float = setting(15.0, "how long requests wait while there is no decode worker at all")
     reserve_timeout_s: float = setting(30.0, "how long a decode worker may take to reserve memory")
     prefill_timeout_s: float = setting(300.0, "how long a prompt may take to be computed and handed over")

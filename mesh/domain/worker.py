@@ -21,6 +21,7 @@ class WorkerState(Enum):
 
     READY = "ready"
     DRAINING = "draining"
+    STALLED = "stalled"
     LOST = "lost"
     STALLED = "stalled"
 

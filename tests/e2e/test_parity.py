@@ -72,7 +72,7 @@ async def check_kv_was_shipped(client: tandem.AsyncClient, running: MeshProcess,
     """The tokens above came through the transport, and not by prefilling again where it failed."""
     workers = {worker.role: worker for worker in await client.workers()}
     assert workers["prefill"].load.computed_tokens > sum(map(len, prompts())) / 2
-    assert workers["decode"].load.computed_tokens == 0
+    assert workers["decode"].load.computed_tokens <= 18  # of a canary: a block and two
     logs = "".join(path.read_text() for path in running.log_dir.glob("*.log"))
     assert f'"transport": "{transport}"' in logs
     for trouble in ("link broken", "prefill failed", '"event": "replay"'):

@@ -226,3 +226,20 @@ def test_nothing_is_lost_or_left(steps: list[tuple[str, int]]) -> None:
         assert mesh.ledger.in_flight([]) == {}
 
     asyncio.run(run())
+
+
+def test_who_is_abandoned() -> None:
+    """Those that need the worker: for its sequence, or for a prompt whose KV is still there."""
+    ledger, left = Ledger(lambda: 0.0), list[str]()
+    p0, d0, d1 = prefill("p0").info, decode("d0").info, decode("d1").info
+    placements = {"on d0": Placement(p0, d0), "on d1": Placement(p0, d1), "sent": Placement(p0, d1)}
+    bookings = {name: ledger.book(placement, 8) for name, placement in placements.items()}
+    for name, booking in bookings.items():
+        booking.on_abandoned = lambda info, name=name: left.append(f"{name}: {info.worker_id}")  # type: ignore[misc]
+    bookings["sent"].prefill_released()
+    ledger.abandon(d0)
+    ledger.abandon(p0)
+    assert left == ["on d0: d0", "on d0: p0", "on d1: p0"]
+    bookings["on d0"].release()
+    ledger.abandon(d0)
+    assert len(left) == 3

@@ -24,7 +24,7 @@ from mesh.registry.redis_connection import LogLimit, require_not_cancelled, requ
 from mesh.registry.redis_probe import DirectChecks
 from mesh.registry.redis_records import Beat, RecordSeal, Refused, ReplayGuard
 from mesh.registry.servicer import FORGET_S, HEARTBEAT_INTERVAL_S, SILENT_S
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials
 
 log = structlog.get_logger(__name__)
 
@@ -39,13 +39,13 @@ _PROBE_AFTER_S = 3 * HEARTBEAT_INTERVAL_S
 class RedisRegistry:
     """Feeds one router's Membership (clock: time.monotonic). Run `run()` as a task; it ends only when cancelled."""
 
-    def __init__(self, url: str, membership: Membership, key: MeshKey | None) -> None:
-        key = require_registry(url, key)
+    def __init__(self, url: str, membership: Membership, credentials: Credentials) -> None:
+        key = require_registry(url, credentials.key)
         self._url = url
         self._membership = membership
         self._seal = RecordSeal(key)
         self._guard = ReplayGuard()
-        self._checks = DirectChecks(membership, key)
+        self._checks = DirectChecks(membership, credentials)
         self._log_limit = LogLimit()
         self._misfits: dict[str, str] = {}  # incarnations that cannot work here, by worker id
         self._asks: set[str] = set()

@@ -11,7 +11,7 @@ from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.scheduler import Scheduler, SchedulerConfig
 from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
@@ -90,7 +90,7 @@ async def worker_rig(
         )
         decode_callbacks = LoopCallbacks(decode_service.on_step, lambda _: decode.died.set())
         decode_engine = EngineLoop(Engine(decode.scheduler, decode.runner), decode_callbacks)
-        sender = KVSender(prefill.runner.store, "prefill-0", MESH_KEY, settings)
+        sender = KVSender(prefill.runner.store, "prefill-0", Credentials(MESH_KEY), settings)
         receiver_callbacks = ReceiverCallbacks(decode_service.on_committed, decode_service.on_transfer_failed)
         receiver = KVReceiver(decode.runner.store, INCARNATION, receiver_callbacks, settings)
         prefill_service.connect(prefill_engine, sender, draining.is_set)

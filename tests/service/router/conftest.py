@@ -41,6 +41,7 @@ class Mesh:
             "model": "tiny",
             "tokenizer_fingerprint": fingerprint,
             "mesh_key": self.settings.mesh_key,
+            "tls": self.settings.load_credentials().tls,
         } | changes
         worker = worker_class(name, **identity)
         self.workers.append(worker)

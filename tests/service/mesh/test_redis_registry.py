@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +36,8 @@ def beat(**load: Any) -> worker_pb2.RegisterRequest:
 class Router:
     """Follows Redis; `until` waits for one worker's view."""
 
-    def __init__(self, url: str) -> None:
-        self.membership = Membership(time.monotonic)
+    def __init__(self, url: str, require_fits: Callable[[WorkerInfo], None] = lambda info: None) -> None:
+        self.membership = Membership(time.monotonic, require_fits)
         self.registry = RedisRegistry(url, self.membership, MEMBER)
         self.states: list[WorkerState | None] = []
         self._changed = asyncio.Event()
@@ -64,9 +64,9 @@ async def no_drain() -> None:
 class Worker:
     """A worker's outside: its server and its registration."""
 
-    def __init__(self, url: str, worker_id: str) -> None:
+    def __init__(self, url: str, worker_id: str, **changes: Any) -> None:
         self.server = Server(Listen("127.0.0.1", 0, KEY))
-        self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address)
+        self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address, **changes)
         self.agent = RegistryAgent(self.info, FakeEngine(), MEMBER)
         servicer = WorkerServicer(self.info, FakeEngine(), drain=no_drain)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
@@ -75,7 +75,10 @@ class Worker:
     async def start(self) -> None:
         await self.server.start(["tandem.v1.Worker"])
         await self.server.set_serving(True)
-        self.task = asyncio.create_task(self._redis.run())
+        self.task = asyncio.create_task(self.run())
+
+    async def run(self) -> None:
+        await self._redis.run()
 
     async def kill(self) -> None:
         await self.server.stop(0)

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -219,6 +220,15 @@ def test_wrong_files_are_one_clear_line(authority: Authority, stranger: Authorit
     settings = RouterSettings(model=str(model_dir), **good)
     assert settings.load_credentials().tls.name == "localhost"
     assert "PRIVATE" not in repr(settings.load_credentials())
+
+
+def test_the_documents_tell_how_to_make_certificates(tmp_path: Path, authority: Authority) -> None:
+    section = (ROOT / "docs" / "security.md").read_text().partition("## TLS")[2]
+    block = section.partition("```sh")[2].partition("```")[0]
+    subprocess.run(["sh", "-e", "-c", block], cwd=tmp_path, check=True, capture_output=True)
+    files = [str(tmp_path / name) for name in ("decode-0.pem", "decode-0.key", "mesh-ca.pem")]
+    assert TlsIdentity.load(*files).name == "decode-0"
+    assert (tmp_path / "decode-0.key").stat().st_mode & 0o077 == 0
 
 
 def test_every_channel_of_the_mesh_takes_part() -> None:

@@ -5,6 +5,7 @@ is reached at (or `peer_name`). On the public port only the router shows one.
 """
 
 import contextlib
+import ipaddress
 import ssl
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,7 +74,7 @@ def _read(path: str) -> bytes:
 
 
 def _own_name(cert: str, key: str, ca: str) -> str:
-    """A name the certificate carries, "" if none. Found by a handshake with itself in memory, which also finds what
+    """A host that the certificate is for, "" if none. Found by a handshake with itself in memory, which also finds what
     any other handshake would fail at. Raises ssl.SSLError.
     """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -88,5 +89,6 @@ def _own_name(cert: str, key: str, ca: str) -> str:
         with contextlib.suppress(ssl.SSLWantReadError):
             end.do_handshake()
     names: Any = (ends[0].getpeercert() or {}).get("subjectAltName", ())
-    found = [value for kind in ("DNS", "IP Address") for key, value in names if key == kind]
-    return found[0].replace("*", "any") if found else ""
+    hosts = [value.replace("*", "any") for kind, value in names if kind == "DNS"]
+    addresses = [str(ipaddress.ip_address(value)) for kind, value in names if kind == "IP Address"]
+    return next(iter([*hosts, *addresses]), "")

@@ -164,10 +164,11 @@ async def test_certificates_may_carry_a_common_name_instead_of_addresses(authori
         await mesh.decode("by-address", tls=authority.issue("by-address").identity)
 
 
+@pytest.mark.parametrize("names", ["DNS:*.mesh.internal", "IP:10.1.2.3", "IP:2001:db8::1"])
 async def test_health_probes_use_the_settings_of_the_environment(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, names: str
 ) -> None:
-    files = authority.issue("somewhere", names="DNS:*.mesh.internal")
+    files = authority.issue("somewhere", names=names)
     inside = Server(Listen("127.0.0.1", 0, tls=files.identity))
     public = Server(Listen("127.0.0.1", 0, public=True, tls=replace(files.identity, ca=None)))
     for server in (inside, public):

@@ -49,8 +49,8 @@ class Router:
         self.states.append(view.state if view else None)
         self._changed.set()
 
-    async def until(self, condition: Any, worker_id: str = INFO.worker_id) -> WorkerView:
-        async with asyncio.timeout(8):
+    async def until(self, condition: Any, worker_id: str = INFO.worker_id, *, within_s: float = 20.0) -> WorkerView:
+        async with asyncio.timeout(within_s):
             while (view := self.membership.find(worker_id)) is None or not condition(view):
                 self._changed.clear()
                 await self._changed.wait()

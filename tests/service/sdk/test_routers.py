@@ -5,6 +5,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -73,7 +74,7 @@ async def test_routers_restarted_in_turn_under_load(pair: tuple[FakeRouter, Fake
             num_done += 1
 
     routers = list(pair)
-    async with client_of(*pair) as client:
+    async with client_of(*pair) as client, AsyncExitStack() as stack:
         calls = [asyncio.create_task(load(client)) for _ in range(4)]
         for place in (0, 1, 0):
             seen = num_done
@@ -82,13 +83,12 @@ async def test_routers_restarted_in_turn_under_load(pair: tuple[FakeRouter, Fake
             await old.stop(5)
             new = routers[place] = FakeRouter(Script())
             await new.start(int(old.address.rpartition(":")[2]))
+            stack.push_async_callback(new.stop)
             async with asyncio.timeout(20):
                 while num_done < seen + 20:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         done.set()
         ends = await asyncio.gather(*calls, return_exceptions=True)
-    await routers[0].stop()
-    await routers[1].stop()
     failed = [end for end in ends if end is not None]
     shown = f"{len(failed)} of {num_done}"
     evidence("R10", "SDK calls that failed while two routers restarted in turn", shown, target="0", ok=not failed)

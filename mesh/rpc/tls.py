@@ -36,7 +36,7 @@ class TlsIdentity:
         """Read PEM files. Raises ConfigurationError if they are unreadable, expired, or do not belong together."""
         chain, secret, authority = _read(cert), _read(key), _read(ca) if ca else None
         try:
-            name = _own_name(cert, key, ca or cert)
+            name = _own_name(cert, key, ca)
         except ssl.SSLCertVerificationError as error:
             # Without a CA the certificate vouches for itself, so only its dates can be wrong.
             of = f" of {ca}" if ca else ""
@@ -74,15 +74,16 @@ def _read(path: str) -> bytes:
 
 
 def _own_name(cert: str, key: str, ca: str) -> str:
-    """A host that the certificate is for, "" if none. Found by a handshake with itself in memory, which also finds what
-    any other handshake would fail at. Raises ssl.SSLError.
+    """A host that the certificate is for, "" if none. Found by a handshake with itself in memory, as server and, with a
+    CA, as client: that also finds what any other handshake would fail at. Raises ssl.SSLError.
     """
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(cert, key, password=lambda: "")  # never ask at a terminal
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    client.load_verify_locations(ca)
+    server.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
+    for context in (server, client):
+        context.load_cert_chain(cert, key, password=lambda: "")  # never ask at a terminal
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(ca or cert)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
     for end in (*ends, *ends):

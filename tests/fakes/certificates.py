@@ -49,10 +49,11 @@ class Authority:
         _openssl("req", "-x509", *_NEW_KEY, "-days", "2", "-subj", f"/CN={folder.name}", "-keyout", self._key,
                  "-out", self.cert)  # fmt: skip
 
-    def issue(self, name: str, *, names: str = LOOPBACK, days: int = 2) -> Issued:
-        """A new certificate for `names`; with negative `days` one that has expired."""
+    def issue(self, name: str, *, names: str = LOOPBACK, days: int = 2, usage: str = "") -> Issued:
+        """A new certificate for `names`; with negative `days` one that has expired. `usage` limits what it is for."""
         cert, key, request = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
-        extension = ("-addext", f"subjectAltName={names}") if names else ()
+        given = {"subjectAltName": names, "extendedKeyUsage": usage}
+        extension = [word for kind, value in given.items() if value for word in ("-addext", f"{kind}={value}")]
         _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", *extension, "-keyout", key, "-out", request)
         _openssl("x509", "-req", "-in", request, "-CA", self.cert, "-CAkey", self._key, "-CAcreateserial",
                  "-days", days, "-copy_extensions", "copy", "-out", cert)  # fmt: skip

@@ -200,6 +200,12 @@ def test_wrong_files_are_one_clear_line(authority: Authority, stranger: Authorit
     good, other = authority.issue("good").settings, authority.issue("other").settings
     late, nameless = authority.issue("late", days=-1).settings, authority.issue("nameless", names="").settings
     alien = stranger.issue("alien").settings
+    servers_only = authority.issue("servers-only", usage="serverAuth").settings
+    encrypted = authority.issue("encrypted").settings
+    command = ("openssl", "ec", "-aes256", "-passout", "pass:secret", "-in", encrypted["mesh_tls_key"])
+    secret = authority.folder / "secret.key"
+    subprocess.run([*command, "-out", str(secret)], check=True, capture_output=True)
+    encrypted = encrypted | {"mesh_tls_key": str(secret)}
     garbage = authority.folder / "garbage.pem"
     garbage.write_text("no PEM")
     for wrong, message in (
@@ -211,6 +217,8 @@ def test_wrong_files_are_one_clear_line(authority: Authority, stranger: Authorit
         ({"mesh_tls_cert": str(garbage)}, r"garbage\.pem.* cannot be used together for TLS"),
         ({"mesh_tls_ca": alien["mesh_tls_ca"]}, "no valid certificate of .*another-ca"),
         (late, "certificate has expired"),
+        (servers_only, "no valid certificate of .*unsuitable certificate purpose"),
+        (encrypted, "cannot be used together for TLS"),
         (nameless, "names no host: .*subjectAltName"),
     ):
         with pytest.raises(ConfigurationError, match=message) as raised:

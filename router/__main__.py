@@ -8,7 +8,6 @@ from pathlib import Path
 from mesh.domain.request import mint_id
 from mesh.process import ServiceProgram, announce, until_stopped
 from mesh.registry.membership import Membership
-from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from router.api_keys import NoKeys
 from router.canary import CanaryRunner
@@ -42,20 +41,18 @@ class RouterProcess:
     """
 
     def __init__(self, settings: RouterSettings) -> None:
-        key = MeshKey(settings.mesh_key) if settings.mesh_key else None
         model = ServedModel.load(settings.served_name, Path(settings.model))
         limits = LimitPolicy(settings, model.facts)
         self.membership = Membership(time.monotonic, model.require_fits)
-        keys = settings.load_api_keys()
-        self.public = Server(
-            Listen(settings.host, settings.port, keys, public=True, allow_anonymous=settings.allow_anonymous)
-        )
+        keys, tls, anonymous = settings.load_api_keys(), settings.load_public_tls(), settings.allow_anonymous
+        listen = Listen(settings.host, settings.port, keys, public=True, allow_anonymous=anonymous, tls=tls)
+        self.public = Server(listen)
         self._callers = keys or NoKeys()
-        caller = Caller(mint_id(), key)
+        caller = Caller(mint_id(), settings.load_credentials())
         self.internal = coordinate(settings, self.membership, caller)
         self.permits = self.internal.permits
         self.ledger = Ledger(time.monotonic)
-        self._channels = Channels(self.membership)
+        self._channels = Channels(self.membership, caller.credentials.tls)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         self.proving = Proving(time.monotonic, trip_after=settings.trip_after)
         self._mesh = MeshView(

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.domain.errors import ConfigurationError
-from mesh.process import ProcessSettings
+from mesh.rpc.settings import MemberSettings
+from mesh.rpc.tls import TlsIdentity
 from mesh.settings import setting
 from router.api_keys import ApiKeys
 from router.tenants import TRIAL
@@ -32,7 +33,7 @@ _NOT_NEGATIVE = ("prefill_threshold", "expect_prefill", "expect_decode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSettings(ProcessSettings):
+class RouterSettings(MemberSettings):
     """Checked on construction."""
 
     model: str = setting(..., "checkpoint folder: tokenizer and config", env=("MODEL_ID", "HF_MODEL_ID"))
@@ -44,9 +45,10 @@ class RouterSettings(ProcessSettings):
     registry_url: str = setting(
         "", "redis://... or rediss://...: share workers and permits with other routers", secret=True
     )
-    mesh_key: str = setting("", "secret shared by routers and workers", secret=True)
     api_keys_file: str = setting("", "TOML file of API keys (see: tandem keys); without one, clients need no key")
     allow_anonymous: bool = setting(False, "without API keys, listen beyond loopback all the same")
+    public_tls_cert: str = setting("", "PEM file: certificate chain that clients see; turns on TLS for them")
+    public_tls_key: str = setting("", "PEM file: the certificate's private key")
     trial_key_sha256: str = setting("", "digest of the key `tandem up` tries the mesh with", secret=True)
 
     max_concurrent_requests: int = setting(
@@ -95,6 +97,7 @@ class RouterSettings(ProcessSettings):
             raise ConfigurationError(f"model must be a checkpoint folder, and {self.model!r} is none")
         if self.max_input_length is not None and self.max_total_tokens is not None:
             require_input_below_total(self.max_input_length, self.max_total_tokens)
+        self.load_public_tls()
 
     def load_api_keys(self) -> ApiKeys | None:
         """Read the keys file; None without one. Raises ConfigurationError."""
@@ -102,6 +105,12 @@ class RouterSettings(ProcessSettings):
             return None
         keys = ApiKeys.load(Path(self.api_keys_file))
         return keys.with_key(self.trial_key_sha256, TRIAL) if self.trial_key_sha256 else keys
+
+    def load_public_tls(self) -> TlsIdentity | None:
+        """Read the public port's certificate; None without one. Raises ConfigurationError."""
+        if bool(self.public_tls_cert) != bool(self.public_tls_key):
+            raise ConfigurationError("public_tls_cert and public_tls_key belong together: one of them is not set")
+        return TlsIdentity.load(self.public_tls_cert, self.public_tls_key) if self.public_tls_cert else None
 
     @property
     def served_name(self) -> str:

@@ -9,6 +9,7 @@
 `AsyncClient` is the same for asyncio. Every error is a `TandemError`; `tandem/exceptions.py` draws the tree.
 """
 
+from tandem._channel import Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem.client import AsyncClient
 from tandem.exceptions import (
@@ -62,6 +63,7 @@ __all__ = [
     "Result",
     "ServerMisconfigured",
     "TandemError",
+    "Tls",
     "Token",
     "TokenEvent",
     "TokenizeArguments",

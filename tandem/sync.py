@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Generator
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from tandem._connection import ChannelFactory
+from tandem._channel import ChannelFactory, Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
 from tandem.models import Mesh, Model, Result, Token, TokenEvent, Worker
@@ -20,6 +20,7 @@ class ClientOptions(TypedDict, total=False):
     api_key: str | None
     timeout: float
     max_retries: int
+    tls: Tls | bool
     open_channel: ChannelFactory
 
 

@@ -23,7 +23,6 @@ class WorkerState(Enum):
     DRAINING = "draining"
     STALLED = "stalled"
     LOST = "lost"
-    STALLED = "stalled"
 
 
 @dataclass(frozen=True, slots=True)

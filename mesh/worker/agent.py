@@ -16,7 +16,7 @@ from mesh import wire
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials
 from mesh.rpc.status import error_from_rpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -72,11 +72,11 @@ class BeatSink(Protocol):
 class RegistryAgent:
     """Keeps one worker registered with one router. `state` is what the next beat says."""
 
-    def __init__(self, info: WorkerInfo, source: ReportSource, mesh_key: MeshKey | None) -> None:
+    def __init__(self, info: WorkerInfo, source: ReportSource, credentials: Credentials) -> None:
         self.state = WorkerState.READY
         self.info = info
         self._source = source
-        self._metadata = mesh_key.metadata() if mesh_key else ()
+        self._credentials = credentials
         self._last = Report()
         self._pending: asyncio.Task[Report | Snapshot] | None = None
         self._snapshot_wanted = False
@@ -98,7 +98,7 @@ class RegistryAgent:
         while True:
             begun_s = clock()
             try:
-                async with open_channel(registry_address) as channel:
+                async with open_channel(registry_address, self._credentials.tls) as channel:
                     await self._stay_registered(channel)
             except grpc.aio.AioRpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
@@ -118,7 +118,7 @@ class RegistryAgent:
     async def _stay_registered(self, channel: grpc.aio.Channel) -> None:
         """One stream's life."""
         stub = worker_pb2_grpc.RegistryStub(channel)
-        call = stub.Register(metadata=self._metadata)
+        call = stub.Register(metadata=self._credentials.metadata())
         await call.write(worker_pb2.RegisterRequest(record=wire.worker_to_proto(self.info)))
         first = await call.read()
         if first is grpc.aio.EOF:

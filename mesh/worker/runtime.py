@@ -15,6 +15,7 @@ import structlog
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.worker import WorkerInfo, WorkerState
 from mesh.process import announce, until_stopped
+from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.worker.agent import RegistryAgent, ReportSource
 from mesh.worker.servicer import WorkerServicer
@@ -44,11 +45,13 @@ class WorkerRuntime:
 
     def __init__(self, settings: WorkerSettings, info: WorkerInfo, source: ReportSource) -> None:
         self._settings = settings
-        self.server = Server(Listen(settings.host, settings.port, settings.key))
+        self.credentials = settings.load_credentials()
+        listen = Listen(settings.host, settings.port, self.credentials.key, tls=self.credentials.tls)
+        self.server = Server(listen)
         host = settings.advertise_host or settings.host
         self.info = replace(info, address=f"{host}:{self.server.port}")
-        self._agent = RegistryAgent(self.info, source, settings.key)
-        self._stay_registered = _registration(settings, self._agent)
+        self._agent = RegistryAgent(self.info, source, self.credentials)
+        self._stay_registered = _registration(settings, self.credentials.key, self._agent)
         servicer = WorkerServicer(self.info, source, self.drain)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
@@ -114,7 +117,9 @@ class WorkerRuntime:
             drained.cancel()
 
 
-def _registration(settings: WorkerSettings, agent: RegistryAgent) -> Callable[[], Coroutine[Any, Any, None]]:
+def _registration(
+    settings: WorkerSettings, key: MeshKey | None, agent: RegistryAgent
+) -> Callable[[], Coroutine[Any, Any, None]]:
     """How this worker stays registered. Raises ConfigurationError."""
     if not settings.registry_url:
         return lambda: agent.run(settings.registry_address)
@@ -122,7 +127,7 @@ def _registration(settings: WorkerSettings, agent: RegistryAgent) -> Callable[[]
         from mesh.registry.redis_agent import RedisAgent
     except ImportError as error:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
-    return RedisAgent(settings.registry_url, settings.key, agent).run
+    return RedisAgent(settings.registry_url, key, agent).run
 
 
 def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
-from mesh.process import ProcessSettings
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.settings import MemberSettings
 from mesh.settings import setting
 
 DTYPES = ("auto", *DTYPE_BYTES)
@@ -15,7 +14,7 @@ LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(ProcessSettings):
+class WorkerSettings(MemberSettings):
     """Identity, addresses, model, and the engine's limits."""
 
     model: str = setting(..., "folder of the checkpoint", env=("MODEL_ID", "HF_MODEL_ID"))
@@ -26,7 +25,6 @@ class WorkerSettings(ProcessSettings):
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(0, "port to listen on; 0 takes a free one")
     advertise_host: str = setting("", "host name others reach this worker by; default: host")
-    mesh_key: str = setting("", "shared secret of the mesh", secret=True)
     device: str = setting("auto", "cpu, cuda, cuda:N, or auto")
     dtype: str = setting(
         "auto",
@@ -73,11 +71,6 @@ class WorkerSettings(ProcessSettings):
     def identity(self) -> str:
         """This worker's id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-
-    @property
-    def key(self) -> MeshKey | None:
-        """The mesh key, if there is one."""
-        return MeshKey(self.mesh_key) if self.mesh_key else None
 
     def pin_cores(self) -> None:
         """Stay on the cores of `cpu_list`. Raises ConfigurationError if they cannot be had."""

@@ -21,7 +21,7 @@ from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from router.canary import NAMESPACE
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -156,8 +156,8 @@ class FakeWorker:
 
     def __init__(self, worker_id: str, *, model: str, tokenizer_fingerprint: str, **changes: Any) -> None:
         mesh_key = changes.pop("mesh_key", None)
-        self.key = MeshKey(mesh_key) if mesh_key else None
-        self.server = Server(Listen("127.0.0.1", 0, self.key))
+        self.credentials = Credentials(MeshKey(mesh_key) if mesh_key else None, changes.pop("tls", None))
+        self.server = Server(Listen("127.0.0.1", 0, self.credentials.key, tls=self.credentials.tls))
         self.load = WorkerLoad(free_blocks=changes.get("num_blocks", 64))
         self.state = WorkerState.READY
         self.canaries = Journal()
@@ -205,8 +205,8 @@ class FakeWorker:
         self._beats.put_nowait(worker_pb2.RegisterRequest(heartbeat=beat))
 
     async def _register(self, address: str) -> None:
-        async with open_channel(address) as channel:
-            metadata = self.key.metadata() if self.key else ()
+        async with open_channel(address, self.credentials.tls) as channel:
+            metadata = self.credentials.metadata()
             call = worker_pb2_grpc.RegistryStub(channel).Register(self._messages(), metadata=metadata)
             async for _ in call:
                 self.registered.set()

@@ -90,7 +90,10 @@ class FakeRouter:
 
 @asynccontextmanager
 async def fake_router(rig: WorkerRig) -> AsyncIterator[FakeRouter]:
-    async with open_channel(rig.decode_address) as decode, open_channel(rig.prefill_address) as prefill:
+    async with (
+        open_channel(rig.decode_address, rig.tls) as decode,
+        open_channel(rig.prefill_address, rig.tls) as prefill,
+    ):
         attach = decode_pb2_grpc.DecodeStub(decode).Attach(metadata=MESH_KEY.metadata())
         hello = decode_pb2.AttachHello(router_id="router", worker_incarnation=INCARNATION)
         await attach.write(decode_pb2.AttachRequest(hello=hello))

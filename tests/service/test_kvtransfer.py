@@ -31,7 +31,7 @@ from mesh.domain.errors import (
     Unauthenticated,
     WorkerLost,
 )
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.wire import duration_to_proto
 from tandem.v1 import kvtransfer_pb2 as pb
 from tandem.v1 import kvtransfer_pb2_grpc
@@ -365,7 +365,7 @@ async def test_misbehaving_receivers(servicer: Misbehaving, message: str) -> Non
     transport = MemoryTransport()
     async with serving(servicer) as server:
         settings = TransferSettings(lease_s=1, progress_timeout_s=0.5, chunk_bytes=1)
-        sender = KVSender(FakeKVStore(seed=1), "prefill-0", KEY, settings, (transport,))
+        sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(KEY), settings, (transport,))
         transfer = sender.open(TransferSpec("transfer", 1, server.address, INCARNATION, SOURCE_IDS))
         push_all(transfer)
         with pytest.raises(TransferFailed, match=message):
@@ -389,12 +389,12 @@ async def test_garbage_on_the_wire_ends_that_call_only(pair: Pair) -> None:
 SENDER_PROGRAM = """
 import asyncio, json, sys
 from kvtransfer import KVSender, TransferSettings, TransferSpec
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from tests.fakes.kv_store import FakeKVStore
 
 async def main():
     spec, settings, key = json.loads(sys.argv[1])
-    sender = KVSender(FakeKVStore(seed=1), "prefill-0", MeshKey(key), TransferSettings(**settings))
+    sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(MeshKey(key)), TransferSettings(**settings))
     transfer = sender.open(TransferSpec(**spec))
     transfer.push(0, 3, 0, 2)
     await asyncio.Event().wait()
@@ -431,14 +431,14 @@ async def test_a_killed_sender_fails_its_transfer_and_its_arena_is_removed(tmp_p
         assert isinstance(await pair.failure(), TransferFailed)
         assert len(arenas(tmp_path)) == 2
         await pair.require_working()
-        next_sender = KVSender(pair.source, "prefill-1", KEY, pair.settings)
+        next_sender = KVSender(pair.source, "prefill-1", Credentials(KEY), pair.settings)
         assert len(arenas(tmp_path)) == 2
         await next_sender.close()
         assert len(arenas(tmp_path)) == 1
 
 
 async def test_idle_connections_are_closed() -> None:
-    pool = ChannelPool(idle_s=0)
+    pool = ChannelPool(idle_s=0, tls=None)
     with pool.use("127.0.0.1:1") as first, pool.use("127.0.0.1:1") as second:
         assert first is second
     assert len(pool) == 1
@@ -454,7 +454,7 @@ def test_blocks_too_large_for_a_message_are_refused_at_start() -> None:
     store = FakeKVStore(num_blocks=1)
     store.layout = layout
     with pytest.raises(ConfigurationError, match="use smaller blocks"):
-        KVSender(store, "prefill-0", KEY)
+        KVSender(store, "prefill-0", Credentials(KEY))
 
 
 @pytest.mark.parametrize("phase", range(0, 24, 3))

@@ -204,12 +204,12 @@ async def test_a_silent_sender_frees_the_decode_workers_blocks_and_the_router_is
 SENDER_PROGRAM = """
 import asyncio, json, sys
 from kvtransfer import KVSender, TransferSettings, TransferSpec
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from tests.fakes.kv_store import FakeKVStore
 
 async def main():
     spec, settings, key = json.loads(sys.argv[1])
-    sender = KVSender(FakeKVStore(seed=1), "prefill-0", MeshKey(key), TransferSettings(**settings))
+    sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(MeshKey(key)), TransferSettings(**settings))
     transfer = sender.open(TransferSpec(**spec))
     transfer.push(0, 3, 0, 2)
     await asyncio.Event().wait()

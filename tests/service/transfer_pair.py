@@ -22,7 +22,7 @@ from kvtransfer import (
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import MeshError
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from tandem.v1 import kvtransfer_pb2_grpc
 from tests.fakes.kv_store import TINY, FakeKVStore
@@ -86,7 +86,7 @@ class Pair:
         self.receiver = KVReceiver(self.target, INCARNATION, self.outcomes.callbacks(), receive or self.settings)
         async with serving(KvTransferServicer(self.receiver)) as self.server:
             self.transports = open_send_transports(self.settings, TINY.layer_block_bytes)
-            self.sender = KVSender(self.source, "prefill-0", key, self.settings, self.transports)
+            self.sender = KVSender(self.source, "prefill-0", Credentials(key), self.settings, self.transports)
             try:
                 yield self
             finally:

@@ -11,8 +11,9 @@ from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.scheduler import Scheduler, SchedulerConfig
 from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
+from mesh.rpc.tls import TlsIdentity
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from tandem.v1 import decode_pb2_grpc, kvtransfer_pb2_grpc, prefill_pb2_grpc
@@ -68,6 +69,7 @@ class WorkerRig:
     prefill_address: str
     decode_address: str
     draining: asyncio.Event
+    tls: TlsIdentity | None
 
     async def wait_whole(self, within_s: float = 2.0) -> None:
         """Both pools are whole again."""
@@ -81,6 +83,7 @@ async def worker_rig(
     prefill: EngineRig | None = None,
     decode: EngineRig | None = None,
     settings: TransferSettings = GRPC_TRANSFERS,
+    tls: TlsIdentity | None = None,
 ) -> AsyncIterator[WorkerRig]:
     """Run both workers; at the end, once clients have gone, their pools must be whole."""
     prefill, decode = prefill or EngineRig.make(), decode or EngineRig.make()
@@ -93,14 +96,14 @@ async def worker_rig(
         )
         decode_callbacks = LoopCallbacks(decode_service.on_step, lambda _: decode.died.set())
         decode_engine = EngineLoop(Engine(decode.scheduler, decode.runner), decode_callbacks)
-        sender = KVSender(prefill.runner.store, "prefill-0", MESH_KEY, settings)
+        sender = KVSender(prefill.runner.store, "prefill-0", Credentials(MESH_KEY, tls), settings)
         receiver_callbacks = ReceiverCallbacks(decode_service.on_committed, decode_service.on_transfer_failed)
         receiver = KVReceiver(decode.runner.store, INCARNATION, receiver_callbacks, settings)
         prefill_service.connect(prefill_engine, sender, draining.is_set)
         decode_service.connect(decode_engine, receiver, draining.is_set)
-        prefill_server = Server(Listen("127.0.0.1", 0, MESH_KEY))
+        prefill_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
         prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(prefill_service), prefill_server.grpc)
-        decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY))
+        decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
         decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(decode_service, INCARNATION), decode_server.grpc)
         kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), decode_server.grpc)
         for engine in (prefill_engine, decode_engine):
@@ -121,6 +124,7 @@ async def worker_rig(
             prefill_server.address,
             decode_server.address,
             draining,
+            tls,
         )
         yield rig
         if not (prefill.died.is_set() or decode.died.is_set()):

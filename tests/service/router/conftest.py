@@ -44,6 +44,7 @@ class Mesh:
             "model": "tiny",
             "tokenizer_fingerprint": fingerprint,
             "mesh_key": self.settings.mesh_key,
+            "tls": self.settings.load_credentials().tls,
         } | changes
         worker: Any = worker_class(name, **identity)
         worker.canary = canary or worker.canary

@@ -6,7 +6,7 @@ from pathlib import Path
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings
 from mesh.settings import setting
-from router.api_keys import ApiKeys
+from router.api_keys import KeysFile
 from router.tenants import TRIAL
 
 _COUNTS = (
@@ -88,12 +88,12 @@ class RouterSettings(ProcessSettings):
         if self.max_input_length is not None and self.max_total_tokens is not None:
             require_input_below_total(self.max_input_length, self.max_total_tokens)
 
-    def load_api_keys(self) -> ApiKeys | None:
+    def load_api_keys(self) -> KeysFile | None:
         """Read the keys file; None without one. Raises ConfigurationError."""
         if not self.api_keys_file:
             return None
-        keys = ApiKeys.load(Path(self.api_keys_file))
-        return keys.with_key(self.trial_key_sha256, TRIAL) if self.trial_key_sha256 else keys
+        more = {self.trial_key_sha256: TRIAL} if self.trial_key_sha256 else {}
+        return KeysFile(Path(self.api_keys_file), more)
 
     @property
     def served_name(self) -> str:

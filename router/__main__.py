@@ -15,12 +15,13 @@ from router.channels import Caller, Channels
 from router.coordination import coordinate
 from router.decode_links import DecodeLinks
 from router.dispatch import Dispatcher, Paths
+from router.forecast import Forecast
 from router.ledger import Ledger
 from router.limits import LimitPolicy
 from router.mesh_view import MeshView, Sources
 from router.prefill_call import PrefillClient
 from router.prompts import PromptEncoder
-from router.queue import PlacementQueue
+from router.queue import Outlook, PlacementQueue
 from router.readiness import SERVICES, Expected, Readiness
 from router.served_model import ServedModel
 from router.service import GenerationService, ServiceParts
@@ -59,20 +60,23 @@ class RouterProcess:
             Sources(self.membership, self._links, self.ledger),
             prefill_threshold=settings.prefill_threshold,
         )
+        forecast = Forecast(time.monotonic)
         self.queue = PlacementQueue(
             self.ledger,
-            self._mesh.snapshot,
+            Outlook(self._mesh.snapshot, forecast),
             max_queued=settings.max_queued_requests,
             no_worker_timeout_s=settings.no_worker_timeout_s,
         )
         prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
-        self._encoder = PromptEncoder(model)
+        self._encoders = PromptEncoder(model), PromptEncoder(model, num_threads=1)
         self._service = GenerationService(
             ServiceParts(
                 model=model,
-                encoder=self._encoder,
+                encoder=self._encoders[0],
+                tokenize_encoder=self._encoders[1],
                 limits=limits,
                 permits=self.permits,
+                forecast=forecast,
                 mesh=self._mesh,
                 dispatcher=Dispatcher(model, settings, Paths(self.queue, self._links, prefills)),
                 slow_reader_s=settings.slow_reader_s,
@@ -112,7 +116,8 @@ class RouterProcess:
         await self._links.close()
         await self._channels.close()
         await self.internal.stop()
-        self._encoder.close()
+        for encoder in self._encoders:
+            encoder.close()
 
     def _mesh_changed(self) -> None:
         """A worker has joined, left, or reported; or a link has come up or broken."""

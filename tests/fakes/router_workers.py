@@ -1,7 +1,8 @@
 """Prefill and decode workers for router tests: real gRPC services over a model that is a function of the prefix.
 
 `next_token` decides every token, so a replay must give the same tokens. Each worker follows scripts: how its next
-sequences or calls go wrong. Tokens flow freely, or one by one while `gate` is set and a test calls `allow`.
+sequences or calls go wrong. Tokens flow freely, at a pace (`pace_s`, seconds for each), or one by one while `gate` is
+set and a test calls `allow`.
 """
 
 import asyncio
@@ -249,6 +250,8 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker_id: str, **identity: Any) -> None:
         super().__init__(worker_id, **identity)
         self.scripts: list[DecodeScript] = []
+        self.pace_s = 0.0
+        self.most_running = 0
         self.gate = Gate()
         self.started = Journal()
         self.aborted = Journal()
@@ -311,6 +314,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 script = self.scripts.pop(0) if self.scripts else DecodeScript()
                 run = self._run(session, model, request.start.transfer_id, script)
                 session.tasks[key] = asyncio.create_task(session.watch(key, run))
+                self.most_running = max(self.most_running, self.num_running)
                 self.started.add(request.start)
             else:
                 key = (request.abort.request_id, request.abort.attempt)
@@ -342,6 +346,8 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 session.outbox.put_nowait(None)
                 return None
             await self.gate.passed()
+            if self.pace_s:
+                await asyncio.sleep(self.pace_s)
             output = model.step(with_prompt=is_first and num_sent == 0)
             step = decode_pb2.StepOutputs(outputs=[wire.output_to_proto(output)])
             session.outbox.put_nowait(decode_pb2.AttachResponse(step=step))

@@ -77,6 +77,8 @@ def test_limits_beyond_the_model_are_contradictory(tmp_path: Path, changes: dict
         ({"num_choices": 0}, r"num_choices must be in \[1, 8\], got 0"),
         ({"num_choices": 9}, r"num_choices must be in \[1, 8\], got 9"),
         ({"top_logprobs": 21}, r"top_logprobs must be in \[0, 20\], got 21"),
+        ({"ttft_target_s": 0.0}, "ttft_target must be > 0, got 0 s"),
+        ({"ttft_target_s": -1.5}, "ttft_target must be > 0, got -1.5 s"),
     ],
 )
 def test_shapes_refused(changes: dict[str, Any], complaint: str) -> None:

@@ -61,12 +61,7 @@ class RouterProcess:
             prefill_threshold=settings.prefill_threshold,
         )
         forecast = Forecast(time.monotonic)
-        self.queue = PlacementQueue(
-            self.ledger,
-            Outlook(self._mesh.snapshot, forecast),
-            max_queued=settings.max_queued_requests,
-            no_worker_timeout_s=settings.no_worker_timeout_s,
-        )
+        self.queue = self._make_queue(settings, forecast)
         prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
         self._encoders = PromptEncoder(model), PromptEncoder(model, num_threads=1)
         self._service = GenerationService(
@@ -80,6 +75,7 @@ class RouterProcess:
                 mesh=self._mesh,
                 dispatcher=Dispatcher(model, settings, Paths(self.queue, self._links, prefills)),
                 slow_reader_s=settings.slow_reader_s,
+                ttft_target_s=settings.ttft_target_s,
             )
         )
         self._readiness = Readiness(
@@ -118,6 +114,14 @@ class RouterProcess:
         await self.internal.stop()
         for encoder in self._encoders:
             encoder.close()
+
+    def _make_queue(self, settings: RouterSettings, forecast: Forecast) -> PlacementQueue:
+        return PlacementQueue(
+            self.ledger,
+            Outlook(self._mesh.snapshot, forecast),
+            max_queued=settings.max_queued_requests,
+            no_worker_timeout_s=settings.no_worker_timeout_s,
+        )
 
     def _mesh_changed(self) -> None:
         """A worker has joined, left, or reported; or a link has come up or broken."""

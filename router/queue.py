@@ -11,7 +11,7 @@ tried, so that big requests are not overtaken for ever.
 
 The queue is bounded, and of a tenant with a name no more may wait than places are left over (dynamic thresholds,
 Choudhury and Hahne 1998). One alone can fill half of it, two a third each, and so on: nobody needs a quota, and whoever
-comes finds a place, as long as there are not many more tenants than places.
+comes finds a place, as long as there are not many more tenants than places. Batch work leaves a quarter to others.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from router.claim import Claim
 from router.forecast import Forecast, retry_after_s
 from router.ledger import Booking, Ledger
 from router.placement import NoPlacement, Placement, PlacementQuery, Snapshot, place
-from router.turns import Turns
+from router.turns import Lane, Turns
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +125,7 @@ class PlacementQueue:
         """Placed at once, or in the line. Raises Overloaded if neither is any use."""
         loop, claim = asyncio.get_running_loop(), waiter.claim
         expected_s = self._expected_s(waiter)
-        self._require_place(claim.lane.tenant, expected_s)
+        self._require_place(claim.lane, expected_s)
         self._waiters.add(claim.lane, waiter)
         self._pump()
         if waiter.booking.done():
@@ -145,12 +145,12 @@ class PlacementQueue:
         num_ahead = sum(other.query.num_tokens for other in self._waiters.ahead_of(waiter.claim.lane))
         return self._forecast.first_token_s(num_ahead, waiter.query.num_tokens)
 
-    def _require_place(self, tenant: str, expected_s: float | None) -> None:
-        num_free = self._max_queued - len(self._waiters)
-        num_own = self._waiters.num_of(tenant) if tenant else 0
+    def _require_place(self, lane: Lane, expected_s: float | None) -> None:
+        num_free = lane.priority.share_of(self._max_queued) - len(self._waiters)
+        num_own = self._waiters.num_of(lane.tenant)
         if num_free <= 0:
             complaint = f"{len(self._waiters)} requests are waiting already"
-        elif tenant and num_own >= num_free:
+        elif lane.tenant and num_own >= num_free:
             complaint = f"{num_own} of your requests are waiting already"
         else:
             return

@@ -69,6 +69,7 @@ class ServiceParts:
     mesh: MeshView
     dispatcher: Dispatcher
     slow_reader_s: float
+    ttft_target_s: float | None = None
 
 
 class GenerationService:
@@ -87,10 +88,11 @@ class GenerationService:
         if self._stopping:
             raise NoWorkers(_STOPPING)
         self._require_model(asked.model)
-        check_shape(asked, max_choices=self._parts.permits.max_permits)
+        claim = self._claim(asked, time_left_s)
+        most = claim.lane.priority.share_of(self._parts.permits.max_permits)
+        check_shape(asked, max_choices=most)
         asked.sampling.validate(self._parts.model.facts.vocab_size)
-        claim = _claim(asked, time_left_s)
-        permits = await self._admit(asked)
+        permits = await self._admit(asked, most)
         try:
             prompt = await self._parts.encoder.encode(require_prompt(asked.prompt))
             valid = self._validate(asked, prompt, claim)
@@ -137,10 +139,26 @@ class GenerationService:
     def _limits(self) -> Limits:
         return self._parts.limits.resolve(self._parts.mesh.decode_workers())
 
-    async def _admit(self, asked: GenerateInput) -> list[Permit]:
-        """Who refuses knows the cap; when it makes sense to come back is the forecast's to say."""
+    def _claim(self, asked: GenerateInput, time_left_s: float | None) -> Claim:
+        """What a request that comes in now may ask of the queue. Raises InvalidRequest if its priority is too high."""
+        now_s = asyncio.get_running_loop().time()
+        target_s = self._parts.ttft_target_s if asked.ttft_target_s is None else asked.ttft_target_s
+        return Claim(
+            lane=Lane(asked.tenant.name, asked.tenant.priority_of(asked.priority)),
+            first_token_by_s=None if target_s is None else now_s + target_s,
+            deadline_s=None if time_left_s is None else now_s + time_left_s,
+        )
+
+    async def _admit(self, asked: GenerateInput, most: int) -> list[Permit]:
+        """Permits, if no more than `most` are then held here. Raises Overloaded.
+
+        Who refuses knows the cap; when it makes sense to come back is the forecast's to say.
+        """
+        permits = self._parts.permits
         try:
-            return await self._parts.permits.admit(asked.num_choices, asked.tenant)
+            if permits.num_held + asked.num_choices > most:
+                raise Overloaded(f"{permits.num_held} of {most} requests are in service; try again later")
+            return await permits.admit(asked.num_choices, asked.tenant)
         except Overloaded as error:
             wait_s = retry_after_s(self._parts.forecast.permits_s(asked.num_choices), error.retry_after_s)
             raise Overloaded(str(error), retry_after_s=wait_s) from None
@@ -210,13 +228,3 @@ class GenerationService:
         self._parts.forecast.service.did(1)
         if not self._num_running:
             self._parts.forecast.service.end()
-
-
-def _claim(asked: GenerateInput, time_left_s: float | None) -> Claim:
-    """What a request that comes in now may ask of the queue. Raises InvalidRequest if its priority is too high."""
-    now_s = asyncio.get_running_loop().time()
-    return Claim(
-        lane=Lane(asked.tenant.name, asked.tenant.priority_of(asked.priority)),
-        first_token_by_s=None if asked.ttft_target_s is None else now_s + asked.ttft_target_s,
-        deadline_s=None if time_left_s is None else now_s + time_left_s,
-    )

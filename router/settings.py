@@ -18,6 +18,7 @@ _COUNTS = (
     "max_worker_losses",
 )
 _DURATIONS = (
+    "ttft_target_s",
     "no_worker_timeout_s",
     "reserve_timeout_s",
     "prefill_timeout_s",
@@ -50,6 +51,9 @@ class RouterSettings(ProcessSettings):
         128, "choices in service at a time; more are refused at once", env=("MAX_CONCURRENT_REQUESTS",)
     )
     max_queued_requests: int = setting(128, "choices waiting for workers; more are refused at once")
+    ttft_target_s: float | None = setting(
+        None, "for requests that give none: seconds after which a first token is worthless, and not waited for"
+    )
     max_input_length: int | None = setting(
         None, "most prompt tokens; default: max_total_tokens - 1", env=("MAX_INPUT_LENGTH", "MAX_INPUT_TOKENS")
     )
@@ -78,8 +82,9 @@ class RouterSettings(ProcessSettings):
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be >= 1, got {value}")
         for name in _DURATIONS:
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name):g}")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigurationError(f"{name} must be > 0, got {value:g}")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must be >= 0, got {getattr(self, name)}")

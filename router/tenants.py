@@ -16,6 +16,10 @@ class Priority(IntEnum):
     STANDARD = 2
     INTERACTIVE = 3
 
+    def share_of(self, places: int) -> int:
+        """How many of all places may be taken with one more of this class: batch work leaves a quarter to others."""
+        return max(1, places * 3 // 4) if self is Priority.BATCH else places
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:

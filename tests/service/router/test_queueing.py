@@ -86,10 +86,14 @@ async def test_once_the_pace_is_known_what_comes_too_late_is_refused_at_once(mak
     decode.pace_s = 0.05
     calls = [asyncio.create_task(mesh.generate(token_ids=[*PROMPT, n], max_new_tokens=4)) for n in range(8)]
     await decode.started.wait_len(4)  # about 0.2 s each; four more are to come
+    decode.gate.close()
     async with tandem.AsyncClient(mesh.router.public.address, max_retries=0) as client:
         with pytest.raises(tandem.Overloaded, match="to be expected in") as refused:
             await client.generate(token_ids=PROMPT, max_new_tokens=4, ttft_target=0.05)
         assert refused.value.retry_after_s
+        with pytest.raises(tandem.Overloaded, match="to be expected in"):
+            await client.generate(token_ids=PROMPT, max_new_tokens=4, timeout=0.3)
+        decode.gate.open()
         result = await client.generate(token_ids=PROMPT, max_new_tokens=4, ttft_target=60)
     assert [token.id for token in result.tokens] == expected_tokens(PROMPT, 4)
     await asyncio.gather(*calls)
@@ -100,13 +104,44 @@ async def test_once_the_pace_is_known_what_comes_too_late_is_refused_at_once(mak
 async def test_a_refusal_at_the_cap_says_when_the_next_one_will_be_done(make_mesh: Any) -> None:
     mesh = await make_mesh(max_concurrent_requests=1)
     decode = await mesh.decode()
-    decode.pace_s = 0.2
-    await mesh.generate(token_ids=PROMPT, max_new_tokens=20)
-    running = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=20))
+    decode.pace_s = 0.3
+    await mesh.generate(token_ids=PROMPT, max_new_tokens=5)
+    running = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=5))
     await decode.started.wait_len(2)
     call = await refusal(mesh, grpc.StatusCode.RESOURCE_EXHAUSTED)
-    assert int(dict(await call.trailing_metadata())["retry-after-ms"]) > 3000  # 4 s each
+    assert int(dict(await call.trailing_metadata())["retry-after-ms"]) > 1200  # 1.5 s each
     running.cancel()
+
+
+async def test_batch_work_leaves_permits_and_places_in_the_queue(make_mesh: Any) -> None:
+    mesh = await make_mesh(max_concurrent_requests=8, max_queued_requests=4)
+    decode = await mesh.decode(max_num_seqs=1)
+    decode.gate.close()
+    batch = {"token_ids": PROMPT, "max_new_tokens": 2, "priority": BATCH}
+    calls = [asyncio.create_task(mesh.generate(**batch)) for _ in range(4)]
+    await mesh.until(lambda: mesh.router.queue.num_queued == 3)
+    call = await refusal(mesh, grpc.StatusCode.RESOURCE_EXHAUSTED, priority=BATCH)
+    assert "waiting already" in await call.details()
+    calls.append(asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=2)))
+    await mesh.until(lambda: mesh.router.queue.num_queued == 4)
+    call = await refusal(mesh, grpc.StatusCode.RESOURCE_EXHAUSTED, priority=BATCH, num_choices=2)
+    assert "5 of 6" in await call.details()
+    call = await refusal(mesh, grpc.StatusCode.INVALID_ARGUMENT, priority=BATCH, num_choices=7)
+    assert "[1, 6]" in await call.details()
+    decode.gate.open()
+    await asyncio.gather(*calls)
+    mesh.assert_at_rest()
+
+
+async def test_the_router_has_a_target_for_requests_without_one(make_mesh: Any) -> None:
+    mesh = await make_mesh(ttft_target_s=0.05)
+    decode = await mesh.decode(max_num_seqs=1)
+    decode.gate.close()
+    running = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=3))
+    await decode.started.wait_len(1)
+    assert "ttft_target" in await (await refusal(mesh, grpc.StatusCode.RESOURCE_EXHAUSTED)).details()
+    decode.gate.open()
+    await running
 
 
 async def test_tokenize_is_bounded_and_keeps_nobody_waiting(make_mesh: Any) -> None:

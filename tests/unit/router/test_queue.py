@@ -21,6 +21,7 @@ from router.turns import Lane
 from tests.fakes.router_views import decode, prefill, query, snapshot
 
 CLAIM = Claim()
+lanes = st.builds(Lane, st.sampled_from(["", "a", "b"]), st.sampled_from(Priority))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4))))
@@ -346,14 +347,17 @@ async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
     mesh.queue.close()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30)), max_size=40))
-def test_nothing_is_lost_or_left(steps: list[tuple[str, int]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30), lanes), max_size=40))
+def test_nothing_is_lost_or_left(steps: list[tuple[str, int, Lane]]) -> None:
     async def run() -> None:
         mesh = FakeMesh(decode(), max_queued=5)
         tasks: list[asyncio.Task[Booking]] = []
-        for step, number in steps:
+        loop = asyncio.get_running_loop()
+        for step, number, lane in steps:
+            mesh.now_s += 1.0
             if step == "place":
-                tasks.append(asyncio.create_task(mesh.queue.place(query(number), CLAIM)))
+                claim = Claim(lane, None if number % 2 else loop.time() + number / 1000, loop.time() + number)
+                tasks.append(asyncio.create_task(mesh.queue.place(query(number), claim)))
             elif tasks and step == "cancel":
                 tasks[number % len(tasks)].cancel()
             elif tasks:
@@ -368,7 +372,10 @@ def test_nothing_is_lost_or_left(steps: list[tuple[str, int]]) -> None:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Booking):
+                result.first_token()
                 result.release()
+            else:
+                assert isinstance(result, asyncio.CancelledError | Overloaded)
         await settled()
         assert mesh.queue.num_queued == 0
         assert mesh.ledger.in_flight([]) == {}

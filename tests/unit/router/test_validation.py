@@ -29,6 +29,7 @@ def settings(tmp_path: Path, **changes: Any) -> RouterSettings:
         ({"max_concurrent_requests": 0}, "max_concurrent_requests must be >= 1, got 0"),
         ({"max_input_length": 0}, "max_input_length must be >= 1"),
         ({"max_input_length": 8, "max_total_tokens": 8}, "max_input_length must be < max_total_tokens, got 8 and 8"),
+        ({"ttft_target_s": -1.0}, "ttft_target_s must be > 0, got -1"),
         ({"grace_s": 0.0}, "grace_s must be > 0"),
         ({"stall_timeout_s": float("nan")}, "stall_timeout_s must be > 0"),
         ({"prefill_threshold": -1}, "prefill_threshold must be >= 0"),

@@ -11,7 +11,7 @@ it wrong. For the same reason a request that need not wait is never judged by it
 
 from collections.abc import Callable
 
-_FORGET_S = 60.0
+_FORGET_S = 30.0
 # How many events an average goes back over, about.
 _WINDOW = 32
 _SHORTEST_S = 1e-6

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
@@ -44,11 +44,11 @@ def test_permits_are_exact(steps: list[tuple[bool, int]]) -> None:
 class FakeMesh:
     """Views that tests change, with a ledger and a queue over them."""
 
-    def __init__(self, *views: WorkerView, **settings: Any) -> None:
+    def __init__(self, *views: WorkerView, **changes: Any) -> None:
         self.views: Sequence[WorkerView] = views
         self.now_s = 0.0
         self.ledger = Ledger(lambda: self.now_s)
-        limits = {"max_queued": 10, "no_worker_timeout_s": 60.0} | settings
+        limits = {"max_queued": 10, "no_worker_timeout_s": 60.0} | changes
         self.forecast = Forecast(lambda: self.now_s)
         self.queue = PlacementQueue(self.ledger, Outlook(self.snapshot, self.forecast), **limits)
         self.ledger.on_change(self.queue.wake)
@@ -210,8 +210,8 @@ async def test_a_tenant_leaves_places_for_others() -> None:
 class Measured(FakeMesh):
     """One decode worker with one slot, taken; the queue gives 8 tokens, one `query()`, a second to workers."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(decode(max_num_seqs=1), **settings)
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(decode(max_num_seqs=1), **changes)
         self.forecast.queue.begin()
         for _ in range(20):
             self.now_s += 1.0
@@ -347,6 +347,7 @@ async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
     mesh.queue.close()
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30), lanes), max_size=40))
 def test_nothing_is_lost_or_left(steps: list[tuple[str, int, Lane]]) -> None:
     async def run() -> None:

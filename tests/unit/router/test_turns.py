@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.tenants import Priority
@@ -73,6 +73,7 @@ def test_nothing_is_lost(steps: list[tuple[str, Lane]]) -> None:
     assert {turns.take_first() for _ in range(len(turns))} == waiting.keys()
 
 
+@settings(deadline=None)
 @given(st.lists(lanes, min_size=1), st.lists(st.sampled_from(TENANTS), min_size=1))
 def test_whoever_waits_is_served_however_many_of_higher_classes_join(waiting: list[Lane], joining: list[str]) -> None:
     turns, left = joined(waiting), dict.fromkeys(zip(waiting, range(len(waiting)), strict=True))

@@ -16,7 +16,7 @@ _FORGET_S = 30.0
 _WINDOW = 32
 _SHORTEST_S = 1e-6
 # Waits are taken for this much longer: who is refused early loses nothing, who waits in vain loses time.
-_HEADROOM = 1.1
+_HEADROOM = 1.2
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
 
 Clock = Callable[[], float]

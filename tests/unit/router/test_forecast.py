@@ -100,7 +100,7 @@ def test_the_wait_is_the_queue_ahead_and_the_way_to_the_first_token() -> None:
         first_token()
     for _ in range(200):
         forecast.first_token.took(0.25, 100)
-    assert forecast.first_token_s(900, 50) == pytest.approx(1.1 * (4.5 + 0.5) + 0.25, rel=0.01)
+    assert forecast.first_token_s(900, 50) == pytest.approx(1.2 * (4.5 + 0.5) + 0.25, rel=0.01)
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1), st.integers(1, 1000))

@@ -15,6 +15,7 @@ from router.channels import Caller, Channels
 from router.coordination import coordinate
 from router.decode_links import DecodeLinks
 from router.dispatch import Dispatcher, Paths
+from router.forecast import Forecast
 from router.ledger import Ledger
 from router.limits import LimitPolicy
 from router.mesh_view import MeshView, Sources
@@ -22,7 +23,7 @@ from router.prefill_call import PrefillClient
 from router.prompts import PromptEncoder
 from router.prover import Prover
 from router.proving import Proving
-from router.queue import PlacementQueue
+from router.queue import Outlook, PlacementQueue
 from router.readiness import SERVICES, Expected, Readiness
 from router.served_model import ServedModel
 from router.service import GenerationService, ServiceParts
@@ -60,26 +61,25 @@ class RouterProcess:
             Sources(self.membership, self._links, self.ledger, self.proving),
             prefill_threshold=settings.prefill_threshold,
         )
-        self.queue = PlacementQueue(
-            self.ledger,
-            self._mesh.snapshot,
-            max_queued=settings.max_queued_requests,
-            no_worker_timeout_s=settings.no_worker_timeout_s,
-        )
+        forecast = Forecast(time.monotonic)
+        self.queue = self._make_queue(settings, forecast)
         prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
         paths = Paths(self.queue, self._links, prefills, self.proving)
         canaries = CanaryRunner(model, paths, timeout_s=settings.canary_timeout_s)
         self._prover = Prover(self.proving, self._mesh, canaries.run, self._mesh_changed)
-        self._encoder = PromptEncoder(model)
+        self._encoders = PromptEncoder(model), PromptEncoder(model, num_threads=1)
         self._service = GenerationService(
             ServiceParts(
                 model=model,
-                encoder=self._encoder,
+                encoder=self._encoders[0],
+                tokenize_encoder=self._encoders[1],
                 limits=limits,
                 permits=self.permits,
+                forecast=forecast,
                 mesh=self._mesh,
                 dispatcher=Dispatcher(model, settings, paths, self._mesh_changed),
                 slow_reader_s=settings.slow_reader_s,
+                ttft_target_s=settings.ttft_target_s,
             )
         )
         self._readiness = _readiness(self.public, self._mesh, settings)
@@ -111,7 +111,16 @@ class RouterProcess:
         await self._links.close()
         await self._channels.close()
         await self.internal.stop()
-        self._encoder.close()
+        for encoder in self._encoders:
+            encoder.close()
+
+    def _make_queue(self, settings: RouterSettings, forecast: Forecast) -> PlacementQueue:
+        return PlacementQueue(
+            self.ledger,
+            Outlook(self._mesh.snapshot, forecast),
+            max_queued=settings.max_queued_requests,
+            no_worker_timeout_s=settings.no_worker_timeout_s,
+        )
 
     def _mesh_changed(self) -> None:
         """A worker has joined, left, reported, been proven or tripped; or a link has come up or broken."""

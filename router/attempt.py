@@ -121,6 +121,7 @@ class Attempt:
         self._booking.num_tokens = self._choice.num_tokens
         if self._choice.token_ids:
             self._timeline.mark("first_token")
+            self._booking.first_token()
         if self._choice.finish_reason is not None:
             self._end(None, None)
 

@@ -114,7 +114,8 @@ class Dispatcher:
             namespace=choice.tenant.cache_namespace(self._model.name),
         )
         timeline.mark("queued")
-        booking = await self._paths.queue.place(self._query(choice, request, replay), is_replay=replay.attempt > 0)
+        query, is_replay = self._query(choice, request, replay), replay.attempt > 0
+        booking = await self._paths.queue.place(query, choice.claim, is_replay=is_replay)
         link = self._paths.links.find(booking.placement.decode)
         if link is None:
             booking.release()
@@ -125,7 +126,6 @@ class Dispatcher:
 
     def _query(self, choice: Choice, request: Request, replay: Replay) -> PlacementQuery:
         return PlacementQuery(
-            tenant=choice.tenant.name,
             num_tokens=len(request.token_ids),
             max_total_tokens=request.max_total_tokens,
             chain=PrefixChain(request.token_ids, request.cache_namespace),

@@ -13,7 +13,9 @@ _REPORT_DELAY_S = 0.1
 class Booking:
     """One attempt's share of its workers. Release it whatever happens; releasing twice does nothing."""
 
-    def __init__(self, ledger: "Ledger", placement: Placement, num_tokens: int) -> None:
+    def __init__(
+        self, ledger: "Ledger", placement: Placement, num_tokens: int, on_first_token: Callable[[], None] | None
+    ) -> None:
         self.placement = placement
         self.num_tokens = num_tokens
         """Prompt and generated tokens so far: what the decode worker holds KV for."""
@@ -26,10 +28,17 @@ class Booking:
         self.on_abandoned: Callable[[WorkerInfo], None] = _nobody_listens
         """Called when the attempt should leave this one of its workers."""
         self._ledger = ledger
+        self._on_first_token = on_first_token
 
     def reserved(self) -> None:
         """The decode worker has reserved blocks."""
         self.reserved_at_s = self._ledger.now_s()
+
+    def first_token(self) -> None:
+        """The attempt has brought a token. Only the first call counts."""
+        callback, self._on_first_token = self._on_first_token, None
+        if callback is not None:
+            callback()
 
     def prefill_computed(self) -> None:
         """The prompt is computed; its blocks stay on the prefill worker until they are sent."""
@@ -59,9 +68,9 @@ class Ledger:
         """Call `callback` whenever room may have appeared."""
         self._callbacks.append(callback)
 
-    def book(self, placement: Placement, num_tokens: int) -> Booking:
+    def book(self, placement: Placement, num_tokens: int, on_first_token: Callable[[], None] | None = None) -> Booking:
         """Count an attempt in."""
-        booking = Booking(self, placement, num_tokens)
+        booking = Booking(self, placement, num_tokens, on_first_token)
         self._bookings[booking] = None
         return booking
 

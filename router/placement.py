@@ -75,14 +75,13 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """What an attempt needs, and whose it is. `avoid` holds incarnations of workers that failed this request."""
+    """What an attempt needs. `avoid` holds incarnations of workers that failed this request."""
 
     num_tokens: int
     max_total_tokens: int
     chain: PrefixChain
     avoid: frozenset[str] = frozenset()
     prefill_locally: bool = False
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.rpc.settings import MemberSettings
 from mesh.rpc.tls import TlsIdentity
 from mesh.settings import setting
-from router.api_keys import ApiKeys
+from router.api_keys import KeysFile
 from router.tenants import TRIAL
 
 _COUNTS = (
@@ -20,6 +20,7 @@ _COUNTS = (
     "trip_after",
 )
 _DURATIONS = (
+    "ttft_target_s",
     "no_worker_timeout_s",
     "reserve_timeout_s",
     "prefill_timeout_s",
@@ -55,6 +56,9 @@ class RouterSettings(MemberSettings):
         128, "choices in service at a time; more are refused at once", env=("MAX_CONCURRENT_REQUESTS",)
     )
     max_queued_requests: int = setting(128, "choices waiting for workers; more are refused at once")
+    ttft_target_s: float | None = setting(
+        None, "for requests that give none: seconds after which a first token is worthless, and not waited for"
+    )
     max_input_length: int | None = setting(
         None, "most prompt tokens; default: max_total_tokens - 1", env=("MAX_INPUT_LENGTH", "MAX_INPUT_TOKENS")
     )
@@ -88,8 +92,9 @@ class RouterSettings(MemberSettings):
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be >= 1, got {value}")
         for name in _DURATIONS:
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name):g}")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigurationError(f"{name} must be > 0, got {value:g}")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -99,12 +104,12 @@ class RouterSettings(MemberSettings):
             require_input_below_total(self.max_input_length, self.max_total_tokens)
         self.load_public_tls()
 
-    def load_api_keys(self) -> ApiKeys | None:
+    def load_api_keys(self) -> KeysFile | None:
         """Read the keys file; None without one. Raises ConfigurationError."""
         if not self.api_keys_file:
             return None
-        keys = ApiKeys.load(Path(self.api_keys_file))
-        return keys.with_key(self.trial_key_sha256, TRIAL) if self.trial_key_sha256 else keys
+        more = {self.trial_key_sha256: TRIAL} if self.trial_key_sha256 else {}
+        return KeysFile(Path(self.api_keys_file), more)
 
     def load_public_tls(self) -> TlsIdentity | None:
         """Read the public port's certificate; None without one. Raises ConfigurationError."""

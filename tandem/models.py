@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+class Priority(StrEnum):
+    """Which requests are taken first when they have to wait. Plain text will do too: `priority="batch"`."""
+
+    BATCH = "batch"  # work nobody waits for
+    STANDARD = "standard"
+    INTERACTIVE = "interactive"
+
+
 class FinishReason(StrEnum):
     """Why a generation ended. Compares equal to its text: `reason == "length"`."""
 

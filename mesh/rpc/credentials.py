@@ -15,7 +15,7 @@ _MIN_KEY_CHARS = 16
 
 
 class Guard(Protocol):
-    """Decides who may call a server's methods. Plug point: MeshKey inside the mesh, ApiKeys on the public port."""
+    """Decides who may call a server's methods. Plug point: MeshKey inside the mesh, KeysFile on the public port."""
 
     def check(self, metadata: Metadata | None) -> None:
         """Raise Unauthenticated unless the call's `metadata` carries a good credential."""

@@ -1,7 +1,8 @@
 """Prefill and decode workers for router tests: real gRPC services over a model that is a function of the prefix.
 
 `next_token` decides every token, so a replay must give the same tokens. Each worker follows scripts: how its next
-sequences or calls go wrong. Tokens flow freely, or one by one while `gate` is set and a test calls `allow`.
+sequences or calls go wrong. Tokens flow freely, at a pace (`pace_s`, seconds for each), or one by one while `gate` is
+set and a test calls `allow`.
 
 Canaries are kept apart: they use up no scripts, pass the gate, and are noted in `canaries` only. They go well, or as
 `canary` says.
@@ -260,6 +261,8 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         super().__init__(worker_id, **identity)
         self.scripts: list[DecodeScript] = []
         self.canary = DecodeScript()
+        self.pace_s = 0.0
+        self.most_running = 0
         self.gate = Gate()
         self.started = Journal()
         self.aborted = Journal()
@@ -321,6 +324,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 key = (model.request.request_id, model.request.attempt)
                 run = self._run(session, model, request.start.transfer_id, self._script(model.request))
                 session.tasks[key] = asyncio.create_task(session.watch(key, run))
+                self.most_running = max(self.most_running, self.num_running)
                 (self.canaries if is_canary(model.request) else self.started).add(request.start)
             else:
                 key = (request.abort.request_id, request.abort.attempt)
@@ -358,6 +362,8 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 return None
             if not is_canary(model.request):
                 await self.gate.passed()
+            if self.pace_s:
+                await asyncio.sleep(self.pace_s)
             output = model.step(with_prompt=is_first and num_sent == 0)
             step = decode_pb2.StepOutputs(outputs=[wire.output_to_proto(output)])
             session.outbox.put_nowait(decode_pb2.AttachResponse(step=step))

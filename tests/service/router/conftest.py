@@ -136,7 +136,8 @@ def make_request(
     token_ids: Any = (), prompt: str | None = None, chat: Any = None, output: Any = None, **request: Any
 ) -> generation_pb2.GenerateRequest:
     """`sampling` and `output` are dicts; everything else is a field."""
-    fields: dict[str, Any] = {name: request.pop(name) for name in ("model", "num_choices") if name in request}
+    names = ("model", "num_choices", "priority", "ttft_target")
+    fields: dict[str, Any] = {name: request.pop(name) for name in names if name in request}
     if prompt is not None:
         fields["prompt"] = prompt
     elif chat is not None:

@@ -97,6 +97,7 @@ class NoPlacement(Enum):
 
     NO_DECODE_WORKER = "no decode worker"
     NO_ROOM = "no room"
+    AWAY = "those decode workers that could hold it are away"
     TOO_LARGE = "too large for every decode worker"
 
 
@@ -127,7 +128,9 @@ def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
         return NoPlacement.NO_DECODE_WORKER
     big_enough = [c for c in decoders if capacity_tokens(c.info) >= query.max_total_tokens]
     if not big_enough:
-        return NoPlacement.TOO_LARGE
+        known = (view.info for view in snapshot.views if view.info.role is WorkerRole.DECODE)
+        could_hold = any(capacity_tokens(info) >= query.max_total_tokens for info in known)
+        return NoPlacement.AWAY if could_hold else NoPlacement.TOO_LARGE
     decode = _choose(query, [c for c in big_enough if decode_has_room(query, c)], decode_cost)
     if decode is None:
         return NoPlacement.NO_ROOM

@@ -221,6 +221,9 @@ class PlacementQueue:
         elif placed is NoPlacement.TOO_LARGE:
             total = waiter.query.max_total_tokens
             waiter.booking.set_exception(InvalidRequest(f"no worker can hold a sequence of {total} tokens"))
+        elif placed is NoPlacement.AWAY:
+            total = waiter.query.max_total_tokens
+            waiter.booking.set_exception(NoWorkers(f"workers that can hold {total} tokens are away; try again later"))
         else:
             waiter.booking.set_exception(
                 NoWorkers(f"no decode worker has been there for {self._outage.patience_s:g} s; try again later")

@@ -8,6 +8,7 @@ import pytest
 from mesh.domain import errors
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerState
+from mesh.rpc.credentials import Credentials
 from router.canary import NAMESPACE
 from router.channels import Caller
 from router.prefill_call import PrefillClient, Reservation
@@ -250,7 +251,7 @@ async def test_a_request_that_runs_out_of_time_blames_nobody(
     mesh = await make_mesh()
     prefill, decode = await mesh.prefill(), await mesh.decode()
     prefill.scripts = [hangs()]
-    caller = Caller("test", None)
+    caller = Caller("test", Credentials())
     client = PrefillClient(mesh.router.membership, mesh.router._channels, caller, timeout_s=timeout_s)
     request = make_spec("r", PROMPT, time_left_s=time_left_s)
     with pytest.raises(expected):

@@ -38,6 +38,7 @@ def names(placed: Any) -> Any:
         ([prefill(), decode(num_blocks=2)], NoPlacement.TOO_LARGE),
         ([prefill(), decode(max_model_len=11)], NoPlacement.TOO_LARGE),
         ([prefill(), decode(num_blocks=2), decode("d1")], ("p0", "d1")),
+        ([prefill(), decode(num_blocks=2), decode("d1", state=WorkerState.LOST)], NoPlacement.AWAY),
         ([prefill(num_blocks=1), decode()], (None, "d0")),  # the prompt does not fit the prefill worker
         ([prefill(), decode(max_num_seqs=0)], NoPlacement.NO_ROOM),
     ],

@@ -6,7 +6,8 @@ import sys
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
-from engine.host import EngineLimits, build_host
+from engine.host import EngineLimits, Load, build_host
+from engine.load import load_model_runner
 from engine.loop import EngineLoop, LoopCallbacks
 from engine.reports import EngineReports
 from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, TransferSettings
@@ -16,11 +17,11 @@ from mesh.worker.runtime import RoleParts, WorkerRuntime
 from tandem.v1 import decode_pb2_grpc, kvtransfer_pb2_grpc
 
 
-async def serve(settings: DecodeSettings) -> None:
+async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> None:
     """Load, register, serve, drain, stop."""
     settings.pin_cores()
     limits = EngineLimits(settings.max_step_tokens, settings.max_rolling_batch_size, settings.max_batch_total_tokens)
-    host = build_host(settings, limits, on_progress=lambda fraction: announce("loading", fraction=fraction))
+    host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
     service = DecodeService(settings.block_size)
     engine_died = asyncio.Event()
     engine = EngineLoop(host.engine(), LoopCallbacks(service.on_step, on_death=lambda _: engine_died.set()))

@@ -1,17 +1,19 @@
 """Builds the engine of a worker from its settings: model, KV cache, scheduler, and what the mesh is told about them."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 import torch
 
-from engine.batch import LayerHook
+from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
+from engine.kv_cache import KVCache
 from engine.load import RunnerSettings, kv_layout, load_model_runner
 from engine.loop import Engine
-from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig, load_config
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.weights import Progress
@@ -36,12 +38,29 @@ class EngineLimits:
     max_kv_tokens: int | None = None
 
 
+class HostedRunner(Runner, Protocol):
+    """A runner with the cache it fills. Plug point: ModelRunner, and bench.paced.PacedRunner."""
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """Where KV is."""
+        ...
+
+    @property
+    def attention_backend(self) -> str:
+        """For the log."""
+        ...
+
+
+Load = Callable[[RunnerSettings, Progress | None], HostedRunner]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineHost:
     """A loaded model with its scheduler, ready to be given a thread."""
 
     settings: WorkerSettings
-    runner: ModelRunner
+    runner: HostedRunner
     scheduler: Scheduler
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
@@ -68,7 +87,12 @@ class EngineHost:
         )
 
 
-def build_host(settings: WorkerSettings, limits: EngineLimits, on_progress: Progress | None = None) -> EngineHost:
+def build_host(
+    settings: WorkerSettings,
+    limits: EngineLimits,
+    on_progress: Progress | None = None,
+    load: Load = load_model_runner,
+) -> EngineHost:
     """Load the model and size the KV cache. Raises ConfigurationError that says what is wrong."""
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     config = load_config(Path(settings.model))
@@ -85,9 +109,7 @@ def build_host(settings: WorkerSettings, limits: EngineLimits, on_progress: Prog
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
     layout = kv_layout(config, runner_settings)
-    runner = load_model_runner(
-        replace(runner_settings, num_blocks=_asked_blocks(settings, limits, layout)), on_progress
-    )
+    runner = load(replace(runner_settings, num_blocks=_asked_blocks(settings, limits, layout)), on_progress)
     num_blocks = runner.kv_cache.num_blocks
     scheduler_config = SchedulerConfig(
         block_size=settings.block_size,

@@ -3,7 +3,8 @@
 import asyncio
 import sys
 
-from engine.host import EngineLimits, build_host
+from engine.host import EngineLimits, Load, build_host
+from engine.load import load_model_runner
 from engine.loop import EngineLoop, LoopCallbacks
 from engine.reports import EngineReports
 from kvtransfer import KVSender, TransferSettings
@@ -16,11 +17,11 @@ from prefill_worker.settings import PrefillSettings
 from tandem.v1 import prefill_pb2_grpc
 
 
-async def serve(settings: PrefillSettings) -> None:
+async def serve(settings: PrefillSettings, load: Load = load_model_runner) -> None:
     """Load, register, serve, drain, stop."""
     settings.pin_cores()
     limits = EngineLimits(settings.max_batch_prefill_tokens, settings.max_num_seqs)
-    host = build_host(settings, limits, on_progress=lambda fraction: announce("loading", fraction=fraction))
+    host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
     service = PrefillService(settings.block_size)
     engine_died = asyncio.Event()
     callbacks = LoopCallbacks(service.on_step, on_death=lambda _: engine_died.set())

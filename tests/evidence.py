@@ -62,15 +62,19 @@ def evidence(request: pytest.FixtureRequest) -> Iterator[Evidence]:
 
 
 def table(reports: Iterable[Any]) -> list[str]:
-    """One line for each figure in these test reports, in the order of requirements; empty without figures."""
-    figures = sorted(
-        {Figure(**value) for report in reports for name, value in report.user_properties if name == _PROPERTY},
-        key=lambda figure: figure.order,
-    )
-    lines = []
-    for requirement, group in groupby(figures, key=lambda figure: figure.requirement):
-        for number, figure in enumerate(group):
-            verdict = "ok    " if figure.ok else "MISSED"
-            name = "" if number else requirement
-            lines.append(f"{name:4}{verdict} {figure.what}: {figure.measured}  (target {figure.target})"[:_WIDTH])
+    """One line for each figure in these test reports, in the order of requirements; empty without figures.
+
+    Figures of the same name, as parametrised tests have them, share a line.
+    """
+    found = [Figure(**value) for report in reports for name, value in report.user_properties if name == _PROPERTY]
+    lines, last = [], ""
+    for (_, what), same in groupby(sorted(found, key=lambda figure: figure.order), key=lambda figure: figure.order):
+        figures = list(same)
+        shown = next((figure for figure in figures if not figure.ok), figures[0])
+        measured = shown.measured if len(figures) == 1 else f"{shown.measured}, {len(figures)} times"
+        name = "" if shown.requirement == last else shown.requirement
+        last = shown.requirement
+        lines.append(
+            f"{name:4}{'ok    ' if shown.ok else 'MISSED'} {what}: {measured}  (target {shown.target})"[:_WIDTH]
+        )
     return lines

@@ -1,6 +1,7 @@
 """A worker's agent against a real registry server."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.worker.agent import RegistryAgent, Report, Snapshot
 from tandem.v1 import worker_pb2_grpc
+from tests.evidence import Evidence
 from tests.unit.mesh.test_membership import INFO
 
 KEY = MeshKey("a-key-for-tests-only")
@@ -115,13 +117,17 @@ async def test_refusals_are_final() -> None:
     await server.stop(0)
 
 
-async def test_worker_of_another_model_or_tokenizer_is_refused_at_the_handshake() -> None:
+async def test_worker_of_another_model_or_tokenizer_is_refused_at_the_handshake(evidence: Evidence) -> None:
     def require_fits(info: WorkerInfo) -> None:
         raise LayoutMismatch(f"tokenizers differ: x at the router, {info.tokenizer_fingerprint} at worker")
 
     server = await start_registry(Membership(asyncio.get_running_loop().time, require_fits))
+    started_s = time.monotonic()
     with pytest.raises(LayoutMismatch, match="x at the router, t at worker"):
-        await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address), 1)
+        await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address), 10)
+    waited_s = time.monotonic() - started_s
+    is_fast = waited_s <= 1
+    evidence("R14", "misfit refused, both values named", f"{waited_s:.2f} s", target="<= 1 s", ok=is_fast, is_time=True)
     await server.stop(0)
 
 

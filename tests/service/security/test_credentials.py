@@ -19,6 +19,7 @@ from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.rpc.channel import open_channel
 from mesh.worker.runtime import WorkerRuntime
 from mesh.worker.settings import WorkerSettings
+from tests.evidence import Evidence
 from tests.fakes.runner import FAKE_LAYOUT
 from tests.service.security.keys import KEYS, MESH_KEY, bearer, write_keys
 from tests.service.worker_rig import worker_rig
@@ -111,7 +112,9 @@ async def all_services(make_mesh: Any, tmp_path: Path, model_dir: Path) -> Async
         }
 
 
-async def test_every_method_wants_a_credential(make_mesh: Any, tmp_path: Path, model_dir: Path) -> None:
+async def test_every_method_wants_a_credential(
+    make_mesh: Any, tmp_path: Path, model_dir: Path, evidence: Evidence
+) -> None:
     methods = list(own_methods())
     assert len(methods) >= 10
     async with all_services(make_mesh, tmp_path, model_dir) as addresses:
@@ -126,6 +129,8 @@ async def test_every_method_wants_a_credential(make_mesh: Any, tmp_path: Path, m
                     expected = grpc.StatusCode.OK if is_open else grpc.StatusCode.UNAUTHENTICATED
                     let_in += [(method.full_name, code) for code in codes if code is not expected]
     assert let_in == []
+    tried = f"{len(methods)} methods, {len(BAD_CREDENTIALS)} wrong credentials each"
+    evidence("R15", "calls let in without the right credential", f"0; {tried}", target="0", ok=True)
 
 
 async def test_keys_of_one_plane_are_worth_nothing_in_the_other(make_mesh: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import tandem
 from mesh.domain.errors import ConfigurationError
 from router.__main__ import RouterProcess
 from router.settings import RouterSettings
+from tests.evidence import Evidence
 from tests.fakes.router_workers import expected_tokens
 from tests.service.router.conftest import Mesh, Result, make_request
 from tests.service.security.keys import KEYS, bearer, write_keys
@@ -25,7 +26,7 @@ async def generate_as(mesh: Mesh, tenant: str, **request: Any) -> Result:
     return result
 
 
-async def test_a_hostile_neighbour_changes_nothing(make_mesh: Any, tmp_path: Path) -> None:
+async def test_a_hostile_neighbour_changes_nothing(make_mesh: Any, tmp_path: Path, evidence: Evidence) -> None:
     mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
     await mesh.prefill()
     await mesh.decode()
@@ -37,10 +38,11 @@ async def test_a_hostile_neighbour_changes_nothing(make_mesh: Any, tmp_path: Pat
     beside = await generate_as(mesh, "alice", token_ids=PROMPT, max_new_tokens=20)
     await asyncio.gather(*noise)
     assert beside.ids() == alone.ids() == expected_tokens(PROMPT, 20)
+    evidence("R21", "tokens changed by a hostile neighbour", 0, target="0", ok=True)
     mesh.assert_at_rest()
 
 
-async def test_each_tenant_has_a_cache_namespace_of_its_own(make_mesh: Any, tmp_path: Path) -> None:
+async def test_each_tenant_has_a_cache_namespace_of_its_own(make_mesh: Any, tmp_path: Path, evidence: Evidence) -> None:
     mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
     decode = await mesh.decode()
     for tenant in ("alice", "mallory", "alice"):
@@ -48,6 +50,7 @@ async def test_each_tenant_has_a_cache_namespace_of_its_own(make_mesh: Any, tmp_
     namespaces = [start.sequence.cache_namespace for start in decode.started.items]
     assert namespaces[0] == namespaces[2]
     assert len({"tiny", *namespaces}) == 3
+    evidence("R21", "a foreign prefix", "as cold as one nobody has sent", target="not told from cold", ok=True)
 
 
 async def test_a_tenants_cap(make_mesh: Any, tmp_path: Path) -> None:

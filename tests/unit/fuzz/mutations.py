@@ -4,6 +4,7 @@ TANDEM_FUZZ_EXAMPLES=1000000 python -m pytest --timeout 0 tests/unit/fuzz
 """
 
 import os
+import random
 from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
@@ -26,10 +27,9 @@ fuzzed_slowly = _try(max(_EXAMPLES // 4, 1))
 """For what takes milliseconds."""
 
 _INTERESTING = (b"\x00", b"\xff", b"\x80", b"\x7f", b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x08", b"\x0a")
+_KINDS = ("flip", "insert", "cut", "double", "number")
 _edits = st.lists(
-    st.tuples(
-        st.sampled_from(["flip", "insert", "cut", "double", "number"]), st.integers(0, 1 << 16), st.binary(max_size=4)
-    ),
+    st.tuples(st.sampled_from(_KINDS), st.integers(0, 1 << 16), st.binary(max_size=4)),
     min_size=1,
     max_size=4,
 )
@@ -40,6 +40,14 @@ def near(messages: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     return st.one_of(
         st.binary(max_size=200), st.tuples(st.sampled_from(messages), _edits).map(lambda made: _edit(*made))
     )
+
+
+def edit_at_random(rng: random.Random, raw: bytes) -> bytes:
+    """`raw` with a few edits."""
+    edits = [
+        (rng.choice(_KINDS), rng.randrange(1 << 16), rng.randbytes(rng.randrange(5))) for _ in range(rng.randint(1, 4))
+    ]
+    return _edit(raw, edits)
 
 
 def _edit(raw: bytes, edits: Sequence[tuple[str, int, bytes]]) -> bytes:

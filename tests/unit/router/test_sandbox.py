@@ -7,6 +7,7 @@ import pytest
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from router.text.chat import ChatMessage, ChatTemplate
+from tests.evidence import Evidence
 
 TURNS = [ChatMessage("user", "{{ 7 * 7 }} {% raw %} ${7*7} %1000000d {99999999}")]
 
@@ -78,23 +79,25 @@ BOMBS = [
 
 
 @pytest.mark.parametrize("source", INJECTIONS)
-def test_no_template_reaches_python(source: str) -> None:
+def test_no_template_reaches_python(source: str, evidence: Evidence) -> None:
     """Refused at load, refused at rendering, or harmless text: undefined names are empty."""
     try:
         rendered = ChatTemplate(source, {}).render(TURNS)
     except (ConfigurationError, InvalidRequest):
-        return
+        rendered = ""
     assert not any(word in rendered for word in ("class", "function", "root:", "builtin", "uid=", "module"))
+    evidence("R20", "hostile templates", "refused or harmless", target="0 code execution", ok=True)
 
 
 @pytest.mark.parametrize("source", BOMBS)
-def test_no_template_works_for_long(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_template_works_for_long(source: str, monkeypatch: pytest.MonkeyPatch, evidence: Evidence) -> None:
     monkeypatch.setattr("router.text.chat._MAX_RENDER_S", 0.05)
     started_s, peak_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises((InvalidRequest, ConfigurationError)):
         ChatTemplate(source, {}).render(TURNS)
     assert time.process_time() - started_s < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 512 << 10
+    evidence("R20", "render bombs", "ended in bounded time and memory", target="bounded", ok=True)
 
 
 def test_what_clients_write_is_never_a_template() -> None:

@@ -1,0 +1,85 @@
+"""Workers without a model: real processes, real KV bytes on the move, and steps that take as long as they are told.
+
+    TANDEM_PACE=10,0.05 python -m bench.paced decode --model ... --registry-address ...
+
+A step takes 10 ms and 0.05 ms more for each token, asleep: many such workers fit on one core, so the mesh around them
+can be measured where there are not enough cores for engines.
+"""
+
+import os
+import sys
+import time
+from functools import partial
+
+import torch
+
+import decode_worker.__main__ as decode
+import prefill_worker.__main__ as prefill
+from decode_worker.settings import DecodeSettings
+from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.kv_cache import KVCache
+from engine.load import RunnerSettings, kv_layout
+from engine.models.config import load_config
+from engine.sequence import Sequence
+from engine.weights import Progress
+from mesh.domain.tokens import SampledToken
+from mesh.process import ServiceProgram
+from prefill_worker.settings import PrefillSettings
+
+PACE_ENV = "TANDEM_PACE"
+_DEFAULT_PACE = "10,0.05"
+_NUM_BLOCKS = 1024
+_NUM_LETTERS = 26
+
+
+class PacedRunner:
+    """A HostedRunner. Tokens go round in a small circle; KV stays zeros, and is sent all the same."""
+
+    attention_backend = "none"
+
+    def __init__(self, kv_cache: KVCache, step_s: float, token_s: float) -> None:
+        self.kv_cache = kv_cache
+        self._step_s = step_s
+        self._token_s = token_s
+
+    def prepare_thread(self) -> None:
+        """Any thread will do."""
+
+    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
+        """Sleep; then all layers are there at once."""
+        time.sleep(self._step_s + self._token_s * sum(item.end - item.start for item in batch.items))
+        if on_layers is not None:
+            on_layers(batch, 0, self.kv_cache.layout.num_layers)
+        return [_output(item) for item in batch.items]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+
+def _output(item: ScheduledSequence) -> RunnerOutput:
+    if not item.samples:
+        return RunnerOutput(None, ())
+    return RunnerOutput(SampledToken(ord("a") + item.end % _NUM_LETTERS, -1.0, ()), ())
+
+
+def load(settings: RunnerSettings, on_progress: Progress | None) -> PacedRunner:
+    """In place of a model: its KV layout, and the pace from the environment."""
+    step_ms, token_ms = map(float, os.environ.get(PACE_ENV, _DEFAULT_PACE).split(","))
+    layout = kv_layout(load_config(settings.model_dir), settings)
+    cache = KVCache(layout, settings.num_blocks or _NUM_BLOCKS, torch.device("cpu"))
+    return PacedRunner(cache, step_ms / 1000, token_ms / 1000)
+
+
+def main() -> int:
+    """Run one worker; the first argument is its role, the rest are the role's own flags."""
+    role = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if role == "prefill":
+        return ServiceProgram("prefill_worker", PrefillSettings, partial(prefill.serve, load=load)).main()
+    if role == "decode":
+        return ServiceProgram("decode_worker", DecodeSettings, partial(decode.serve, load=load)).main()
+    sys.stderr.write("usage: python -m bench.paced prefill|decode [FLAGS]\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

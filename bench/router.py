@@ -1,0 +1,134 @@
+"""What one router can carry: tokens per second and its CPU time, with workers that compute nothing.
+
+    python -m bench.router [--clients 16 64 256] [--tokens 64] [--repeats 3]
+
+A router and its workers (bench.paced) run as they always do; the router has the first core to itself, workers and
+clients share the second. Its CPU time for each 1,000 tokens says how many a core can carry; gaps between tokens, beside
+the workers' own pace, what it adds.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+import tandem
+from bench.load import Measured, Workload, median_run, percentile, run_closed_loop
+from bench.paced import PACE_ENV
+from bench.shapes import BUNDLED
+
+_INPUT_TOKENS = 64
+_STEP_MS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """One run: what clients saw, and the router's CPU seconds meanwhile."""
+
+    clients: int
+    measured: Measured
+    router_cpu_s: float
+
+    @property
+    def cpu_ms_per_1000_tokens(self) -> float:
+        """Of the router alone."""
+        return 1e6 * self.router_cpu_s / self.measured.num_tokens
+
+
+@asynccontextmanager
+async def service(core: int, module: str, *flags: str) -> AsyncIterator[tuple[int, Mapping[str, str]]]:
+    """Start `python -m module` on one core; its process id, and what it said when it began to listen."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", *module.split(), *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, PACE_ENV: f"{_STEP_MS},0"},
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
+    assert process.stdout is not None
+    try:
+        async for line in process.stdout:
+            said = json.loads(line)
+            if said["event"] == "listening":
+                yield process.pid, said
+                break
+        else:
+            raise SystemExit(f"{module} did not start")
+    finally:
+        process.terminate()
+        await process.communicate()
+
+
+async def measure(num_clients: list[int], tokens: int) -> list[Carried]:
+    """One mesh, one run for each number of clients."""
+    router_core, other_core = [*sorted(os.sched_getaffinity(0)) * 2][:2]
+    seats = str(max(num_clients))
+    async with AsyncExitStack() as stack:
+        model = ("--model", str(BUNDLED))
+        caps = ("--max-concurrent-requests", seats, "--max-queued-requests", seats)
+        router = service(router_core, "router", *model, "--port", "0", "--registry-port", "0", *caps)
+        pid, said = await stack.enter_async_context(router)
+        joined = (*model, "--registry-address", said["registry_address"])
+        await stack.enter_async_context(service(other_core, "bench.paced prefill", *joined))
+        seated = ("--max-rolling-batch-size", seats, "--max-batch-total-tokens", str(256 * max(num_clients)))
+        await stack.enter_async_context(service(other_core, "bench.paced decode", *joined, *seated))
+        os.sched_setaffinity(0, {other_core})
+        client = await stack.enter_async_context(tandem.AsyncClient(said["address"]))
+        await client.wait_ready()
+        return [await carry(client, psutil.Process(pid), number, tokens) for number in num_clients]
+
+
+async def carry(client: tandem.AsyncClient, router: psutil.Process, num_clients: int, tokens: int) -> Carried:
+    """One closed loop."""
+
+    async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
+        count = 0
+        async for _ in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True):
+            on_token()
+            count += 1
+        return count
+
+    before = router.cpu_times()
+    load = Workload(num_clients, 3, _INPUT_TOKENS, tokens, vocab_size=250)
+    measured = await run_closed_loop(load, send)
+    after = router.cpu_times()
+    return Carried(num_clients, measured, after.user + after.system - before.user - before.system)
+
+
+def show(runs: list[list[Carried]]) -> None:
+    """Medians by number of clients."""
+    table = Table(
+        "clients", "tokens/s", "router CPU ms / 1,000 tokens", "tokens/s one core carries", "gap p50 / p99 ms"
+    )
+    for of_number in zip(*runs, strict=True):
+        typical = median_run([run.measured for run in of_number])
+        cpu_ms = sorted(run.cpu_ms_per_1000_tokens for run in of_number)[len(of_number) // 2]
+        gaps = " / ".join(f"{1000 * percentile(typical.gaps_s, p):.1f}" for p in (50, 99))
+        table.add_row(
+            str(of_number[0].clients), f"{typical.tokens_per_s:.0f}", f"{cpu_ms:.0f}", f"{1e6 / cpu_ms:.0f}", gaps
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--clients", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    runs = [asyncio.run(measure(args.clients, args.tokens)) for _ in range(args.repeats)]
+    show(runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -44,11 +44,18 @@ class _BackgroundLoop:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda _: ended.set())
 
-        self._loop.call_soon_threadsafe(start)
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # the interrupt came before anything was started
+                work.close()
+                ended.set()
+
         try:
+            self._loop.call_soon_threadsafe(start)
             ended.wait()
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            self._loop.call_soon_threadsafe(cancel)
             ended.wait()
             raise
         return tasks[0].result()

@@ -1,4 +1,4 @@
-"""`make chaos`: many transfers, with connections cut under them, and storms of cancellations; nothing needs a restart.
+"""`make chaos`: many transfers, with connections cut under them; a long stall; storms of cancellations.
 
 TANDEM_CHAOS_TRANSFERS sets how many transfers go over connections that break (default 5,000),
 TANDEM_CHAOS_CLEAN_TRANSFERS how many go undisturbed (default 10,000), TANDEM_CHAOS_STORMS how many storms (default 20).
@@ -21,6 +21,7 @@ from tandem.v1 import kvtransfer_pb2_grpc
 from tests.evidence import Evidence
 from tests.fakes.transfers import FIRST_TOKEN
 from tests.service.cancel_storm import check_storms
+from tests.service.stalled_pass import check_stalled_pass
 from tests.service.transfer_pair import KEY, Pair, push_all
 from tests.unit.kvtransfer.clean_transfers import check_no_false_alarms
 
@@ -133,6 +134,12 @@ async def test_transfers_over_connections_that_break(transport: str, tmp_path: P
             ok=running.num_done == count * NUM_AT_ONCE,
         )
         assert pair.receiver._expected == {}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+async def test_a_stalled_forward_pass_loses_no_lease(evidence: Evidence) -> None:
+    await check_stalled_pass(lease_s=10.0, stall_s=30.0, evidence=evidence)
 
 
 @pytest.mark.soak

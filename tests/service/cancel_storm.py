@@ -31,7 +31,7 @@ async def cancelled(router: FakeRouter, rng: random.Random) -> str:
             return "refused"
         if last == "reserved":
             return last
-        call = router.prefill(request, request.request_id, message.reserved.ready_tokens, timeout_s=60)
+        call = router.prefill(request, request.request_id, message.reserved.ready_tokens)
         if last == "prefill called":
             for _ in range(rng.randrange(40)):
                 await asyncio.sleep(0)

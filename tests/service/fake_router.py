@@ -50,7 +50,7 @@ class FakeRouter:
             await self.attach.write(decode_pb2.AttachRequest(abort=abort))
 
     def prefill(
-        self, request: Request, transfer_id: str, ready_tokens: int, timeout_s: float = 20
+        self, request: Request, transfer_id: str, ready_tokens: int, timeout_s: float = 60
     ) -> grpc.aio.UnaryStreamCall:
         destination = prefill_pb2.KvDestination(
             address=self.rig.decode_address,

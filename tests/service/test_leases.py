@@ -25,9 +25,9 @@ from tests.fakes.runner import fake_continuation
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, make_chunk, make_commit, open_message
 from tests.service.fake_router import fake_router
 from tests.service.raw_sender import honest_messages, raw_sender
+from tests.service.stalled_pass import check_stalled_pass
 from tests.service.transfer_pair import KEY, RESERVATION, SOURCE_IDS, Pair, push_all, serving, until
 from tests.service.worker_rig import MESH_KEY, worker_rig
-from tests.service.worker_rig import until as until_true
 
 LEASE_S = 1.0
 WAIT_S = 20.0
@@ -144,29 +144,7 @@ async def test_prefill_frees_its_blocks_when_the_receiver_is_silent(evidence: Ev
 
 
 async def test_a_stalled_forward_pass_loses_no_lease(evidence: Evidence) -> None:
-    lease_s, num_leases, num_transfers = 1.0, 6, 3
-    settings = TransferSettings(transports=("grpc",), lease_s=lease_s)
-    async with worker_rig(settings=settings) as rig, fake_router(rig) as router:
-        rig.prefill.runner.close_gate_after = 1  # with the first chunks, the transfers are open
-        prompts = [[i, *range(1, 40)] for i in range(num_transfers)]
-        running = [
-            asyncio.create_task(router.run(make_request(f"r{i}", prompt, max_new_tokens=6)))
-            for i, prompt in enumerate(prompts)
-        ]
-        await until_true(lambda: not rig.prefill.runner.gate.is_set(), WAIT_S)
-        done, _ = await asyncio.wait(running, timeout=num_leases * lease_s)
-        num_held = rig.decode_service.num_sequences
-        rig.prefill.runner.gate.set()
-        results = await asyncio.gather(*running)
-        assert results == [fake_continuation(prompt, 6) for prompt in prompts]
-        num_early = num_transfers - num_held + len(done)
-        evidence(
-            "R8",
-            "early frees in a stalled forward pass",
-            f"{num_early} of {num_transfers} in {num_leases} leases (of {lease_s:g} s for 10 s)",
-            target="0",
-            ok=num_early == 0,
-        )
+    await check_stalled_pass(lease_s=1.0, stall_s=6.0, evidence=evidence)
 
 
 async def test_a_silent_sender_frees_the_decode_workers_blocks_and_the_router_is_told(evidence: Evidence) -> None:

@@ -151,7 +151,7 @@ class Proxy:
                 await writer.drain()
 
     async def _be_slow(self, num_bytes: int) -> None:
-        while self.conditions.stall:
+        while self.conditions.stall:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         delay_s = self.conditions.delay_s
         if self.conditions.bytes_per_s:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tandem
 from tests.chaos.cluster import Cluster
-from tests.chaos.watch import leased
+from tests.chaos.watch import leased, replayed
 
 _LONG = {"max_new_tokens": 250, "ignore_eos": True}
 _AT_TOKEN = 10
@@ -82,6 +82,42 @@ async def _ask_anew(router: str, client: tandem.AsyncClient) -> tuple[str, list[
             errors.append(type(error).__name__)
         await asyncio.sleep(0.1)
     return router, errors
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillKilled:
+    """What a kill in the middle of transfers did."""
+
+    num_prompts: int
+    num_exact: int
+    num_replayed: int
+    at_rest_s: float
+
+
+async def kill_mid_transfer(cluster: Cluster, count: int, seed: int) -> PrefillKilled:
+    """SIGKILL a prefill worker while prompts, new to all caches, are computed and sent; afterwards ask the same."""
+    prompts = [[(seed + 5 * number + step * (1 + number % 7)) % 256 for step in range(330)] for number in range(count)]
+    async with cluster.client(cluster.routers[0], direct=True) as client:
+
+        async def answer(prompt: list[int]) -> list[int]:
+            try:
+                result = await client.generate(token_ids=prompt, max_new_tokens=8, ignore_eos=True)
+            except tandem.TandemError:
+                return []
+            return [token.id for token in result.tokens]
+
+        tasks = [asyncio.create_task(answer(prompt)) for prompt in prompts]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        num_replayed = len(replayed(cluster))
+        cluster.kill(cluster.of_role("prefill")[seed % 2])
+        hit = await asyncio.gather(*tasks)
+        num_replayed = len(replayed(cluster)) - num_replayed
+        began_s = time.monotonic()
+        await cluster.wait_at_rest()
+        at_rest_s = time.monotonic() - began_s
+        clean = [await answer(prompt) for prompt in prompts]
+    exact = sum(ours == theirs != [] for ours, theirs in zip(hit, clean, strict=True))
+    return PrefillKilled(count, exact, num_replayed, at_rest_s)
 
 
 async def flood(cluster: Cluster, count: int, at_a_time: int = 64) -> Counter[str]:

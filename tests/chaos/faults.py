@@ -289,12 +289,11 @@ def mix(cluster: Cluster, turn: int) -> list[Fault]:
 
 
 def quick_mix() -> list[list[Fault]]:
-    """Each fault once, several at a time, so that a spare is left of everything."""
+    """Each fault once, several at a time, so that a spare is left of everything. Workers are killed in drills.py."""
     return [
-        [Kill("decode-0"), WipeRedis()],
-        [Kill("prefill-0"), FlipBytes(8)],
+        [FlipBytes(8), WipeRedis()],
         [KillRouter("router-0"), BadLink("decode-1", Conditions(delay_s=0.05), 2.0)],
-        [Freeze("decode-1", LOST_AFTER_S + 2.0), Freeze("prefill-1", LOST_AFTER_S + 2.0)],
+        [Freeze("decode-1", LOST_AFTER_S + 1.5), Freeze("prefill-1", LOST_AFTER_S + 1.5)],
         [Freeze("decode-2", 2.0), CutTransfers("prefill-0"), Freeze("router-1", 1.0)],
         [CutWorker("decode-0", 2.0), CutClients("router-1")],
         [BadLink("decode-2", Conditions(stall=True), 3.0), StopRedis(3.0)],

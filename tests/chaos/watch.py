@@ -16,7 +16,7 @@ import tandem
 from tests.chaos.cluster import Cluster, Usage
 from tests.chaos.history import Disturbance, History
 
-_CAP_INTERVAL_S = 0.1
+_CAP_INTERVAL_S = 0.03
 _PERMITS = "tandem:permits"
 
 

@@ -25,23 +25,28 @@ class Read:
     neighbours_gaps_s: list[float] = field(default_factory=list)
 
 
-async def read_beside(cluster: Cluster, count: int, silent_s: float) -> Read:
-    """`count` readers that take one message, then nothing for `silent_s`, then the rest; two neighbours that read."""
+async def read_beside(cluster: Cluster, count: int, silent_s: float, num_choices: int) -> Read:
+    """`count` readers that take one message, then nothing for `silent_s`, then the rest; two neighbours that read.
+
+    A stream of one choice is a little more than connections buffer: when its reader stops, all of it has been generated
+    soon. With two choices, the reader has stopped long before.
+    """
     router, read, stop = cluster.routers[0], Read(), asyncio.Event()
     address = f"127.0.0.1:{cluster.proxies[router].port}"
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_watch_rss(cluster, router, read, stop))
         for _ in range(2):
             tasks.create_task(_read_on(cluster, router, read, stop))
-        readers = [asyncio.create_task(_read_late(address, number, silent_s)) for number in range(count)]
+        requests = [_long_request(number, num_choices) for number in range(count)]
+        readers = [asyncio.create_task(_read_late(address, request, silent_s)) for request in requests]
         read.endings.update(await asyncio.gather(*readers))
         stop.set()
     return read
 
 
-async def _read_late(address: str, number: int, silent_s: float) -> str:
+async def _read_late(address: str, request: generation_pb2.GenerateRequest, silent_s: float) -> str:
     async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(_long_request(number), timeout=300)
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=300)
         try:
             if await call.read() is grpc.aio.EOF:
                 return "empty"
@@ -55,9 +60,10 @@ async def _read_late(address: str, number: int, silent_s: float) -> str:
     return "complete"
 
 
-def _long_request(number: int) -> generation_pb2.GenerateRequest:
+def _long_request(number: int, num_choices: int) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=[number % 256, 1, 2]),
+        num_choices=num_choices,
         sampling=sampling_pb2.SamplingParams(max_new_tokens=_NUM_TOKENS, ignore_eos=True),
         output=generation_pb2.OutputOptions(top_logprobs=20),
     )

@@ -9,6 +9,8 @@ from tests.chaos.load import Load
 from tests.chaos.watch import CapWatch, UsageWatch, complaints, in_background, log_entries, replayed, resume_gaps
 from tests.evidence import Evidence
 
+Causes = Counter[tuple[str, ...]]
+
 _FLOOD_ENDINGS = ("left after a token", "left while waiting", "finished", "Overloaded")
 _SLOPE_MIB_PER_MIN = 1.0
 # Below this a slope says more about the warm-up than about leaks, and is only printed.
@@ -52,6 +54,14 @@ def state_redis(evidence: Evidence, load: Load) -> None:
         evidence("R9", f"{each.name}: streams broken", len(broken), target="0", ok=not broken)
 
 
+def state_log_rate(evidence: Evidence, before: Causes, after: Causes, lasted_s: float) -> None:
+    """R26: a peer that is away is not complained about all the time."""
+    rates = {cause: (count - before[cause]) / lasted_s for cause, count in after.items()}
+    cause, rate = max(rates.items(), key=lambda item: item[1], default=(("",), 0.0))
+    said = f"{rate:.2f} lines/s ({' '.join(filter(None, cause))})"
+    evidence("R26", f"most warnings of one cause, peer away {lasted_s:.0f} s", said, target="<= 1 line/s", ok=rate <= 1)
+
+
 def state_processes(evidence: Evidence, cluster: Cluster) -> None:
     """R7, R9, R17: nobody dies but who was killed, and nobody is surprised."""
     died = [f"{end.name} ({end.status})" for end in cluster.exits(wanted=False)]
@@ -92,6 +102,18 @@ def state_usage(evidence: Evidence, watch: UsageWatch) -> None:
     keys = [num_keys for _, _, num_keys in watch.second_half()]
     said = f"{min(keys)} to {max(keys)}"
     evidence("R23", "keys in Redis over the second half", said, target="flat", ok=max(keys) - min(keys) <= 4)
+
+
+def state_pressure(evidence: Evidence, watch: CapWatch, disturbances: list[Disturbance]) -> None:
+    """R28: the cap while routers and Redis go and come back, with more asked than it allows."""
+    state_cap(evidence, watch, disturbances, "R28")
+    redis = [each for each in disturbances if "redis" in each.name]
+    held = [
+        sample.held for sample in watch.samples if any(each.began_s <= sample.at_s <= each.ended_s for each in redis)
+    ]
+    # Shares are half of the cap each; one router may go into the outage holding all of it.
+    most, bound = max(held, default=0), watch.cluster.shape.cap * 3 // 2
+    evidence("R28", "most in service while Redis is away", most, target=f"<= {bound}", ok=most <= bound)
 
 
 def state_killed(evidence: Evidence, kills: list[drills.Killed]) -> None:

@@ -14,11 +14,11 @@ import pytest
 from mesh.rpc.server import KEEPALIVE_MS
 from tests.chaos import drills, figures
 from tests.chaos.cluster import Cluster, Shape, running
-from tests.chaos.faults import FailOverRedis, StopRedis, WipeRedis, disturb, mix
+from tests.chaos.faults import FailOverRedis, KillRouter, StopRedis, WipeRedis, disturb, mix
 from tests.chaos.history import percentile
 from tests.chaos.load import Catalogue, Load
 from tests.chaos.readers import read_beside, watch_silently
-from tests.chaos.watch import CapWatch, UsageWatch, in_background
+from tests.chaos.watch import CapWatch, UsageWatch, in_background, warnings_by_cause
 from tests.evidence import Evidence
 
 REQUESTS = int(os.environ.get("TANDEM_CHAOS_REQUESTS", "3000"))
@@ -57,11 +57,13 @@ async def test_redis_away_for_a_minute(cluster: Cluster, catalogue: Catalogue, e
     await cluster.wait_whole()
     load, cap = Load(cluster, catalogue), CapWatch(cluster)
     async with in_background(cap.run()), load.clients(CLIENTS_PER_ROUTER):
+        before = warnings_by_cause(cluster)
         for fault in (StopRedis(REDIS_AWAY_S), WipeRedis(), FailOverRedis()):
             away = await disturb(load, fault)
             normal_s = away.ended_s - away.began_s - getattr(fault, "for_s", 0.0)
             said, ok = f"{normal_s:.1f} s", normal_s <= 5
             evidence("R9", f"{fault.name}: whole again", said, target="<= 5 s", ok=ok, is_time=True)
+    figures.state_log_rate(evidence, before, warnings_by_cause(cluster), REDIS_AWAY_S)
     figures.state_load(evidence, load)
     figures.state_redis(evidence, load)
     figures.state_cap(evidence, cap, load.disturbances, "R9")
@@ -91,6 +93,19 @@ async def test_flipped_bytes_are_refused_and_replayed(cluster: Cluster, evidence
 async def test_a_flood_of_streams_that_are_left_leaks_nothing(cluster: Cluster, evidence: Evidence) -> None:
     await cluster.wait_whole()
     await figures.check_flood(evidence, cluster, FLOOD)
+
+
+async def test_cap_holds_while_redis_and_a_router_go(
+    cluster: Cluster, catalogue: Catalogue, evidence: Evidence
+) -> None:
+    await cluster.wait_whole()
+    load, cap = Load(cluster, catalogue), CapWatch(cluster)
+    async with in_background(cap.run(), drills.flood_on(cluster)):
+        for fault in (StopRedis(4.0), KillRouter("router-0"), FailOverRedis(), KillRouter("router-1"), WipeRedis()):
+            await disturb(load, fault)
+    figures.state_pressure(evidence, cap, load.disturbances)
+    await drills.permits_return_s(cluster)
+    await cluster.wait_at_rest()
 
 
 async def test_nothing_grows(cluster: Cluster, catalogue: Catalogue, evidence: Evidence) -> None:

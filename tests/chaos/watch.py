@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -152,6 +152,17 @@ def log_entries(cluster: Cluster, name: str, event: str) -> list[dict[str, Any]]
             entry = json.loads(line)
             if isinstance(entry, dict) and entry.get("event") == event:
                 found.append(entry)
+    return found
+
+
+def warnings_by_cause(cluster: Cluster) -> Counter[tuple[str, ...]]:
+    """How many warnings and errors each node has logged about each cause."""
+    found = Counter[tuple[str, ...]]()
+    for name in cluster.nodes:
+        for line in cluster.log(name).splitlines():
+            if '"level": "warning"' in line or '"level": "error"' in line:
+                entry = json.loads(line)
+                found[name, entry["event"], str(entry.get("what", "")), str(entry.get("worker", ""))] += 1
     return found
 
 

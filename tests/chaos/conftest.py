@@ -1,5 +1,6 @@
 """One cluster for all tests of a module, and what its undisturbed answers are."""
 
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -26,6 +27,8 @@ async def cluster(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Cluster]:
     """Two routers, two prefill and three decode workers, Redis."""
+    if sys.platform != "linux":
+        pytest.skip("proxies listen on 127.0.0.2, which only Linux has from the start")
     shape = Shape(checkpoint("llama-tied"), tmp_path_factory.mktemp("logs"), flags=FLAGS)
     async with running(shape) as started:
         yield started

@@ -136,13 +136,6 @@ async def flood(cluster: Cluster, count: int, at_a_time: int = 64) -> Counter[st
     return endings
 
 
-async def flood_on(cluster: Cluster) -> None:
-    """A flood that goes on until cancelled, with pauses in which the harness gets to look."""
-    while True:
-        await flood(cluster, 60, at_a_time=30)
-        await asyncio.sleep(0.05)
-
-
 async def _open_and_leave(client: tandem.AsyncClient, number: int, mood: float) -> str:
     """Leave at once, in the queue or in prefill, or in the middle of decoding."""
     prompt = [(number + step) % 256 for step in range(1 + number % 200)]

@@ -109,7 +109,9 @@ def state_pressure(evidence: Evidence, watch: CapWatch, disturbances: list[Distu
     state_cap(evidence, watch, disturbances, "R28")
     redis = [each for each in disturbances if "redis" in each.name]
     held = [
-        sample.held for sample in watch.samples if any(each.began_s <= sample.at_s <= each.ended_s for each in redis)
+        sample.held or 0
+        for sample in watch.samples
+        if any(each.began_s <= sample.at_s <= each.ended_s for each in redis)
     ]
     # Shares are half of the cap each; one router may go into the outage holding all of it.
     most, bound = max(held, default=0), watch.cluster.shape.cap * 3 // 2

@@ -8,11 +8,13 @@ from itertools import pairwise
 
 import grpc
 
+from tandem._requests import GenerateArguments
 from tandem.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 from tests.chaos.cluster import Cluster
 
 # Every token comes with its twenty best alternatives, so a stream of these is far more than a connection buffers.
 _NUM_TOKENS = 480
+_NEIGHBOUR: GenerateArguments = {"token_ids": [1, 2, 3], "max_new_tokens": 60, "ignore_eos": True, "timeout": 300.0}
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0))
 
 
@@ -82,7 +84,7 @@ async def _read_on(cluster: Cluster, router: str, read: Read, stop: asyncio.Even
     async with cluster.client(router, direct=True) as client:
         while not stop.is_set():
             times_s = []
-            async for _ in client.stream(token_ids=[1, 2, 3], max_new_tokens=60, ignore_eos=True):
+            async for _ in client.stream(**_NEIGHBOUR):
                 times_s.append(time.monotonic())
             read.neighbours_gaps_s += [later - earlier for earlier, later in pairwise(times_s)]
 

@@ -99,8 +99,8 @@ async def test_cap_holds_while_redis_and_a_router_go(
     cluster: Cluster, catalogue: Catalogue, evidence: Evidence
 ) -> None:
     await cluster.wait_whole()
-    load, cap = Load(cluster, catalogue), CapWatch(cluster)
-    async with in_background(cap.run(), drills.flood_on(cluster)):
+    load, cap = Load(cluster, catalogue, think_s=0.01), CapWatch(cluster)
+    async with in_background(cap.run()), load.clients(cluster.shape.cap):  # twice as many as there are permits
         for fault in (StopRedis(4.0), KillRouter("router-0"), FailOverRedis(), KillRouter("router-1"), WipeRedis()):
             await disturb(load, fault)
     figures.state_pressure(evidence, cap, load.disturbances)
@@ -134,7 +134,8 @@ async def test_nobody_died_or_complained(cluster: Cluster, evidence: Evidence) -
 async def test_readers_that_stop_are_cut(
     num_choices: int, checkpoint: Callable[[str], Path], tmp_path: Path, evidence: Evidence
 ) -> None:
-    flags = {"router": (f"--slow-reader-s={SLOW_READER_S}",), "decode": ("--max-batch-total-tokens=65536",)}
+    seats = ("--max-rolling-batch-size=256", "--max-batch-total-tokens=131072")
+    flags = {"router": (f"--slow-reader-s={SLOW_READER_S}", "--max-queued-requests=400"), "decode": seats}
     shape = Shape(checkpoint("llama-tied"), tmp_path, 1, 1, 1, cap=4 * READERS, flags=flags)
     async with running(shape) as cluster:
         good = await read_beside(cluster, READERS, 0.0, num_choices)

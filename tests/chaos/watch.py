@@ -22,10 +22,10 @@ _PERMITS = "tandem:permits"
 
 @dataclass(frozen=True, slots=True)
 class InService:
-    """Choices in service at both routers, and permits leased in Redis (None while it is away)."""
+    """Choices in service at all routers (None: not to be said), and permits leased in Redis (None while it is away)."""
 
     at_s: float
-    held: int
+    held: int | None
     leased: int | None
 
 
@@ -55,23 +55,21 @@ class CapWatch:
             sample
             for sample in self.samples
             if (sample.leased or 0) > cap
-            or (sample.held > cap and not any(each.began_s <= sample.at_s <= each.ended_s for each in excused))
+            or ((sample.held or 0) > cap and not any(each.began_s <= sample.at_s <= each.ended_s for each in excused))
         ]
 
     @property
     def most_held(self) -> int:
-        """Most choices in service at a time."""
-        return max((sample.held for sample in self.samples), default=0)
+        """Most choices in service at a time, by routers' counts or by leases."""
+        return max((max(sample.held or 0, sample.leased or 0) for sample in self.samples), default=0)
 
 
-async def _held(clients: list[tandem.AsyncClient]) -> int:
-    """By both routers at the moment the last was asked: the others are asked before and after, the lower count holds,
-    so that a permit on its way from one to the other is not seen twice."""
-    *others, last = clients
-    before = [(await client.mesh(timeout=2)).active_requests for client in others]
-    own = (await last.mesh(timeout=2)).active_requests
-    after = [(await client.mesh(timeout=2)).active_requests for client in others]
-    return own + sum(map(min, before, after))
+async def _held(clients: list[tandem.AsyncClient]) -> int | None:
+    """By all routers together. They are asked twice by turns; None if a count has changed meanwhile, because then the
+    counts belong to different moments, and a permit on its way from one router to another may be in both."""
+    first = [(await client.mesh(timeout=2)).active_requests for client in clients]
+    second = [(await client.mesh(timeout=2)).active_requests for client in clients]
+    return sum(first) if first == second else None
 
 
 async def leased(cluster: Cluster) -> int | None:

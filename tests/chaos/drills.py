@@ -23,6 +23,7 @@ class Killed:
 
     num_streams: int
     num_exact: int
+    num_replayed: int
     gaps_s: list[float]
     failed_new: Counter[str]
     num_new: int
@@ -42,13 +43,16 @@ async def kill_mid_stream(cluster: Cluster, per_router: int, seed: int) -> Kille
         ]
         await asyncio.gather(*(middle.wait() for middle in middles))
         workers = await clients[cluster.routers[0]].workers()
+        num_before = len(replayed(cluster))
         decoding = [worker for worker in workers if worker.role == "decode"]
         cluster.kill(max(decoding, key=lambda worker: worker.load.num_running).worker_id)
         new = await asyncio.gather(*(_ask_anew(name, client) for name, client in clients.items()))
         seen = await asyncio.gather(*streams)
+    num_replayed = len(replayed(cluster)) - num_before
     exact = sum(ids == [token.id for token in answer.tokens] for (ids, _), answer in zip(seen, expected, strict=True))
     failed = Counter(name for name, errors in new for error in errors if error)
-    return Killed(len(pairs), exact, [gap_s for _, gap_s in seen], failed, sum(len(errors) for _, errors in new))
+    gaps_s, num_new = [gap_s for _, gap_s in seen], sum(len(errors) for _, errors in new)
+    return Killed(len(pairs), exact, num_replayed, gaps_s, failed, num_new)
 
 
 def _long_ask(seed: int) -> dict[str, Any]:

@@ -121,8 +121,11 @@ def state_pressure(evidence: Evidence, watch: CapWatch, disturbances: list[Distu
 def state_killed(evidence: Evidence, kills: list[drills.Killed]) -> None:
     """R6, over all kills."""
     num_streams, num_exact = sum(each.num_streams for each in kills), sum(each.num_exact for each in kills)
-    said = f"{num_exact} of {num_streams}"
-    evidence("R6", "streams token-exact over SIGKILL", said, target=">= 99 %", ok=num_exact >= 0.99 * num_streams)
+    num_replayed = sum(each.num_replayed for each in kills)
+    said, ok = f"{num_exact} of {num_streams}, {num_replayed} replayed", num_exact >= 0.99 * num_streams
+    evidence(
+        "R6", "streams token-exact over SIGKILL", said, target=">= 99 %, some replayed", ok=ok and num_replayed > 0
+    )
     p95 = percentile([gap_s for each in kills for gap_s in each.gaps_s], 95)
     evidence("R6", "longest wait for a token, p95", f"{p95:.2f} s", target="<= 5 s", ok=p95 <= 5, is_time=True)
     most = max((count for each in kills for count in each.failed_new.values()), default=0)
@@ -134,8 +137,11 @@ def state_killed(evidence: Evidence, kills: list[drills.Killed]) -> None:
 def state_prefill_killed(evidence: Evidence, kills: list[drills.PrefillKilled]) -> None:
     """R7, over all kills."""
     num_prompts, num_exact = sum(each.num_prompts for each in kills), sum(each.num_exact for each in kills)
-    said = f"{num_exact} of {num_prompts}, {sum(each.num_replayed for each in kills)} replayed"
-    evidence("R7", "prompts answered exactly over SIGKILL", said, target="all", ok=num_exact == num_prompts)
+    num_replayed = sum(each.num_replayed for each in kills)
+    said, ok = f"{num_exact} of {num_prompts}, {num_replayed} replayed", num_exact == num_prompts
+    evidence(
+        "R7", "prompts answered exactly over SIGKILL", said, target="all, some replayed", ok=ok and num_replayed > 0
+    )
     slowest_s = max(each.at_rest_s for each in kills)
     evidence("R7", "blocks back", f"{slowest_s:.1f} s", target="<= 10 s", ok=slowest_s <= 10, is_time=True)
 

@@ -6,7 +6,16 @@ from tests.chaos import drills
 from tests.chaos.cluster import Cluster
 from tests.chaos.history import Disturbance, judge, percentile
 from tests.chaos.load import Load
-from tests.chaos.watch import CapWatch, UsageWatch, complaints, in_background, log_entries, replayed, resume_gaps
+from tests.chaos.watch import (
+    CapWatch,
+    UsageWatch,
+    complaints,
+    in_background,
+    late_statuses,
+    log_entries,
+    replayed,
+    resume_gaps,
+)
 from tests.evidence import Evidence
 
 Causes = Counter[tuple[str, ...]]
@@ -68,6 +77,8 @@ def state_processes(evidence: Evidence, cluster: Cluster) -> None:
     evidence("R7", "processes that died by themselves", _few(died), target="0", ok=not died)
     found = complaints(cluster)
     evidence("R17", "errors and tracebacks in all logs", _few(found), target="0", ok=not found)
+    late = late_statuses(cluster)
+    evidence("R17", "tracebacks of statuses that came too late", late, target="0", ok=not late, is_time=True)
 
 
 def state_cap(evidence: Evidence, watch: CapWatch, disturbances: list[Disturbance], requirement: str) -> None:

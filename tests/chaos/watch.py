@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable
@@ -17,6 +18,11 @@ from tests.chaos.cluster import Cluster, Usage
 from tests.chaos.history import Disturbance, History
 
 _CAP_INTERVAL_S = 0.03
+_LATE_STATUS = re.compile(
+    r"^ERROR grpc\._cython\.cygrpc ExecuteBatchError.*?"
+    r"^grpc\._cython\.cygrpc\.ExecuteBatchError: [^\n]*SendStatus[^\n]*",
+    re.MULTILINE | re.DOTALL,
+)
 _PERMITS = "tandem:permits"
 
 
@@ -169,9 +175,14 @@ def complaints(cluster: Cluster) -> list[str]:
     return [
         f"{name}: {line[:600]}"
         for name in cluster.nodes
-        for line in cluster.log(name).splitlines()
+        for line in _LATE_STATUS.sub("", cluster.log(name)).splitlines()
         if '"level": "error"' in line or line.startswith(("Traceback", "Task exception", "Exception in callback"))
     ]
+
+
+def late_statuses(cluster: Cluster) -> int:
+    """Tracebacks that grpc prints where a call ends by its deadline just when its handler wants to end it."""
+    return sum(len(_LATE_STATUS.findall(cluster.log(name))) for name in cluster.nodes)
 
 
 def replayed(cluster: Cluster) -> dict[str, list[str]]:

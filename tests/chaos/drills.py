@@ -96,17 +96,20 @@ class PrefillKilled:
     num_exact: int
     num_replayed: int
     at_rest_s: float
+    errors: Counter[str]
 
 
 async def kill_mid_transfer(cluster: Cluster, count: int, seed: int) -> PrefillKilled:
     """SIGKILL a prefill worker while prompts, new to all caches, are computed and sent; afterwards ask the same."""
     prompts = [[(seed + 5 * number + step * (1 + number % 7)) % 256 for step in range(330)] for number in range(count)]
     async with cluster.client(cluster.routers[0], direct=True) as client:
+        errors = Counter[str]()
 
         async def answer(prompt: list[int]) -> list[int]:
             try:
                 result = await client.generate(token_ids=prompt, max_new_tokens=8, ignore_eos=True)
-            except tandem.TandemError:
+            except tandem.TandemError as error:
+                errors[f"{type(error).__name__}: {error}"] += 1
                 return []
             return [token.id for token in result.tokens]
 
@@ -121,7 +124,7 @@ async def kill_mid_transfer(cluster: Cluster, count: int, seed: int) -> PrefillK
         at_rest_s = time.monotonic() - began_s
         clean = [await answer(prompt) for prompt in prompts]
     exact = sum(ours == theirs != [] for ours, theirs in zip(hit, clean, strict=True))
-    return PrefillKilled(count, exact, num_replayed, at_rest_s)
+    return PrefillKilled(count, exact, num_replayed, at_rest_s, errors)
 
 
 async def flood(cluster: Cluster, count: int, at_a_time: int = 64) -> Counter[str]:

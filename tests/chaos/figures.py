@@ -149,7 +149,9 @@ def state_prefill_killed(evidence: Evidence, kills: list[drills.PrefillKilled]) 
     """R7, over all kills."""
     num_prompts, num_exact = sum(each.num_prompts for each in kills), sum(each.num_exact for each in kills)
     num_replayed = sum(each.num_replayed for each in kills)
+    errors = sum((each.errors for each in kills), Counter[str]())
     said, ok = f"{num_exact} of {num_prompts}, {num_replayed} replayed", num_exact == num_prompts
+    said += f", {dict(errors)}" if errors else ""
     evidence(
         "R7", "prompts answered exactly over SIGKILL", said, target="all, some replayed", ok=ok and num_replayed > 0
     )

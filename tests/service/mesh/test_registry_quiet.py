@@ -8,7 +8,7 @@ import structlog
 from mesh.registry.membership import Membership
 from mesh.worker.agent import RegistryAgent, Report
 from tests.evidence import Evidence
-from tests.service.mesh.test_registry import KEY, FakeEngine, start_registry
+from tests.service.mesh.test_registry import MEMBER, FakeEngine, start_registry
 from tests.unit.mesh.test_membership import INFO
 
 
@@ -24,7 +24,7 @@ async def test_a_registration_that_breaks_at_once_costs_few_lines(evidence: Evid
     clock = asyncio.get_running_loop().time
     begun_s = clock()
     with structlog.testing.capture_logs() as lines:
-        running = asyncio.create_task(RegistryAgent(INFO, BrokenEngine(), KEY).run(server.address))
+        running = asyncio.create_task(RegistryAgent(INFO, BrokenEngine(), MEMBER).run(server.address))
         await asyncio.sleep(8.0)
     watched_s = clock() - begun_s
     running.cancel()

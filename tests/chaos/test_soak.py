@@ -81,7 +81,7 @@ async def test_killed_prefill_workers_lose_no_prompt(cluster: Cluster, evidence:
     kills = []
     for number in range(KILLS):
         await cluster.wait_whole()
-        kills.append(await drills.kill_mid_transfer(cluster, 14, seed=number))
+        kills.append(await drills.kill_mid_transfer(cluster, cluster.shape.cap // 2, seed=number))
     figures.state_prefill_killed(evidence, kills)
 
 

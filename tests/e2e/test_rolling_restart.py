@@ -1,4 +1,4 @@
-"""Every service of a mesh is restarted in turn, under load: no request may fail."""
+"""Every service of a mesh is restarted in turn, under load: no request may fail. Part of `make chaos`."""
 
 import asyncio
 import time
@@ -12,6 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import tandem
 from tests.chaos.cluster import Cluster, Shape, running
 from tests.evidence import Evidence
+
+pytestmark = pytest.mark.soak
 
 NUM_CLIENTS = 4
 ROUTER_GRACE_S = 10.0

@@ -34,7 +34,7 @@ from kvtransfer import (
 )
 from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import SampledToken
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from tandem.v1 import kvtransfer_pb2_grpc
 
@@ -125,7 +125,7 @@ async def measure(plan: Plan, address: str, table: Table) -> None:
     seconds: dict[tuple[str, int], float] = {}
     for transport in plan.transports:
         settings = TransferSettings(transports=(transport,), chunk_bytes=plan.chunk_bytes)
-        sender = KVSender(cache, "bench", KEY, settings)
+        sender = KVSender(cache, "bench", Credentials(KEY), settings)
         for num_tokens in plan.num_tokens:
             ids = plan.transfers(transport, num_tokens)
             seconds[transport, num_tokens] = await time_transfers(sender, address, ids, num_tokens)

@@ -11,18 +11,35 @@ from mesh.settings import load_settings, setting
 class ConnectionSettings:
     """Where the router is."""
 
-    address: str = setting("127.0.0.1:50051", "the router's address")
+    address: str = setting("127.0.0.1:50051", "the router's address; several with commas between")
     api_key: str | None = setting(None, "credential for the router", secret=True)
+    tls: bool = setting(False, "the router has a certificate of a public CA")
+    tls_ca: str = setting("", "PEM file: the CA of the router's certificate, or the certificate itself")
+    tls_name: str = setting("", "name in the router's certificate; default: its address")
+
+    @property
+    def wanted_tls(self) -> tandem.Tls | bool:
+        """As clients take it."""
+        if self.tls_ca or self.tls_name:
+            return tandem.Tls(self.tls_ca or None, self.tls_name or None)
+        return self.tls
 
 
 def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--address`; the API key comes from the environment only, where other users cannot see it."""
-    about = "the router (default 127.0.0.1:50051; env TANDEM_ADDRESS, TANDEM_API_KEY)"
+    """`--address` and TLS; the API key comes from the environment only, where other users cannot see it."""
+    about = "the router, or several with commas between (default 127.0.0.1:50051; env TANDEM_ADDRESS, TANDEM_API_KEY)"
     parser.add_argument("--address", metavar="HOST:PORT", help=about)
+    about = "the router has a certificate of a public CA (env TANDEM_TLS)"
+    parser.add_argument("--tls", action="store_const", const="true", help=about)
+    about = "PEM file: the CA of the router's certificate, or the certificate itself (env TANDEM_TLS_CA)"
+    parser.add_argument("--tls-ca", metavar="FILE", help=about)
+    about = "name in the router's certificate, if not its address (env TANDEM_TLS_NAME)"
+    parser.add_argument("--tls-name", metavar="NAME", help=about)
 
 
 def open_client(args: argparse.Namespace) -> tandem.Client:
     """A client for the router that `args` name."""
-    flags = [] if args.address is None else ["--address", args.address]
+    given = {name: getattr(args, name) for name in ("address", "tls", "tls_ca", "tls_name")}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     settings = load_settings(ConnectionSettings, flags, prog="client").values
-    return tandem.Client(settings.address, api_key=settings.api_key)
+    return tandem.Client(settings.address, api_key=settings.api_key, tls=settings.wanted_tls)

@@ -14,10 +14,11 @@ class Trial:
 
     prefill_threshold: int = 0
     api_key: str | None = field(default=None, repr=False)
+    tls: tandem.Tls | bool = False
 
     async def __call__(self, address: str) -> None:
         """Raises TandemError if no answer comes."""
-        async with tandem.AsyncClient(address, api_key=self.api_key, timeout=_TIMEOUT_S) as client:
+        async with tandem.AsyncClient(address, api_key=self.api_key, tls=self.tls, timeout=_TIMEOUT_S) as client:
             model = await client.model()
             ids = [token.id for token in await client.tokenize(prompt=_TEXT)] or [0]
             repeats = self.prefill_threshold // len(ids) + 1

@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+import tandem
 from cli.child import Launch, Programs
 from cli.cores import assign_cores
 from cli.display import Display
@@ -24,6 +25,7 @@ from cli.up_settings import UpSettings, find_model
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from router.api_keys import digest_of, new_key
+from router.settings import RouterSettings
 
 NAME = "up"
 ABOUT = 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve'
@@ -60,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
     trial_key = new_key()
     environ = _child_environ(settings, trial_key)
     plan = _plan(args, settings)
-    threshold = _check(plan, environ)
+    trial = _check(plan, environ, trial_key)
     log_dir = _log_dir(settings)
     display.line(f"logs: {log_dir}")
     launch = Launch(args.programs, environ, log_dir, on_event=lambda _: None, on_warning=display.warning)
-    supervisor = Supervisor(plan, launch, display, Trial(threshold, trial_key))
+    supervisor = Supervisor(plan, launch, display, trial)
     try:
         asyncio.run(supervisor.run(_announce_ready))
     except MeshFailed as error:
@@ -95,13 +97,15 @@ def _plan(args: argparse.Namespace, settings: UpSettings) -> MeshPlan:
     return MeshPlan(settings, str(model), cores, pin=can_pin, config=args.config, values=values)
 
 
-def _check(plan: MeshPlan, environ: Mapping[str, str]) -> int:
-    """Raise ConfigurationError for what would fail later; returns the router's prefill threshold."""
-    threshold: int = plan.resolve(plan.router(), environ).prefill_threshold
+def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
+    """Raise ConfigurationError for what would fail later; returns the trial that the router's settings allow."""
+    router: RouterSettings = plan.resolve(plan.router(), environ)
+    identity = router.load_public_tls()
+    tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
     for worker in plan.workers("127.0.0.1:1"):
         plan.resolve(worker, environ)
     _require_free_port(plan.settings.host, plan.settings.port)
-    return threshold if plan.settings.num_prefill else 0
+    return Trial(router.prefill_threshold if plan.settings.num_prefill else 0, trial_key, tls)
 
 
 def _require_free_port(host: str, port: int) -> None:

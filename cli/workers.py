@@ -18,7 +18,7 @@ NAME = "workers"
 ABOUT = "show the workers and their load"
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
-_STATE_STYLES = {"ready": "green", "draining": "yellow", "lost": "red"}
+_STATE_STYLES = {"ready": "green", "draining": "yellow", "stalled": "red", "lost": "red"}
 
 
 @dataclass(frozen=True, slots=True)

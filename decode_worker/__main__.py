@@ -38,7 +38,8 @@ async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> Non
     kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), server)
     engine.start()
     try:
-        await runtime.serve(RoleParts(("tandem.v1.Decode", "tandem.v1.KvTransfer"), service.drained, engine_died))
+        services = ("tandem.v1.Decode", "tandem.v1.KvTransfer")
+        await runtime.serve(RoleParts(services, service.drained, engine, engine_died))
     finally:
         await receiver.close()
         await engine.stop()

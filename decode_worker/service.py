@@ -6,8 +6,9 @@ Life of a sequence here:
     start without           queued, prefilled here in chunks beside the running batch -> runs
     running                 each step's tokens go to its router in one message per router
     ends                    finish_reason with its last token; or abort from the router; or Failed (preempted, KV
-    refused,
-                            no capacity, draining), and the router replays it
+                            refused, no capacity, draining), and the router replays it; or its time is up, which needs
+                            no word from the router
+    next attempt            of the same request: the older ones end first, and an older one that comes late is refused
     router gone             all its sequences are aborted
 
 Blocks of an aborted sequence whose KV is on its way are freed only after the receiver has stopped writing.
@@ -65,24 +66,32 @@ class DecodeService:
 
     def start(self, session: Session, request: Request, transfer_id: str) -> None:
         """Begin one attempt; its fate comes as events."""
-        entry = Entry(Sequence(request), transfer_id)
+        entry = Entry(Sequence(request))
         key = entry.sequence.key
+        here = [other for other in self._owners if other[0] == request.request_id]
         if self._is_draining():
             self._send(session, Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
             return
-        if key in self._owners:
-            self._send(session, Failed(key, SequenceFailure.INTERNAL, "this attempt is here already"))
+        if any(other >= key for other in here):
+            self._send(session, Failed(key, SequenceFailure.INTERNAL, "this attempt, or a newer one, is here already"))
             return
         self._idle.clear()
         session.entries[key] = entry
         self._owners[key] = _Owner(session, entry)
-        entry.starting = self._spawn(self._start(session, entry))
+        if request.time_left_s is not None:
+            loop = asyncio.get_running_loop()
+            entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
+        older = [self._end(other) for other in here]
+        entry.starting = self._spawn(self._start(session, entry, transfer_id, older))
 
-    async def _start(self, session: Session, entry: Entry) -> None:
+    async def _start(self, session: Session, entry: Entry, transfer_id: str, older: "list[asyncio.Task[None]]") -> None:
+        """Once older attempts have given their blocks back."""
         key = entry.sequence.key
         try:
-            if entry.transfer_id:
-                await self._reserve(session, entry)
+            if older:
+                await asyncio.wait(older)
+            if transfer_id:
+                await self._reserve(session, entry, transfer_id)
             else:
                 await self._engine.call(lambda scheduler: scheduler.add(entry.sequence))
         except WorkerBusy as error:
@@ -93,28 +102,32 @@ class DecodeService:
             log.error("cannot start a sequence", request_id=key[0], exc_info=error)
             self._fail(key, SequenceFailure.INTERNAL, str(error))
 
-    async def _reserve(self, session: Session, entry: Entry) -> None:
+    async def _reserve(self, session: Session, entry: Entry, transfer_id: str) -> None:
         sequence = entry.sequence
         ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
         if sequence.key not in self._owners:
             return  # aborted meanwhile; the abort waits for this task and frees the blocks
         self._receiver.expect(
             Reservation(
-                transfer_id=entry.transfer_id,
+                transfer_id=transfer_id,
                 attempt=sequence.request.attempt,
                 block_ids=tuple(sequence.block_table),
                 first_block=ready_tokens // self._block_size,
                 num_tokens=sequence.num_tokens,
             )
         )
-        self._by_transfer[entry.transfer_id] = sequence.key
+        entry.transfer_id = transfer_id
+        self._by_transfer[transfer_id] = sequence.key
         self._send(session, Reserved(sequence.key, ready_tokens))
 
-    def abort(self, key: SequenceKey) -> None:
-        """End a sequence wherever it is; unknown ones are ignored."""
-        owner = self._forget(key)
-        if owner is not None:
-            self._spawn(self._release(owner.entry))
+    def abort(self, session: Session, key: SequenceKey) -> None:
+        """End one of the session's sequences wherever it is; others are ignored."""
+        if key in session.entries:
+            self._end(key)
+
+    def _end(self, key: SequenceKey) -> "asyncio.Task[None]":
+        """Forget a sequence; the task ends when its blocks are on their way back."""
+        return self._spawn(self._release(self._forget(key).entry))
 
     async def _release(self, entry: Entry) -> None:
         """Free an ended sequence's blocks, once nobody writes to them any more."""
@@ -127,7 +140,7 @@ class DecodeService:
     def close(self, session: Session) -> None:
         """The router is gone: end everything that came by it."""
         for key in list(session.entries):
-            self.abort(key)
+            self._end(key)
 
     # -- what the engine and the receiver tell ----------------------------------------------------------------------
 
@@ -138,7 +151,7 @@ class DecodeService:
             key = (output.request_id, output.attempt)
             owner = self._owners.get(key)
             if owner is None:
-                continue
+                continue  # ended meanwhile
             _, step = steps.setdefault(id(owner.session), (owner.session, Step([])))
             step.outputs.append(output)
             if output.finish_reason is not None:
@@ -161,10 +174,13 @@ class DecodeService:
         if key is not None:
             self._fail(key, SequenceFailure.KV_REFUSED, str(error))
 
+    def _time_is_up(self, key: SequenceKey) -> None:
+        self._fail(key, SequenceFailure.DEADLINE, "its time is up")
+
     def _fail(self, key: SequenceKey, reason: SequenceFailure, detail: str) -> None:
-        owner = self._forget(key)
+        owner = self._owners.get(key)
         if owner is not None:
-            self._spawn(self._release(owner.entry))
+            self._end(key)
             self._send(owner.session, Failed(key, reason, detail))
 
     def _send(self, session: Session, event: Event) -> None:
@@ -172,12 +188,13 @@ class DecodeService:
         if not session.send(event):
             self.close(session)
 
-    def _forget(self, key: SequenceKey) -> _Owner | None:
-        owner = self._owners.pop(key, None)
-        if owner is not None:
-            owner.session.entries.pop(key, None)
-            self._by_transfer.pop(owner.entry.transfer_id, None)
-            asyncio.get_running_loop().call_soon(self._note_idle)  # after a release, if one follows, has begun
+    def _forget(self, key: SequenceKey) -> _Owner:
+        owner = self._owners.pop(key)
+        del owner.session.entries[key]
+        self._by_transfer.pop(owner.entry.transfer_id, None)
+        if owner.entry.deadline is not None:
+            owner.entry.deadline.cancel()
+        asyncio.get_running_loop().call_soon(self._note_idle)  # after a release, if one follows, has begun
         return owner
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

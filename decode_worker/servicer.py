@@ -49,7 +49,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             if request.WhichOneof("command") == "start":
                 self._start(session, request.start)
             elif request.WhichOneof("command") == "abort":
-                self._service.abort((request.abort.request_id, request.abort.attempt))
+                self._service.abort(session, (request.abort.request_id, request.abort.attempt))
 
     def _start(self, session: Session, start: decode_pb2.StartSequence) -> None:
         try:

@@ -42,11 +42,13 @@ Event = Reserved | Step | Failed
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A sequence of a session. `transfer_id` is empty if the worker prefills it itself."""
+    """A sequence of a session. `transfer_id` names the transfer it waits for, once that is expected and until it ends.
+    `deadline` ends the sequence when its time is up."""
 
     sequence: Sequence
-    transfer_id: str
+    transfer_id: str = ""
     starting: asyncio.Task[None] | None = None
+    deadline: asyncio.TimerHandle | None = None
 
 
 @dataclass(eq=False, slots=True)

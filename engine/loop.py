@@ -2,15 +2,19 @@
 
 Commands are functions of the Scheduler; they come in through a queue and run between steps. Results go out with one
 hand-off to the event loop per step. With nothing to do the thread blocks on the queue. If it dies, every waiting
-caller and the owner hear of it once, and nothing is accepted any more.
+caller and the owner hear of it once, and nothing is accepted any more. If it is stuck, `busy` shows it.
 """
 
 import asyncio
 import queue
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -20,8 +24,11 @@ from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from mesh.domain.errors import WorkerLost
 from mesh.domain.tokens import StepOutput
+from mesh.worker.stall import Busy
 
 log = structlog.get_logger(__name__)
+
+STOP_WAIT_S = 10.0
 
 T = TypeVar("T")
 Command = Callable[[Scheduler], T]
@@ -42,6 +49,8 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, runner: Runner, on_layers: LayerHook | None = None) -> None:
         self.scheduler = scheduler
+        self.num_step_tokens = 0
+        """Tokens the current step computes; 0 between steps. Any thread may read it."""
         self._runner = runner
         self._on_layers = on_layers
 
@@ -54,7 +63,9 @@ class Engine:
         batch = self.scheduler.schedule()
         outputs: list[StepOutput] = []
         if batch.items:
+            self.num_step_tokens = batch.num_tokens
             outputs = self.scheduler.update(batch, self._runner.run(batch, self._on_layers))
+            self.num_step_tokens = 0
         for item in batch.items:
             if item.sequence.is_over:
                 self._runner.forget(item.sequence)
@@ -110,6 +121,7 @@ class EngineLoop:
         self._closing = threading.Lock()  # between "is it closed?" and putting a command
         self._closed = False
         self._stopping = False
+        self._busy_since_s: float | None = None  # when the current step or command began; written by the thread
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -117,10 +129,23 @@ class EngineLoop:
         """Start the thread."""
         self._thread.start()
 
-    async def stop(self) -> None:
-        """Finish the current step and end the thread; commands that are still queued fail."""
+    async def stop(self, within_s: float = STOP_WAIT_S) -> None:
+        """Finish the current step and end the thread; commands that are still queued fail. A thread that is stuck for
+        longer than `within_s` is left behind: it ends with the process."""
         self.post(self._set_stopping)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, within_s)
+        if self._thread.is_alive():
+            log.error("engine left in its step", stack=self.stack())
+
+    def busy(self) -> Busy | None:
+        """The step or command the thread is at, None between them. At once, from any thread."""
+        since_s = self._busy_since_s
+        return None if since_s is None else Busy(time.monotonic() - since_s, self._engine.num_step_tokens)
+
+    def stack(self) -> str:
+        """Where the thread is in the code; empty if it is not running."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     async def call(self, command: "Command[T]") -> T:
         """Run `command` between two steps; returns or raises what it does. WorkerLost if the engine has stopped."""
@@ -156,7 +181,7 @@ class EngineLoop:
                 self._run_commands(wait=idle)
                 if self._stopping:
                     break
-                result = self._engine.step()
+                result = self._timed(self._engine.step)
                 # Nothing to compute, or no room for what waits: only a command can change that.
                 idle = result.is_idle
                 if result.outputs or result.preempted:
@@ -174,8 +199,15 @@ class EngineLoop:
                 queued = self._commands.get(block=wait)
             except queue.Empty:
                 return
-            queued.run(self._engine.scheduler)
+            self._timed(partial(queued.run, self._engine.scheduler))
             wait = False
+
+    def _timed(self, work: Callable[[], T]) -> T:
+        self._busy_since_s = time.monotonic()
+        try:
+            return work()
+        finally:
+            self._busy_since_s = None
 
     def _close(self) -> None:
         """From now on nothing is accepted; what is still queued fails."""

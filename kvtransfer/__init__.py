@@ -15,10 +15,14 @@ Life of a transfer:
     on_committed(transfer_id, first_token)
                     ── committed ──────────────────▶ commit returns TransferResult
 
-If it fails: `on_failed(transfer_id, error)` on the left, `commit` raises (and `transfer.failure` is set) on the right.
+If it fails: `on_failed(transfer_id, error)` on the left, `commit` and `ended` raise on the right.
 Either side may `await abort(...)` at any time. Who waits for commit, abort or a callback may free its blocks after it:
 no thread touches them any more. What arrives wrong is refused and never written; what never committed is never decoded
 from.
+
+A transfer is a lease. From open to commit a task of the sender renews it, whatever the engine does, and the receiver
+answers. Who hears nothing from the other for `lease_s` ends the transfer, so that a dead, stopped or cut-off peer never
+holds blocks for longer. A reservation that nobody opens ends after `opening_lease_s`.
 
 Start reading at `sender.py` and `receiver.py`. `transports/base.py` is where another payload path plugs in.
 """

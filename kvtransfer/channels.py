@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from mesh.rpc.channel import open_channel
+from mesh.rpc.tls import TlsIdentity
 
 
 @dataclass(slots=True)
@@ -20,7 +21,8 @@ class _Entry:
 class ChannelPool:
     """Channels by address. Lives on one event loop."""
 
-    def __init__(self, idle_s: float) -> None:
+    def __init__(self, idle_s: float, tls: TlsIdentity | None) -> None:
+        self._tls = tls
         self._idle_s = idle_s
         self._entries: dict[str, _Entry] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -34,7 +36,7 @@ class ChannelPool:
         entry = self._entries.get(address)
         if entry is None:
             # Apart from control messages, which must not wait behind megabytes of payload.
-            entry = self._entries[address] = _Entry(open_channel(address, own_connection=True))
+            entry = self._entries[address] = _Entry(open_channel(address, self._tls, own_connection=True))
         if entry.idle_timer is not None:
             entry.idle_timer.cancel()
             entry.idle_timer = None

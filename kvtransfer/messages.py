@@ -7,6 +7,8 @@ Chunk ...      ──▶
                ◀──    Ack ...       each gives one credit back
 Commit         ──▶                  only after every ack
                ◀──    Committed
+
+Between granted and commit, at any time: Renew ──▶, ◀── Renewed. Both sides then know that the other is alive.
 """
 
 from collections.abc import AsyncIterator
@@ -17,7 +19,14 @@ from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import TransferFailed
 from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import SampledToken
-from mesh.wire import layout_from_proto, layout_to_proto, token_from_proto, token_to_proto
+from mesh.wire import (
+    duration_from_proto,
+    duration_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+    token_from_proto,
+    token_to_proto,
+)
 from tandem.v1 import kvtransfer_pb2 as pb
 
 
@@ -57,11 +66,17 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Renew:
+    """The sender is alive, though it may have nothing to send."""
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
-    """The transfer may start."""
+    """The transfer may start. It ends if the receiver hears nothing for `lease_s`."""
 
     transport: str
     credit_chunks: int
+    lease_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +87,17 @@ class Ack:
 
 
 @dataclass(frozen=True, slots=True)
+class Renewed:
+    """The receiver is alive, and still wants the transfer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """Everything is there and verified."""
 
 
-SenderMessage = TransferOpen | Chunk | Commit
-ReceiverMessage = Granted | Ack | Committed
+SenderMessage = TransferOpen | Chunk | Renew | Commit
+ReceiverMessage = Granted | Ack | Renewed | Committed
 
 
 def open_to_proto(opening: TransferOpen) -> pb.PushRequest:
@@ -126,12 +146,22 @@ def commit_to_proto(commit: Commit) -> pb.PushRequest:
     return pb.PushRequest(commit=message)
 
 
+def renew_to_proto() -> pb.PushRequest:
+    """Sign of life."""
+    return pb.PushRequest(renew=pb.TransferRenew())
+
+
 def reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
     """From the receiver."""
     if isinstance(reply, Granted):
-        return pb.PushResponse(granted=pb.TransferGranted(transport=reply.transport, credit_chunks=reply.credit_chunks))
+        granted = pb.TransferGranted(
+            transport=reply.transport, credit_chunks=reply.credit_chunks, lease=duration_to_proto(reply.lease_s)
+        )
+        return pb.PushResponse(granted=granted)
     if isinstance(reply, Ack):
         return pb.PushResponse(ack=pb.TransferAck(sequence_number=reply.sequence_number))
+    if isinstance(reply, Renewed):
+        return pb.PushResponse(renewed=pb.TransferRenewed())
     return pb.PushResponse(committed=pb.TransferCommitted())
 
 
@@ -139,9 +169,12 @@ def reply_from_proto(response: pb.PushResponse) -> ReceiverMessage:
     """Raises TransferFailed if the message is empty or of an unknown kind."""
     kind = response.WhichOneof("message")
     if kind == "granted":
-        return Granted(response.granted.transport, response.granted.credit_chunks)
+        granted = response.granted
+        return Granted(granted.transport, granted.credit_chunks, duration_from_proto(granted.lease))
     if kind == "ack":
         return Ack(response.ack.sequence_number)
+    if kind == "renewed":
+        return Renewed()
     if kind == "committed":
         return Committed()
     raise TransferFailed("the receiver sent a message of an unknown kind")
@@ -152,6 +185,8 @@ def request_from_proto(request: pb.PushRequest) -> SenderMessage:
     kind = request.WhichOneof("message")
     if kind == "chunk":
         return _chunk_from_proto(request.chunk)
+    if kind == "renew":
+        return Renew()
     if kind == "open":
         return _open_from_proto(request.open)
     if kind == "commit":

@@ -35,12 +35,6 @@ class OutgoingTransfer:
         self._is_aborted = False
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(lambda task: self._ended(task, on_end))
-        self._failure: MeshError | None = None
-
-    @property
-    def failure(self) -> MeshError | None:
-        """Why the transfer has ended without commit, as soon as it is known; a reason to stop computing."""
-        return self._failure
 
     def push(self, first_block: int, num_blocks: int, first_layer: int, num_layers: int) -> None:
         """KV of these block positions in these layers is in the store and final. Each (layer, block) once.
@@ -73,7 +67,8 @@ class OutgoingTransfer:
             raise
 
     async def ended(self) -> None:
-        """Return when the transfer is over; raise the MeshError it failed with. Cancelling the wait changes nothing."""
+        """Return when the transfer is over; raise the MeshError it failed with: a reason to stop computing. Cancelling
+        the wait changes nothing."""
         await asyncio.shield(self._task)
 
     async def abort(self) -> None:
@@ -100,6 +95,6 @@ class OutgoingTransfer:
         return result
 
     def _ended(self, task: asyncio.Task[TransferResult], on_end: Callable[["OutgoingTransfer"], None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        self._failure = error if isinstance(error, MeshError) else None
+        if not task.cancelled():
+            task.exception()  # marks it as seen: who still cares asks `commit` or `ended`
         on_end(self)

@@ -6,7 +6,8 @@ Life of a transfer here:
     push()        the conversation, one call: open is checked and a transport chosen; each chunk is checked, verified on
                   a thread, written, acknowledged; commit is checked
     on_committed  every block is there and verified
-    on_failed     it will never be: a chunk did not verify, the layout differs, or the sender went away
+    on_failed     it will never be: a chunk did not verify, the layout differs, the sender went away, was silent for a
+                  lease, or never came
     abort()       this worker does not want it any more; no callback follows
 
 Exactly one of the three ends a transfer. When it does (abort: when it returns) no write is in flight and none follows.
@@ -28,6 +29,8 @@ from kvtransfer.messages import (
     Committed,
     Granted,
     ReceiverMessage,
+    Renew,
+    Renewed,
     SenderMessage,
     TransferOpen,
 )
@@ -36,7 +39,7 @@ from kvtransfer.store import KVStore
 from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transports import open_receive_transports
 from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
-from mesh.domain.errors import LayoutMismatch, MeshError, TransferFailed
+from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
 from mesh.domain.tokens import SampledToken
 
 log = structlog.get_logger(__name__)
@@ -55,6 +58,7 @@ class ReceiverCallbacks:
 @dataclass(slots=True)
 class _Expected:
     transfer: IncomingTransfer
+    opening_lease: asyncio.TimerHandle
     conversation: "asyncio.Task[None] | None" = None
     is_aborted: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -81,9 +85,13 @@ class KVReceiver:
 
     def expect(self, reservation: Reservation) -> None:
         """Let this transfer in. Raises ValueError if the id is in use or the reservation makes no sense."""
-        if reservation.transfer_id in self._expected:
-            raise ValueError(f"transfer {reservation.transfer_id} is expected already")
-        self._expected[reservation.transfer_id] = _Expected(IncomingTransfer(reservation, self._store.layout))
+        transfer_id = reservation.transfer_id
+        if transfer_id in self._expected:
+            raise ValueError(f"transfer {transfer_id} is expected already")
+        transfer = IncomingTransfer(reservation, self._store.layout)
+        loop = asyncio.get_running_loop()
+        opening_lease = loop.call_later(self._settings.opening_lease_s, self._never_opened, transfer_id)
+        self._expected[transfer_id] = _Expected(transfer, opening_lease)
 
     async def abort(self, transfer_id: str) -> None:
         """Refuse the rest; idempotent. Returns when no write is in flight: its blocks may be freed."""
@@ -92,7 +100,7 @@ class KVReceiver:
             return
         expected.is_aborted = True
         if expected.conversation is None:
-            del self._expected[transfer_id]
+            self._end(expected)
             return
         expected.conversation.cancel()
         await expected.ended.wait()
@@ -108,7 +116,7 @@ class KVReceiver:
         It runs in a task of its own, because it both reads and waits for writes, and must end in order even if nobody
         takes the replies any more.
         """
-        replies: asyncio.Queue[ReceiverMessage | None] = asyncio.Queue()  # bounded by the credit
+        replies: asyncio.Queue[ReceiverMessage | None] = asyncio.Queue()  # bounded by credit and renewals
         task = asyncio.create_task(self._converse(requests, replies.put_nowait))
         task.add_done_callback(lambda _: replies.put_nowait(None))
         try:
@@ -122,7 +130,7 @@ class KVReceiver:
                 task.exception()  # marks it as seen
 
     async def _converse(self, requests: AsyncIterator[SenderMessage], reply: Reply) -> None:
-        opening = await anext(requests, None)
+        opening = await self._next(requests)
         if not isinstance(opening, TransferOpen):
             raise TransferFailed("a transfer begins with open")
         expected = self._admit(opening)
@@ -145,6 +153,7 @@ class KVReceiver:
         if expected.conversation is not None:
             raise TransferFailed(f"transfer {opening.transfer_id} has a sender already")
         expected.conversation = asyncio.current_task()
+        expected.opening_lease.cancel()
         log.debug("transfer_started", transfer_id=opening.transfer_id, sender=opening.sender_id)
         return expected
 
@@ -154,13 +163,16 @@ class KVReceiver:
         transfer.check_open(opening)
         transport, source = self._connect(opening.transports)
         credit = self._settings.credit_chunks
-        reply(Granted(transport, credit))
+        reply(Granted(transport, credit, self._settings.lease_s))
         try:
             async with task_group() as writes:  # left only when every write has ended
-                async for request in requests:
+                while (request := await self._next(requests)) is not None:
                     if isinstance(request, Commit):
                         transfer.check_commit(request)
                         return request
+                    if isinstance(request, Renew):
+                        reply(Renewed())
+                        continue
                     if not isinstance(request, Chunk):
                         raise TransferFailed("a transfer is opened once")
                     transfer.accept(request, credit)
@@ -168,6 +180,15 @@ class KVReceiver:
                 raise TransferFailed("the sender went away before it committed")
         finally:
             source.close()
+
+    async def _next(self, requests: AsyncIterator[SenderMessage]) -> SenderMessage | None:
+        """The sender's next message, None if it has gone. Raises LeaseExpired if it is silent for too long."""
+        lease_s = self._settings.lease_s
+        try:
+            async with asyncio.timeout(lease_s):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise LeaseExpired(f"nothing has come from the sender for {lease_s:g} s") from None
 
     async def _write(self, transfer: IncomingTransfer, source: PayloadSource, chunk: Chunk, reply: Reply) -> None:
         await run_to_end(self._executor, partial(self._verify_and_write, transfer, source, chunk))
@@ -192,8 +213,12 @@ class KVReceiver:
         usable = ", ".join(transport.name for transport in self._transports)
         raise LayoutMismatch(f"no common KV transport: the sender offers {offered}; {usable} can be tried here")
 
+    def _never_opened(self, transfer_id: str) -> None:
+        limit = self._settings.opening_lease_s
+        self._fail(self._expected[transfer_id], LeaseExpired(f"no sender has opened the transfer for {limit:g} s"))
+
     def _fail(self, expected: _Expected, error: BaseException) -> MeshError:
-        """End a transfer that was admitted; returns what the sender is told."""
+        """End a transfer that this worker has not given up; returns what the sender is told."""
         transfer_id = expected.transfer.reservation.transfer_id
         self._end(expected)
         if expected.is_aborted:
@@ -208,5 +233,6 @@ class KVReceiver:
         return error
 
     def _end(self, expected: _Expected) -> None:
+        expected.opening_lease.cancel()
         del self._expected[expected.transfer.reservation.transfer_id]
         expected.ended.set()

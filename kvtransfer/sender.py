@@ -11,7 +11,7 @@ from kvtransfer.store import KVStore
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.base import SendTransport
 from mesh.domain.errors import ConfigurationError
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 
@@ -25,7 +25,7 @@ class KVSender:
         self,
         store: KVStore,
         worker_id: str,
-        mesh_key: MeshKey | None,
+        credentials: Credentials,
         settings: TransferSettings | None = None,
         transports: tuple[SendTransport, ...] | None = None,
     ) -> None:
@@ -35,12 +35,12 @@ class KVSender:
             raise ConfigurationError(
                 f"one block of one layer has {max_chunk_bytes} bytes: too many; use smaller blocks"
             )
-        self._channels = ChannelPool(settings.channel_idle_s)
+        self._channels = ChannelPool(settings.channel_idle_s, credentials.tls)
         self._executor = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kv-gather")
         self._parts = SenderParts(
             store=store,
             worker_id=worker_id,
-            metadata=mesh_key.metadata() if mesh_key else (),
+            metadata=credentials.metadata(),
             settings=settings,
             transports=transports or open_send_transports(settings, max_chunk_bytes),
             channels=self._channels,

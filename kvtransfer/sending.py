@@ -1,8 +1,9 @@
 """The sender's half of one conversation.
 
-    open ──▶ granted     the receiver has chosen a transport and given credit; then three activities side by side:
+    open ──▶ granted     the receiver has chosen a transport and given credit; then four activities side by side:
     gather               waits for a push, a credit and a slot, then has a thread copy KV into the slot
     send                 writes each sealed chunk to the stream while the next is being gathered; at the end, Commit
+    renew                says three times in a lease that this side is alive, however long the engine computes
     listen               an ack frees the slot and gives the credit back; Committed ends it
 
 However it ends, the call is cancelled, no thread reads the store, and all slots are back.
@@ -12,26 +13,23 @@ import asyncio
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import grpc
 
 from kvtransfer import messages
 from kvtransfer.channels import ChannelPool
 from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
 from kvtransfer.chunks import ChunkRange
 from kvtransfer.inbox import PushInbox
-from kvtransfer.messages import Ack, Chunk, Commit, Committed, Granted, ReceiverMessage, TransferOpen
+from kvtransfer.messages import Ack, Chunk, Commit, Committed, Granted, ReceiverMessage, Renewed, TransferOpen
+from kvtransfer.push_call import PushCall
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transports.base import SendTransport, Slot
-from mesh.domain.errors import MeshError, TransferFailed
+from kvtransfer.watchdog import Watchdog
+from mesh.domain.errors import TransferFailed
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Metadata
-from mesh.rpc.status import error_from_rpc
 from tandem.v1 import kvtransfer_pb2 as pb
-from tandem.v1 import kvtransfer_pb2_grpc as pb_grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,37 +85,32 @@ class SendingConversation:
         self._num_chunks = 0
         self._num_bytes = 0
         self._slots: dict[int, Slot] = {}  # by sequence number, until acknowledged
-        self._num_unanswered = 0  # messages the receiver owes an answer to: open, chunks, commit
         self._is_committing = False
-        self._watchdog = asyncio.timeout(None)
+        self._watchdog = Watchdog(parts.settings)
 
     async def run(self) -> TransferResult:
         """From open to committed. Raises MeshError; anything else is a bug or a broken store."""
         with self._parts.channels.use(self._spec.address) as channel:
-            call = pb_grpc.KvTransferStub(channel).Push(metadata=self._parts.metadata)
+            call = PushCall(channel, self._parts.metadata)
             try:
-                async with self._watchdog:
+                async with self._watchdog.watch():
                     return await self._converse(call)
-            except TimeoutError:
-                limit = self._parts.settings.progress_timeout_s
-                raise TransferFailed(f"the receiver has not answered for {limit:g} s") from None
             finally:
                 call.cancel()
                 for slot in self._slots.values():
                     slot.release()
 
-    async def _converse(self, call: Any) -> TransferResult:
-        self._asked()
-        await _write(call, messages.open_to_proto(self._opening()))
-        granted = await _read(call)
-        self._answered()
-        transport, credit = self._accept(granted)
-        free = asyncio.Semaphore(credit)
+    async def _converse(self, call: PushCall) -> TransferResult:
+        await call.write(messages.open_to_proto(self._opening()))
+        transport, granted = self._accept(await self._read(call))
+        free = asyncio.Semaphore(granted.credit_chunks)
         sealed: asyncio.Queue[pb.PushRequest | None] = asyncio.Queue()  # bounded by the credit
         async with task_group() as tasks:
             tasks.create_task(self._gather(transport, free, sealed))
-            tasks.create_task(self._send(call, sealed, free, credit))
+            tasks.create_task(self._send(call, sealed, free, granted.credit_chunks))
+            renewal = tasks.create_task(self._renew(call, min(granted.lease_s, self._parts.settings.lease_s) / 3))
             await self._listen(call, free)
+            renewal.cancel()
         return TransferResult(transport.name, self._num_bytes, self._num_chunks)
 
     def _opening(self) -> TransferOpen:
@@ -132,12 +125,12 @@ class SendingConversation:
             num_blocks=len(self._spec.block_ids),
         )
 
-    def _accept(self, granted: ReceiverMessage) -> tuple[SendTransport, int]:
-        if isinstance(granted, Granted) and granted.credit_chunks > 0:
+    def _accept(self, granted: ReceiverMessage) -> tuple[SendTransport, Granted]:
+        if isinstance(granted, Granted) and granted.credit_chunks > 0 and granted.lease_s > 0:
             for transport in self._parts.transports:
                 if transport.name == granted.transport:
-                    return transport, granted.credit_chunks
-        raise TransferFailed("the receiver granted no credit, or a transport that was not offered")
+                    return transport, granted
+        raise TransferFailed("the receiver granted no credit, no lease, or a transport that was not offered")
 
     async def _gather(
         self, transport: SendTransport, free: asyncio.Semaphore, sealed: "asyncio.Queue[pb.PushRequest | None]"
@@ -152,7 +145,7 @@ class SendingConversation:
             self._digest.add(request.chunk.checksum)
             self._num_chunks += 1
             self._num_bytes += request.chunk.num_bytes
-            self._asked()
+            self._watchdog.asked()
             sealed.put_nowait(request)
         sealed.put_nowait(None)
 
@@ -166,72 +159,37 @@ class SendingConversation:
         return messages.chunk_to_proto(Chunk(number, place, num_bytes, checksum, slot.seal()))
 
     async def _send(
-        self, call: Any, sealed: "asyncio.Queue[pb.PushRequest | None]", free: asyncio.Semaphore, credit: int
+        self, call: PushCall, sealed: "asyncio.Queue[pb.PushRequest | None]", free: asyncio.Semaphore, credit: int
     ) -> None:
         while (request := await sealed.get()) is not None:
-            await _write(call, request)
+            await call.write(request)
         for _ in range(credit):  # all of it is back when everything is acknowledged
             await free.acquire()
         self._is_committing = True
         commit = Commit(self.num_tokens, self._num_chunks, self._digest.value, self.first_token)
-        self._asked()
-        await _write(call, messages.commit_to_proto(commit))
+        self._watchdog.asked()
+        await call.write_last(messages.commit_to_proto(commit))
 
-    async def _listen(self, call: Any, free: asyncio.Semaphore) -> None:
-        while not isinstance(reply := await _read(call), Committed):
+    async def _renew(self, call: PushCall, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            await call.write(messages.renew_to_proto())
+
+    async def _listen(self, call: PushCall, free: asyncio.Semaphore) -> None:
+        while not isinstance(reply := await self._read(call), Committed):
+            if isinstance(reply, Renewed):
+                continue
             number = reply.sequence_number if isinstance(reply, Ack) else self._num_chunks
             if number >= self._num_chunks or number not in self._slots:
                 raise TransferFailed("the receiver acknowledged what was not sent")
-            self._answered()
+            self._watchdog.answered()
             self._slots.pop(number).release()
             free.release()
         if not self._is_committing:
             raise TransferFailed("the receiver committed what was not sent")
-        await call.code()  # let the call end by itself: a cancel would look like a fault to the other side
+        await call.ended()
 
-    def _asked(self) -> None:
-        self._num_unanswered += 1
-        if self._num_unanswered == 1:
-            self._restart_watchdog()
-
-    def _answered(self) -> None:
-        self._num_unanswered -= 1
-        self._restart_watchdog()
-
-    def _restart_watchdog(self) -> None:
-        """Time runs only while the receiver owes an answer, and anew from each answer."""
-        if self._watchdog.expired():
-            return
-        now, limit = asyncio.get_running_loop().time(), self._parts.settings.progress_timeout_s
-        self._watchdog.reschedule(now + limit if self._num_unanswered else None)
-
-
-async def _write(call: Any, request: pb.PushRequest) -> None:
-    try:
-        await call.write(request)
-    except asyncio.InvalidStateError:  # how grpc.aio says that the call has ended
-        raise await _end_of(call) from None
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.INTERNAL:  # and how, where it ends during a write: the real status is lost
-            raise TransferFailed("the receiver went away") from None
-        raise error_from_rpc(error) from None
-
-
-async def _read(call: Any) -> ReceiverMessage:
-    try:
-        response = await call.read()
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from None
-    if response is grpc.aio.EOF:
-        raise await _end_of(call)
-    return messages.reply_from_proto(response)
-
-
-async def _end_of(call: Any) -> MeshError:
-    code = await call.code()
-    if code is grpc.StatusCode.OK:
-        return TransferFailed("the receiver ended the conversation early")
-    error = grpc.aio.AioRpcError(
-        code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-    )
-    return error_from_rpc(error)
+    async def _read(self, call: PushCall) -> ReceiverMessage:
+        reply = await call.read()
+        self._watchdog.heard()
+        return reply

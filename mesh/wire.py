@@ -31,6 +31,7 @@ _FAILURE = {
     SequenceFailure.DRAINING: decode_pb2.SEQUENCE_FAILURE_DRAINING,
     SequenceFailure.TOO_LARGE: decode_pb2.SEQUENCE_FAILURE_TOO_LARGE,
     SequenceFailure.INTERNAL: decode_pb2.SEQUENCE_FAILURE_INTERNAL,
+    SequenceFailure.DEADLINE: decode_pb2.SEQUENCE_FAILURE_DEADLINE,
 }
 _FAILURE_BACK = {value: failure for failure, value in _FAILURE.items()}
 
@@ -44,6 +45,7 @@ _STATE = {
     WorkerState.READY: worker_pb2.WORKER_STATE_READY,
     WorkerState.DRAINING: worker_pb2.WORKER_STATE_DRAINING,
     WorkerState.LOST: worker_pb2.WORKER_STATE_LOST,
+    WorkerState.STALLED: worker_pb2.WORKER_STATE_STALLED,
 }
 _STATE_BACK = {value: state for state, value in _STATE.items()}
 

@@ -28,12 +28,12 @@ async def serve(settings: PrefillSettings, load: Load = load_model_runner) -> No
     engine = EngineLoop(host.engine(service.on_layers), callbacks)
     runtime = WorkerRuntime(settings, host.worker_info(WorkerRole.PREFILL), EngineReports(engine))
     transfer_settings = TransferSettings(transports=tuple(settings.kv_transports.split(",")))
-    sender = KVSender(host.runner.kv_cache, settings.identity, settings.key, transfer_settings)
+    sender = KVSender(host.runner.kv_cache, settings.identity, runtime.credentials, transfer_settings)
     service.connect(engine, sender, runtime.is_draining)
     prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), runtime.server.grpc)
     engine.start()
     try:
-        await runtime.serve(RoleParts(("tandem.v1.Prefill",), service.drained, engine_died))
+        await runtime.serve(RoleParts(("tandem.v1.Prefill",), service.drained, engine, engine_died))
     finally:
         await sender.close()
         await engine.stop()

@@ -8,19 +8,22 @@ from pathlib import Path
 from mesh.domain.request import mint_id
 from mesh.process import ServiceProgram, announce, until_stopped
 from mesh.registry.membership import Membership
-from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from router.api_keys import NoKeys
+from router.canary import CanaryRunner
 from router.channels import Caller, Channels
 from router.coordination import coordinate
 from router.decode_links import DecodeLinks
 from router.dispatch import Dispatcher, Paths
+from router.forecast import Forecast
 from router.ledger import Ledger
 from router.limits import LimitPolicy
 from router.mesh_view import MeshView, Sources
 from router.prefill_call import PrefillClient
 from router.prompts import PromptEncoder
-from router.queue import PlacementQueue
+from router.prover import Prover
+from router.proving import Proving
+from router.queue import Outlook, PlacementQueue
 from router.readiness import SERVICES, Expected, Readiness
 from router.served_model import ServedModel
 from router.service import GenerationService, ServiceParts
@@ -39,51 +42,47 @@ class RouterProcess:
     """
 
     def __init__(self, settings: RouterSettings) -> None:
-        key = MeshKey(settings.mesh_key) if settings.mesh_key else None
         model = ServedModel.load(settings.served_name, Path(settings.model))
         limits = LimitPolicy(settings, model.facts)
         self.membership = Membership(time.monotonic, model.require_fits)
-        keys = settings.load_api_keys()
-        self.public = Server(
-            Listen(settings.host, settings.port, keys, public=True, allow_anonymous=settings.allow_anonymous)
-        )
+        keys, tls, anonymous = settings.load_api_keys(), settings.load_public_tls(), settings.allow_anonymous
+        listen = Listen(settings.host, settings.port, keys, public=True, allow_anonymous=anonymous, tls=tls)
+        self.public = Server(listen)
         self._callers = keys or NoKeys()
-        caller = Caller(mint_id(), key)
+        caller = Caller(mint_id(), settings.load_credentials())
         self.internal = coordinate(settings, self.membership, caller)
         self.permits = self.internal.permits
         self.ledger = Ledger(time.monotonic)
-        self._channels = Channels(self.membership)
+        self._channels = Channels(self.membership, caller.credentials.tls)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
+        self.proving = Proving(time.monotonic, trip_after=settings.trip_after)
         self._mesh = MeshView(
             model,
-            Sources(self.membership, self._links, self.ledger),
+            Sources(self.membership, self._links, self.ledger, self.proving),
             prefill_threshold=settings.prefill_threshold,
         )
-        self.queue = PlacementQueue(
-            self.ledger,
-            self._mesh.snapshot,
-            max_queued=settings.max_queued_requests,
-            no_worker_timeout_s=settings.no_worker_timeout_s,
-        )
+        forecast = Forecast(time.monotonic)
+        self.queue = self._make_queue(settings, forecast)
         prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
-        self._encoder = PromptEncoder(model)
+        paths = Paths(self.queue, self._links, prefills, self.proving)
+        canaries = CanaryRunner(model, paths, timeout_s=settings.canary_timeout_s)
+        self._prover = Prover(self.proving, self._mesh, canaries.run, self._mesh_changed)
+        self._encoders = PromptEncoder(model), PromptEncoder(model, num_threads=1)
         self._service = GenerationService(
             ServiceParts(
                 model=model,
-                encoder=self._encoder,
+                encoder=self._encoders[0],
+                tokenize_encoder=self._encoders[1],
                 limits=limits,
                 permits=self.permits,
+                forecast=forecast,
                 mesh=self._mesh,
-                dispatcher=Dispatcher(model, settings, Paths(self.queue, self._links, prefills)),
+                dispatcher=Dispatcher(model, settings, paths, self._mesh_changed),
                 slow_reader_s=settings.slow_reader_s,
+                ttft_target_s=settings.ttft_target_s,
             )
         )
-        self._readiness = Readiness(
-            self.public,
-            self._mesh,
-            Expected(settings.expect_prefill, settings.expect_decode),
-            on_ready=lambda: announce("ready"),
-        )
+        self._readiness = _readiness(self.public, self._mesh, settings)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -97,7 +96,7 @@ class RouterProcess:
         worker_pb2_grpc.add_MeshServicer_to_server(MeshServicer(sources, self._callers), self.public.grpc)
         await self.internal.start()
         await self.public.start(SERVICES)
-        self._tasks = [asyncio.create_task(self._readiness.run())]
+        self._tasks = [asyncio.create_task(self._readiness.run()), asyncio.create_task(self._prover.run())]
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING, refuse new requests, let running ones end, then close everything."""
@@ -112,14 +111,31 @@ class RouterProcess:
         await self._links.close()
         await self._channels.close()
         await self.internal.stop()
-        self._encoder.close()
+        for encoder in self._encoders:
+            encoder.close()
+
+    def _make_queue(self, settings: RouterSettings, forecast: Forecast) -> PlacementQueue:
+        return PlacementQueue(
+            self.ledger,
+            Outlook(self._mesh.snapshot, forecast),
+            max_queued=settings.max_queued_requests,
+            no_worker_timeout_s=settings.no_worker_timeout_s,
+        )
 
     def _mesh_changed(self) -> None:
-        """A worker has joined, left, or reported; or a link has come up or broken."""
+        """A worker has joined, left, reported, been proven or tripped; or a link has come up or broken."""
         self._channels.reconcile()
         self._links.reconcile()
+        self._prover.wake()
+        for stalled in self._mesh.to_be_left():
+            self.ledger.abandon(stalled)
         self.queue.wake()
         self._readiness.wake()
+
+
+def _readiness(server: Server, mesh: MeshView, settings: RouterSettings) -> Readiness:
+    expected = Expected(settings.expect_prefill, settings.expect_decode)
+    return Readiness(server, mesh, expected, on_ready=lambda: announce("ready"))
 
 
 async def serve(settings: RouterSettings) -> None:

@@ -1,29 +1,40 @@
 """API keys of the public port. Only their SHA-256 digests are kept; a file has one line for each:
 
     <64 hex digits> = { tenant = "alice" }
-    <64 hex digits> = { tenant = "ops", operator = true, max_concurrent_requests = 8 }
+    <64 hex digits> = { tenant = "ops", operator = true, max_concurrent_requests = 8, priority = "batch" }
 
 A plain `<64 hex digits> = "alice"` will do too. A tenant may have several keys, all with the same rights. Keys are 256
 random bits (`tandem keys new`), so a fast hash is enough: there is nothing to guess.
+
+The file is read again when it has changed. A key that is no longer in it is refused from then on; streams that run go
+on. While the file is broken or gone, the keys read last hold.
 """
 
 import hmac
 import re
 import secrets
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from mesh.domain.errors import ConfigurationError, Unauthenticated
 from mesh.rpc.credentials import Metadata
-from router.tenants import ANONYMOUS, Tenant
+from router.tenants import ANONYMOUS, Priority, Tenant
+
+log = structlog.get_logger(__name__)
 
 _PREFIX = "tandem-"
 _BEARER = "bearer "
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TYPES = {"tenant": str, "operator": bool, "max_concurrent_requests": int}
+_TYPES = {"tenant": str, "operator": bool, "max_concurrent_requests": int, "priority": str}
+_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
+# How often the file is looked at, at most.
+_LOOK_S = 1.0
 
 
 def new_key() -> str:
@@ -37,7 +48,7 @@ def digest_of(key: str) -> str:
 
 
 class ApiKeys:
-    """Who a key belongs to. Guards every method of the public port, health excepted."""
+    """Who a key belongs to."""
 
     def __init__(self, tenants: Mapping[str, Tenant]) -> None:
         """`tenants` by the hex digest of a key. Raises ConfigurationError if a tenant has two sets of rights."""
@@ -60,13 +71,9 @@ class ApiKeys:
             raise ConfigurationError(f"the API keys file {path} has no keys; make one with: tandem keys new TENANT")
         return cls({digest: _tenant(digest, entry) for digest, entry in content.items()})
 
-    def with_key(self, digest: str, tenant: Tenant) -> "ApiKeys":
-        """The same and one more."""
-        return ApiKeys({entry.decode(): owner for entry, owner in self._entries} | {digest: tenant})
-
-    def check(self, metadata: Metadata | None) -> None:
-        """Raise Unauthenticated unless the call carries a known key."""
-        self.tenant_of(metadata)
+    def with_keys(self, tenants: Mapping[str, Tenant]) -> "ApiKeys":
+        """The same and some more."""
+        return ApiKeys({entry.decode(): owner for entry, owner in self._entries} | dict(tenants))
 
     def tenant_of(self, metadata: Metadata | None) -> Tenant:
         """Whose call it is. Raises Unauthenticated. Takes equally long for every key, known or not."""
@@ -78,6 +85,59 @@ class ApiKeys:
         if found is None:
             raise Unauthenticated("the API key is missing or wrong: send it as authorization: Bearer KEY")
         return found
+
+
+class KeysFile:
+    """The keys of a file as it is now. Guards every method of the public port, health excepted.
+
+    Calls look at the file, once a second at most; nothing runs in between. `more` are keys that hold beside the file's.
+    Raises ConfigurationError if the file is wrong from the start.
+    """
+
+    def __init__(
+        self, path: Path, more: Mapping[str, Tenant] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path = path
+        self._more = more or {}
+        self._clock = clock
+        self._version = self._look()
+        self._keys = self._load()
+        self._looked_at_s = clock()
+
+    def check(self, metadata: Metadata | None) -> None:
+        """Raise Unauthenticated unless the call carries a known key."""
+        self.tenant_of(metadata)
+
+    def tenant_of(self, metadata: Metadata | None) -> Tenant:
+        """Whose call it is. Raises Unauthenticated."""
+        self._refresh()
+        return self._keys.tenant_of(metadata)
+
+    def _refresh(self) -> None:
+        if self._clock() - self._looked_at_s < _LOOK_S:
+            return
+        self._looked_at_s = self._clock()
+        version = self._look()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._keys = self._load()
+        except ConfigurationError as error:
+            log.error("the API keys file is not used, the keys read before go on", error=str(error))
+        else:
+            log.info("API keys read again", path=str(self._path))
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """What changes with the content. None if the file is not there."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _load(self) -> ApiKeys:
+        return ApiKeys.load(self._path).with_keys(self._more)
 
 
 class NoKeys:
@@ -103,10 +163,20 @@ def _tenant(digest: str, entry: Any) -> Tenant:
         entry = {"tenant": entry}
     if not isinstance(entry, dict) or not entry.get("tenant") or entry.keys() - _TYPES.keys():
         raise ConfigurationError(
-            f'API key {digest[:8]}...: want {{ tenant = "NAME" }}, and optionally operator, max_concurrent_requests'
+            f'API key {digest[:8]}...: want {{ tenant = "NAME" }}, and optionally {", ".join(list(_TYPES)[1:])}'
         )
     for name, value in entry.items():
         if type(value) is not _TYPES[name]:
             raise ConfigurationError(f"API key {digest[:8]}...: {name} must be {_TYPES[name].__name__}, got {value!r}")
     fields = dict(entry)
+    if "priority" in fields:
+        fields["priority"] = _priority(digest, fields["priority"])
     return Tenant(fields.pop("tenant"), **fields)
+
+
+def _priority(digest: str, name: str) -> Priority:
+    if name not in _PRIORITIES:
+        raise ConfigurationError(
+            f"API key {digest[:8]}...: priority must be one of {', '.join(_PRIORITIES)}, got {name[:80]!r}"
+        )
+    return _PRIORITIES[name]

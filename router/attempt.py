@@ -49,6 +49,8 @@ class Attempt:
     def __init__(self, choice: Choice, dispatched: Dispatched, prefills: PrefillClient, patience: Patience) -> None:
         self.blamed: WorkerInfo | None = None
         """The worker that made the attempt fail."""
+        self.placement = dispatched.booking.placement
+        self.begun_s = dispatched.booking.begun_s
         self._choice = choice
         self._request = dispatched.request
         self._booking = dispatched.booking
@@ -64,17 +66,18 @@ class Attempt:
         self._last_sign_s = self._clock()
         self._reserved: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        self._booking.on_abandoned = self._on_abandoned
 
     async def run(self) -> None:
         """Until the choice is finished. Raises what made it impossible. Leaves nothing behind, also when cancelled."""
-        prefill = self._booking.placement.prefill
+        prefill = self.placement.prefill
         transfer_id = mint_id() if prefill is not None else ""
         try:
             self._link.start(self._request, transfer_id, self)
             if prefill is not None:
                 ready_tokens = await self._wait_reserved()
                 if ready_tokens is not None:
-                    self._start_prefill(prefill, Reservation(self._booking.placement.decode, transfer_id, ready_tokens))
+                    self._start_prefill(prefill, Reservation(self.placement.decode, transfer_id, ready_tokens))
             await self._wait_ended()
         finally:
             self._close()
@@ -98,9 +101,13 @@ class Attempt:
 
     def on_failed(self, error: MeshError) -> None:
         """The decode worker has given up or is lost."""
-        placement = self._booking.placement
+        placement = self.placement
         sender = placement.prefill if isinstance(error, TransferCorrupt) else None
         self._end(error, sender or placement.decode)
+
+    def _on_abandoned(self, worker: WorkerInfo) -> None:
+        """A worker has stalled, and others can go on."""
+        self._end(WorkerLost(f"worker {worker.worker_id} has stalled"), worker)
 
     def _accept(self, output: StepOutput) -> None:
         self._last_sign_s = self._clock()
@@ -114,6 +121,7 @@ class Attempt:
         self._booking.num_tokens = self._choice.num_tokens
         if self._choice.token_ids:
             self._timeline.mark("first_token")
+            self._booking.first_token()
         if self._choice.finish_reason is not None:
             self._end(None, None)
 
@@ -131,7 +139,7 @@ class Attempt:
             async with asyncio.timeout(self._patience.reserve_s):
                 return await self._reserved
         except TimeoutError:
-            self._end(WorkerBusy("the decode worker did not reserve memory in time"), self._booking.placement.decode)
+            self._end(WorkerBusy("the decode worker did not reserve memory in time"), self.placement.decode)
             return None
 
     async def _wait_ended(self) -> None:
@@ -141,7 +149,7 @@ class Attempt:
             patience_s = self._patience.stall_s if decodes else self._patience.prefill_s
             waited_s = self._clock() - self._last_sign_s
             if waited_s >= patience_s and not self._prefill_runs():
-                self._end(WorkerLost(f"no token for {waited_s:.1f} s"), self._booking.placement.decode)
+                self._end(WorkerLost(f"no token for {waited_s:.1f} s"), self.placement.decode)
                 break
             look_again_s = min(max(patience_s - waited_s, self._patience.stall_s / 4), self._patience.stall_s)
             await asyncio.wait({self._ended}, timeout=look_again_s)
@@ -189,7 +197,7 @@ class Attempt:
             return
         if not isinstance(error, Exception):
             error = TransferFailed("the prefill ended without a first token")
-        self._end(error, self._booking.placement.prefill)
+        self._end(error, self.placement.prefill)
 
     def _close(self) -> None:
         """Both workers drop what is left; the booking is given back."""

@@ -11,8 +11,9 @@ from mesh.domain.errors import WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerState
 from mesh.registry.membership import Registry
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import MeshKey, Metadata
+from mesh.rpc.credentials import Credentials, Metadata
 from mesh.rpc.status import error_from_rpc
+from mesh.rpc.tls import TlsIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,26 +21,27 @@ class Caller:
     """Who this router is to workers."""
 
     router_id: str
-    mesh_key: MeshKey | None
+    credentials: Credentials
 
     @property
     def metadata(self) -> Metadata:
         """Metadata for every outgoing call."""
-        return self.mesh_key.metadata() if self.mesh_key is not None else ()
+        return self.credentials.metadata()
 
 
 class Channels:
     """Opened on demand. A lost worker's channel is closed, which ends every call over it at once."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, tls: TlsIdentity | None) -> None:
         self._registry = registry
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, info: WorkerInfo) -> grpc.aio.Channel:
         """The channel to this run of a worker."""
         if info.incarnation not in self._channels:
-            self._channels[info.incarnation] = open_channel(info.address)
+            self._channels[info.incarnation] = open_channel(info.address, self._tls)
         return self._channels[info.incarnation]
 
     def reconcile(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
+from router.claim import Claim
 from router.tenants import Tenant
 from router.text.stop import StopMatcher
 from router.text.stream import TextStream
@@ -102,6 +103,11 @@ class Choice:
     def tenant(self) -> Tenant:
         """On whose behalf it runs."""
         return self._valid.asked.tenant
+
+    @property
+    def claim(self) -> Claim:
+        """What it may ask of the queue."""
+        return self._valid.claim
 
     def next_request(self, attempt: int, *, eos_token_ids: frozenset[int], namespace: str) -> Request:
         """What to dispatch now: the prompt and all that has been generated."""

@@ -44,7 +44,8 @@ class HostedRegistry:
 
     def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
         self._membership = membership
-        self._server = Server(Listen(settings.registry_host, settings.registry_port, caller.mesh_key))
+        key, tls = caller.credentials.key, caller.credentials.tls
+        self._server = Server(Listen(settings.registry_host, settings.registry_port, key, tls=tls))
         self._expiry: asyncio.Task[None] | None = None
         self.permits: Admission = Permits(settings.max_concurrent_requests)
 

@@ -15,6 +15,7 @@ import grpc
 
 from mesh import wire
 from mesh.domain.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     MeshError,
     SequencePreempted,
@@ -39,6 +40,7 @@ _ERRORS: dict[SequenceFailure, type[MeshError]] = {
     SequenceFailure.KV_REFUSED: TransferCorrupt,
     SequenceFailure.DRAINING: WorkerDraining,
     SequenceFailure.INTERNAL: WorkerLost,
+    SequenceFailure.DEADLINE: DeadlineExceeded,
 }
 
 

@@ -3,11 +3,14 @@
 queued ─▶ placed (queue, placement) ─▶ attempt 0 ─▶ finished
              ▲                            │ Replayable: worker lost, KV refused, preempted, no room, draining
              └── backoff ◀── Replay ◀─────┘           next attempt: prompt + tokens so far, same seed, to the front
+                (and budget)                          the failure counts against the workers that may be at fault
 out of time ─▶ DeadlineExceeded          too many failures without a token ─▶ NoWorkers or Overloaded
 cancelled ─▶ the attempt aborts on both workers and gives its booking back
 """
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import structlog
@@ -19,8 +22,9 @@ from router.choice import Choice
 from router.decode_links import DecodeLinks
 from router.placement import PlacementQuery, PrefixChain
 from router.prefill_call import PrefillClient
+from router.proving import Proof, Proving
 from router.queue import PlacementQueue
-from router.replay import Replay
+from router.replay import Replay, ReplayBudget
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.timeline import Timeline
@@ -35,15 +39,21 @@ class Paths:
     queue: PlacementQueue
     links: DecodeLinks
     prefills: PrefillClient
+    proving: Proving
 
 
 class Dispatcher:
-    """Runs choices; one for all requests of a router."""
+    """Runs choices; one for all requests of a router. `on_trip` is called when a worker has lost its trust."""
 
-    def __init__(self, model: ServedModel, settings: RouterSettings, paths: Paths) -> None:
+    def __init__(self, model: ServedModel, settings: RouterSettings, paths: Paths, on_trip: Callable[[], None]) -> None:
         self._model = model
         self._settings = settings
         self._paths = paths
+        self._on_trip = on_trip
+        # Whoever is in service may once need a second replay at once.
+        self._budget = ReplayBudget(
+            time.monotonic, burst=settings.max_concurrent_requests, per_s=settings.max_replays_per_s
+        )
         self._patience = Patience(settings.reserve_timeout_s, settings.prefill_timeout_s, settings.stall_timeout_s)
 
     async def run(self, choice: Choice, timeline: Timeline, deadline_s: float | None) -> None:
@@ -62,7 +72,10 @@ class Dispatcher:
         try:
             attempt = await self._dispatch(choice, replay, timeline, deadline_s)
             await attempt.run()
+            self._paths.proving.attempt_finished(attempt.placement)
         except Replayable as error:
+            if attempt is not None:
+                self._count(attempt, error)
             blamed = None if attempt is None else attempt.blamed
             log.info(
                 "replay",
@@ -74,6 +87,24 @@ class Dispatcher:
                 error=str(error),
             )
             await asyncio.sleep(replay.after(error, num_tokens=len(choice.token_ids), blamed=blamed))
+            if not replay.is_free:
+                await self._budget.draw()
+
+    def _count(self, attempt: Attempt, error: Replayable) -> None:
+        """Workers that fail again and again get no more until they are proven again."""
+        trips = self._paths.proving.attempt_failed(
+            attempt.placement, error, blamed=attempt.blamed, begun_s=attempt.begun_s
+        )
+        for trip in trips:
+            log.warning(
+                "worker tripped",
+                worker=trip.info.worker_id,
+                num_failures=trip.num_failures,
+                trusted_with="local prompts" if trip.proof is Proof.LOCAL else "nothing",
+                error=str(error),
+            )
+        if trips:
+            self._on_trip()
 
     async def _dispatch(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> Attempt:
         """Wait for a place."""
@@ -83,7 +114,8 @@ class Dispatcher:
             namespace=choice.tenant.cache_namespace(self._model.name),
         )
         timeline.mark("queued")
-        booking = await self._paths.queue.place(self._query(choice, request, replay), is_replay=replay.attempt > 0)
+        query, is_replay = self._query(choice, request, replay), replay.attempt > 0
+        booking = await self._paths.queue.place(query, choice.claim, is_replay=is_replay)
         link = self._paths.links.find(booking.placement.decode)
         if link is None:
             booking.release()
@@ -94,7 +126,6 @@ class Dispatcher:
 
     def _query(self, choice: Choice, request: Request, replay: Replay) -> PlacementQuery:
         return PlacementQuery(
-            tenant=choice.tenant.name,
             num_tokens=len(request.token_ids),
             max_total_tokens=request.max_total_tokens,
             chain=PrefixChain(request.token_ids, request.cache_namespace),

@@ -30,7 +30,8 @@ class Work:
 
 
 class GenerationStream:
-    """Read `chunks()` to the end, or `close()`. Permits are given back when their choices have ended."""
+    """Read `chunks()` to the end, or `close()`. Permits are given back when their choices have ended; the reader is
+    watched until it has everything."""
 
     def __init__(self, works: list[Work], *, slow_reader_s: float) -> None:
         self._slow_reader_s = slow_reader_s
@@ -106,7 +107,6 @@ class GenerationStream:
             self._error = error
             self.close()
         if self._num_open == 0:
-            self._watchdog.cancel()
             self.ended.set_result(None)
         self._wake()
 

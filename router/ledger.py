@@ -13,7 +13,9 @@ _REPORT_DELAY_S = 0.1
 class Booking:
     """One attempt's share of its workers. Release it whatever happens; releasing twice does nothing."""
 
-    def __init__(self, ledger: "Ledger", placement: Placement, num_tokens: int) -> None:
+    def __init__(
+        self, ledger: "Ledger", placement: Placement, num_tokens: int, on_first_token: Callable[[], None] | None
+    ) -> None:
         self.placement = placement
         self.num_tokens = num_tokens
         """Prompt and generated tokens so far: what the decode worker holds KV for."""
@@ -22,11 +24,21 @@ class Booking:
         self.reserved_at_s: float | None = None
         """When the decode worker confirmed its reservation."""
         self.holds_prefill = placement.prefill is not None
+        self.begun_s = ledger.now_s()
+        self.on_abandoned: Callable[[WorkerInfo], None] = _nobody_listens
+        """Called when the attempt should leave this one of its workers."""
         self._ledger = ledger
+        self._on_first_token = on_first_token
 
     def reserved(self) -> None:
         """The decode worker has reserved blocks."""
         self.reserved_at_s = self._ledger.now_s()
+
+    def first_token(self) -> None:
+        """The attempt has brought a token. Only the first call counts."""
+        callback, self._on_first_token = self._on_first_token, None
+        if callback is not None:
+            callback()
 
     def prefill_computed(self) -> None:
         """The prompt is computed; its blocks stay on the prefill worker until they are sent."""
@@ -40,6 +52,7 @@ class Booking:
 
     def release(self) -> None:
         """The attempt is over."""
+        self.on_abandoned = _nobody_listens
         self._ledger.remove(self)
 
 
@@ -55,9 +68,9 @@ class Ledger:
         """Call `callback` whenever room may have appeared."""
         self._callbacks.append(callback)
 
-    def book(self, placement: Placement, num_tokens: int) -> Booking:
+    def book(self, placement: Placement, num_tokens: int, on_first_token: Callable[[], None] | None = None) -> Booking:
         """Count an attempt in."""
-        booking = Booking(self, placement, num_tokens)
+        booking = Booking(self, placement, num_tokens, on_first_token)
         self._bookings[booking] = None
         return booking
 
@@ -65,6 +78,14 @@ class Ledger:
         """Count an attempt out."""
         if self._bookings.pop(booking, booking) is None:
             self.changed()
+
+    def abandon(self, info: WorkerInfo) -> None:
+        """Let every attempt that needs this run of a worker leave it."""
+        for booking in list(self._bookings):
+            placement = booking.placement
+            needed = [placement.decode, placement.prefill] if booking.holds_prefill else [placement.decode]
+            if info in needed:
+                booking.on_abandoned(info)
 
     def changed(self) -> None:
         """Room may have appeared."""
@@ -87,6 +108,10 @@ class Ledger:
 
     def _is_reported(self, booking: Booking, last_seen_s: float) -> bool:
         return booking.reserved_at_s is not None and last_seen_s > booking.reserved_at_s + _REPORT_DELAY_S
+
+
+def _nobody_listens(info: WorkerInfo) -> None:
+    """The attempt has not begun, or is over."""
 
 
 def _add(sums: dict[str, InFlight], info: WorkerInfo, more: InFlight) -> None:

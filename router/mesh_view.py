@@ -1,12 +1,13 @@
-"""The mesh as the router's model sees it now: registry, links and ledger put together."""
+"""The mesh as the router's model sees it now: registry, links, ledger and proofs put together."""
 
 from dataclasses import dataclass
 
-from mesh.domain.worker import WorkerInfo, WorkerRole
+from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.registry.membership import Registry
 from router.decode_links import DecodeLinks
 from router.ledger import Ledger
-from router.placement import Snapshot, healthy
+from router.placement import Snapshot, healthy, usable
+from router.proving import Proof, Proving
 from router.served_model import ServedModel
 
 
@@ -17,6 +18,7 @@ class Sources:
     registry: Registry
     links: DecodeLinks
     ledger: Ledger
+    proving: Proving
 
 
 class MeshView:
@@ -30,22 +32,41 @@ class MeshView:
     def snapshot(self) -> Snapshot:
         """For placement."""
         views = self._sources.registry.workers()
+        proofs = [(view.info, self._sources.proving.proof(view.info)) for view in views]
         return Snapshot(
             views=views,
             model=self._model.name,
             tokenizer_fingerprint=self._model.facts.tokenizer_fingerprint,
             in_flight=self._sources.ledger.in_flight(views),
             unreachable=self._sources.links.unreachable(views),
+            unproven=frozenset(info.incarnation for info, proof in proofs if proof is Proof.NONE),
+            local_only=frozenset(info.incarnation for info, proof in proofs if proof is Proof.LOCAL),
             prefill_threshold=self._prefill_threshold,
         )
 
-    def num_healthy(self, role: WorkerRole) -> int:
-        """Workers of a role that could get work."""
-        return len(healthy(self.snapshot(), role))
+    def num_healthy(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
+        """Workers of a role that could get work; `with_transfers`: also KV from others."""
+        snapshot = self.snapshot()
+        left_out = snapshot.local_only if with_transfers else frozenset()
+        return sum(candidate.info.incarnation not in left_out for candidate in healthy(snapshot, role))
+
+    def workers(self) -> list[WorkerInfo]:
+        """All that the registry knows, also lost ones."""
+        return [view.info for view in self._sources.registry.workers()]
+
+    def usable(self) -> list[WorkerInfo]:
+        """Workers that could get work if they were proven."""
+        return [view.info for view in usable(self.snapshot())]
+
+    def to_be_left(self) -> list[WorkerInfo]:
+        """Workers whose work should move: stalled ones, if others can take it. If not, it waits: stalls may end."""
+        views = self._sources.registry.workers()
+        stalled = [view.info for view in views if view.state is WorkerState.STALLED]
+        return stalled if stalled and self.has_path else []
 
     @property
     def has_path(self) -> bool:
-        """True if requests can be served: a decode worker suffices, because it can prefill by itself."""
+        """True if requests can be served: a proven decode worker suffices, because it can prefill by itself."""
         return self.num_healthy(WorkerRole.DECODE) > 0
 
     def decode_workers(self) -> list[WorkerInfo]:

@@ -1,7 +1,7 @@
 """Which workers serve an attempt: filter, then policy, both pure.
 
     views of the registry + what this router has in flight
-        ── filter: READY, reachable, same model and tokenizer, big enough, has room
+        ── filter: READY, reachable, same model and tokenizer, proven, big enough, has room
         ── policy: cached prefix minus load; equal ones by name
         ── Placement(prefill, decode), or why there is none now
 
@@ -75,14 +75,13 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """What an attempt needs, and whose it is. `avoid` holds incarnations of workers that failed this request."""
+    """What an attempt needs. `avoid` holds incarnations of workers that failed this request."""
 
     num_tokens: int
     max_total_tokens: int
     chain: PrefixChain
     avoid: frozenset[str] = frozenset()
     prefill_locally: bool = False
-    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +97,23 @@ class NoPlacement(Enum):
 
     NO_DECODE_WORKER = "no decode worker"
     NO_ROOM = "no room"
+    AWAY = "those decode workers that could hold it are away"
     TOO_LARGE = "too large for every decode worker"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that placement looks at. `unreachable` holds incarnations the router has no working connection to."""
+    """All that placement looks at. Three sets hold incarnations: `unreachable` of workers the router has no working
+    connection to, `unproven` of those it does not trust, `local_only` of decode workers that have to prefill.
+    """
 
     views: Sequence[WorkerView]
     model: str
     tokenizer_fingerprint: str
     in_flight: Mapping[str, InFlight] = field(default_factory=dict)
     unreachable: frozenset[str] = frozenset()
+    unproven: frozenset[str] = frozenset()
+    local_only: frozenset[str] = frozenset()
     prefill_threshold: int = 0
 
 
@@ -124,28 +128,39 @@ def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
         return NoPlacement.NO_DECODE_WORKER
     big_enough = [c for c in decoders if capacity_tokens(c.info) >= query.max_total_tokens]
     if not big_enough:
-        return NoPlacement.TOO_LARGE
+        known = (view.info for view in snapshot.views if view.info.role is WorkerRole.DECODE)
+        could_hold = any(capacity_tokens(info) >= query.max_total_tokens for info in known)
+        return NoPlacement.AWAY if could_hold else NoPlacement.TOO_LARGE
     decode = _choose(query, [c for c in big_enough if decode_has_room(query, c)], decode_cost)
     if decode is None:
         return NoPlacement.NO_ROOM
     prefillers = [c for c in healthy(snapshot, WorkerRole.PREFILL) if capacity_tokens(c.info) >= query.num_tokens]
     uncached = query.num_tokens - query.chain.num_cached_tokens(decode.view)
-    if not prefillers or query.prefill_locally or uncached < snapshot.prefill_threshold:
+    locally = query.prefill_locally or decode.info.incarnation in snapshot.local_only
+    if not prefillers or locally or uncached < snapshot.prefill_threshold:
         return Placement(None, decode.info)
     prefill = _choose(query, [c for c in prefillers if prefill_has_room(query, c)], prefill_cost)
     return NoPlacement.NO_ROOM if prefill is None else Placement(prefill.info, decode.info)
 
 
-def healthy(snapshot: Snapshot, role: WorkerRole) -> list[Candidate]:
-    """Workers of a role that are READY, reachable, and speak this model's tokens."""
+def usable(snapshot: Snapshot) -> list[WorkerView]:
+    """Workers that are READY, reachable, and speak this model's tokens: proven or not."""
     return [
-        Candidate(view, snapshot.in_flight.get(view.info.incarnation, InFlight()))
+        view
         for view in snapshot.views
-        if view.info.role is role
-        and view.state is WorkerState.READY
+        if view.state is WorkerState.READY
         and view.info.model == snapshot.model
         and view.info.tokenizer_fingerprint == snapshot.tokenizer_fingerprint
         and view.info.incarnation not in snapshot.unreachable
+    ]
+
+
+def healthy(snapshot: Snapshot, role: WorkerRole) -> list[Candidate]:
+    """Workers of a role that may get clients' requests: usable and proven."""
+    return [
+        Candidate(view, snapshot.in_flight.get(view.info.incarnation, InFlight()))
+        for view in usable(snapshot)
+        if view.info.role is role and view.info.incarnation not in snapshot.unproven
     ]
 
 

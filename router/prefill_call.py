@@ -9,7 +9,7 @@ import grpc
 import structlog
 
 from mesh import wire
-from mesh.domain.errors import InvalidRequest, MeshError, Replayable, TransferFailed, WorkerLost
+from mesh.domain.errors import DeadlineExceeded, InvalidRequest, MeshError, Replayable, TransferFailed, WorkerLost
 from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
 from mesh.domain.worker import WorkerInfo
@@ -52,7 +52,9 @@ class PrefillClient:
     async def run(
         self, worker: WorkerInfo, request: Request, reservation: Reservation
     ) -> AsyncGenerator[PrefillEvent, None]:
-        """Events of one prefill. Leaving early cancels it. Raises Replayable, or InvalidRequest."""
+        """Events of one prefill. Leaving early cancels it. Raises Replayable, or InvalidRequest, or DeadlineExceeded if
+        the request's own time is up.
+        """
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
         time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
         call = stub.Prefill(
@@ -66,6 +68,10 @@ class PrefillClient:
                     event = _event(response)
                     if event is not None:
                         yield event
+        except DeadlineExceeded as error:
+            if request.time_left_s is not None and request.time_left_s <= self._timeout_s:
+                raise
+            raise self._judge(worker, error) from error
         except MeshError as error:
             raise self._judge(worker, error) from error
 
@@ -82,9 +88,13 @@ class PrefillClient:
 
 
 def _is_unreachable(error: MeshError) -> bool:
-    """True if the connection failed; a worker's own complaint carries its error's name."""
+    """True if the connection failed, or was closed because the worker is lost; a worker's own complaint carries its
+    error's name.
+    """
     cause = error.__cause__
-    if not isinstance(cause, grpc.aio.AioRpcError) or cause.code() is not grpc.StatusCode.UNAVAILABLE:
+    if not isinstance(cause, grpc.aio.AioRpcError):
+        return isinstance(error, WorkerLost)
+    if cause.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     return ERROR_KEY not in dict(cause.trailing_metadata() or ())
 

@@ -13,7 +13,7 @@ SERVICES = ("tandem.v1.Generation", "tandem.v1.Mesh")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Workers to wait for before the mesh counts as ready."""
+    """Workers to wait for, proven, before the mesh counts as ready."""
 
     num_prefill: int
     num_decode: int
@@ -51,9 +51,10 @@ class Readiness:
             await self._server.set_serving(serving, service)
 
     def _announce(self) -> None:
+        num_prefill, num_decode = self._expected.num_prefill, self._expected.num_decode
         is_ready = (
-            self._mesh.num_healthy(WorkerRole.PREFILL) >= self._expected.num_prefill
-            and self._mesh.num_healthy(WorkerRole.DECODE) >= self._expected.num_decode
+            self._mesh.num_healthy(WorkerRole.PREFILL) >= num_prefill
+            and self._mesh.num_healthy(WorkerRole.DECODE, with_transfers=num_prefill > 0) >= num_decode
         )
         if is_ready and not self._announced:
             self._announced = True

@@ -2,7 +2,13 @@
 
 A failed attempt is followed by another one with the tokens generated so far. Attempts in a row that bring no token are
 counted; so are workers lost under the request, because a request that kills workers must not be handed round for ever.
+
+The first replay after progress is free and, if a worker failed, immediate: all streams of a dead worker move at once.
+Those after it draw on one budget of the router, and wait for their turn rather than fail: no storm, whoever fails.
 """
+
+import asyncio
+from collections.abc import Callable
 
 from mesh.domain.errors import MeshError, NoWorkers, Overloaded, Replayable, SequencePreempted, WorkerBusy, WorkerLost
 from mesh.domain.worker import WorkerInfo
@@ -27,12 +33,17 @@ class Replay:
         self._num_losses = 0
 
     @property
+    def is_free(self) -> bool:
+        """True if the next attempt draws on no budget."""
+        return self._num_failures <= 1
+
+    @property
     def prefill_locally(self) -> bool:
         """True if prefill workers should be left out."""
         return self._num_failures >= _PREFILL_LOCALLY_AFTER
 
     def after(self, error: Replayable, *, num_tokens: int, blamed: WorkerInfo | None) -> float:
-        """Count a failure in. Returns the seconds to wait before the next attempt; raises if there will be none.
+        """Count a failure in. Returns the least seconds to wait before the next attempt; raises if there will be none.
 
         `num_tokens` is how many tokens the choice has by now.
         """
@@ -57,3 +68,36 @@ class Replay:
         if isinstance(error, WorkerBusy | SequencePreempted):
             return Overloaded(f"no worker had room in {self._num_failures} attempts; try again later")
         return NoWorkers(f"the workers failed this request {self._num_failures} times in a row; try again later")
+
+
+class ReplayBudget:
+    """A token bucket for the replays without progress of all requests. `clock` gives monotonic seconds.
+
+    `burst` is how many may come at once after a quiet time, `per_s` how many each second go on.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, burst: int, per_s: float) -> None:
+        self._clock = clock
+        self._burst = burst
+        self._per_s = per_s
+        self._num_tokens = float(burst)  # below zero: tokens promised to those that wait
+        self._counted_at_s = clock()
+
+    async def draw(self) -> None:
+        """Wait for a token. They come in the order of asking; who leaves gives its token back."""
+        try:
+            await asyncio.sleep(self.take_s())
+        except asyncio.CancelledError:
+            self.give_back()
+            raise
+
+    def take_s(self) -> float:
+        """Take a token; returns the seconds until it is there."""
+        now_s = self._clock()
+        refilled = self._num_tokens + (now_s - self._counted_at_s) * self._per_s
+        self._num_tokens, self._counted_at_s = min(self._burst, refilled) - 1, now_s
+        return max(0.0, -self._num_tokens / self._per_s)
+
+    def give_back(self) -> None:
+        """A token was not used."""
+        self._num_tokens += 1

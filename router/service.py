@@ -2,11 +2,12 @@
 
 Life of a Generate call:
 
-    shape checked ─▶ permits (or Overloaded, at once) ─▶ template, tokens, limits ─▶ one Dispatcher.run per choice
+    shape, priority ─▶ permits (or Overloaded, at once) ─▶ template, tokens, limits ─▶ one Dispatcher.run per choice
         ─▶ chunks, merged: the first carries PromptInfo, a choice's last its finish reason and usage
         ─▶ ended, failed or abandoned: attempts aborted, bookings and permits given back
 
-A request holds one permit for each of its choices, because each runs as a sequence of its own.
+A request holds one permit for each of its choices, because each runs as a sequence of its own. Tokenize needs none: it
+has a thread and a cap of its own, so that neither can keep the other waiting.
 """
 
 import asyncio
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 
 import structlog
 
-from mesh.domain.errors import ModelNotFound, NoWorkers
+from mesh.domain.errors import ModelNotFound, NoWorkers, Overloaded
 from mesh.domain.request import mint_id
 from router.admission import Admission, Permit
 from router.answer import Answer, AnswerParts
 from router.choice import Choice
+from router.claim import Claim
 from router.dispatch import Dispatcher
+from router.forecast import Forecast, retry_after_s
 from router.generation import GenerationStream, Work
 from router.limits import LimitPolicy, Limits
 from router.mesh_view import MeshView
@@ -27,6 +30,7 @@ from router.prompts import EncodedPrompt, Prompt, PromptEncoder
 from router.served_model import ServedModel
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
+from router.turns import Lane
 from router.validation import (
     GenerateInput,
     ValidRequest,
@@ -39,6 +43,7 @@ from router.validation import (
 log = structlog.get_logger(__name__)
 
 _MAX_LOGGED_CHARS = 128
+_MAX_TOKENIZING = 16
 _STOPPING = "this router is stopping; try again"
 
 
@@ -57,11 +62,14 @@ class ServiceParts:
 
     model: ServedModel
     encoder: PromptEncoder
+    tokenize_encoder: PromptEncoder
     limits: LimitPolicy
     permits: Admission
+    forecast: Forecast
     mesh: MeshView
     dispatcher: Dispatcher
     slow_reader_s: float
+    ttft_target_s: float | None = None
 
 
 class GenerationService:
@@ -70,33 +78,44 @@ class GenerationService:
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
         self._streams: set[GenerationStream] = set()
+        self._num_running = 0
+        self._num_tokenizing = 0
         self._stopping = False
 
     async def generate(self, asked: GenerateInput, time_left_s: float | None) -> Answer:
         """Start generating. Raises what keeps the request from starting; later errors come out of the answer."""
-        loop = asyncio.get_running_loop()
-        span = _Span(Timeline(loop.time), None if time_left_s is None else loop.time() + time_left_s)
+        timeline = Timeline(asyncio.get_running_loop().time)
         if self._stopping:
             raise NoWorkers(_STOPPING)
         self._require_model(asked.model)
-        check_shape(asked, max_choices=self._parts.permits.max_permits)
+        claim = self._claim(asked, time_left_s)
+        most = claim.lane.priority.share_of(self._parts.permits.max_permits)
+        check_shape(asked, max_choices=most)
         asked.sampling.validate(self._parts.model.facts.vocab_size)
-        permits = await self._parts.permits.admit(asked.num_choices, asked.tenant)
+        permits = await self._admit(asked, most)
         try:
             prompt = await self._parts.encoder.encode(require_prompt(asked.prompt))
-            valid = self._validate(asked, prompt)
+            valid = self._validate(asked, prompt, claim)
             echo = await self._echo(prompt) if asked.echo else ""
         except BaseException:
             for permit in permits:
                 permit.release()
             raise
-        return self._start(valid, permits, span, echo)
+        return self._start(valid, permits, timeline, echo)
 
     async def tokenize(self, prompt: Prompt | None, model: str) -> list[TextToken]:
-        """Token ids that `generate` would use, with their texts."""
+        """Token ids that `generate` would use, with their texts. Prompts that it would not take are refused."""
         self._require_model(model)
-        encoded = await self._parts.encoder.encode(require_prompt(prompt))
-        return await self._parts.encoder.pieces(encoded.ids)
+        if self._num_tokenizing >= _MAX_TOKENIZING:
+            raise Overloaded(f"{self._num_tokenizing} prompts are being tokenised; try again later")
+        encoder = self._parts.tokenize_encoder
+        self._num_tokenizing += 1
+        try:
+            encoded = await encoder.encode(require_prompt(prompt))
+            self._check_ids(encoded, self._limits())
+            return await encoder.pieces(encoded.ids)
+        finally:
+            self._num_tokenizing -= 1
 
     def describe(self, model: str = "") -> ModelInfo:
         """One served model. Raises ModelNotFound."""
@@ -120,22 +139,52 @@ class GenerationService:
     def _limits(self) -> Limits:
         return self._parts.limits.resolve(self._parts.mesh.decode_workers())
 
-    def _validate(self, asked: GenerateInput, prompt: EncodedPrompt) -> ValidRequest:
-        limits, vocab_size = self._limits(), self._parts.model.facts.vocab_size
-        check_prompt_ids(prompt.ids, vocab_size=vocab_size, limits=limits)
-        sampling = complete_sampling(
-            asked.sampling, num_prompt_tokens=len(prompt.ids), vocab_size=vocab_size, limits=limits
+    def _claim(self, asked: GenerateInput, time_left_s: float | None) -> Claim:
+        """What a request that comes in now may ask of the queue. Raises InvalidRequest if its priority is too high."""
+        now_s = asyncio.get_running_loop().time()
+        target_s = self._parts.ttft_target_s if asked.ttft_target_s is None else asked.ttft_target_s
+        return Claim(
+            lane=Lane(asked.tenant.name, asked.tenant.priority_of(asked.priority)),
+            first_token_by_s=None if target_s is None else now_s + target_s,
+            deadline_s=None if time_left_s is None else now_s + time_left_s,
         )
-        return ValidRequest(mint_id(), tuple(prompt.ids), sampling, asked)
+
+    async def _admit(self, asked: GenerateInput, most: int) -> list[Permit]:
+        """Permits, if no more than `most` are then held here. Raises Overloaded.
+
+        Who refuses knows the cap; when it makes sense to come back is the forecast's to say.
+        """
+        permits = self._parts.permits
+        try:
+            if permits.num_held + asked.num_choices > most:
+                raise Overloaded(f"{permits.num_held} of {most} requests are in service; try again later")
+            return await permits.admit(asked.num_choices, asked.tenant)
+        except Overloaded as error:
+            wait_s = retry_after_s(self._parts.forecast.permits_s(asked.num_choices), error.retry_after_s)
+            raise Overloaded(str(error), retry_after_s=wait_s) from None
+
+    def _check_ids(self, prompt: EncodedPrompt, limits: Limits) -> None:
+        check_prompt_ids(prompt.ids, vocab_size=self._parts.model.facts.vocab_size, limits=limits)
+
+    def _validate(self, asked: GenerateInput, prompt: EncodedPrompt, claim: Claim) -> ValidRequest:
+        limits = self._limits()
+        self._check_ids(prompt, limits)
+        sampling = complete_sampling(
+            asked.sampling,
+            num_prompt_tokens=len(prompt.ids),
+            vocab_size=self._parts.model.facts.vocab_size,
+            limits=limits,
+        )
+        return ValidRequest(mint_id(), tuple(prompt.ids), sampling, asked, claim)
 
     async def _echo(self, prompt: EncodedPrompt) -> str:
         return await self._parts.encoder.decode(prompt.ids) if prompt.text is None else prompt.text
 
-    def _start(self, valid: ValidRequest, permits: list[Permit], span: "_Span", echo: str) -> Answer:
+    def _start(self, valid: ValidRequest, permits: list[Permit], timeline: Timeline, echo: str) -> Answer:
         """One task for each choice."""
         choices = [Choice(index, valid, self._parts.model.tokenizer) for index in range(valid.asked.num_choices)]
         works = [
-            Work(choice, permit, lambda choice: self._run(choice, valid, span))
+            Work(choice, permit, lambda choice: self._run(choice, valid, timeline))
             for choice, permit in zip(choices, permits, strict=True)
         ]
         stream = GenerationStream(works, slow_reader_s=self._parts.slow_reader_s)
@@ -143,17 +192,19 @@ class GenerationService:
         stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
         return Answer(AnswerParts(valid, choices[0], self._parts.encoder, echo), stream)
 
-    async def _run(self, choice: Choice, valid: ValidRequest, span: "_Span") -> None:
+    async def _run(self, choice: Choice, valid: ValidRequest, timeline: Timeline) -> None:
         """Run one choice, and write its line of the access log."""
-        timeline = span.timeline if choice.index == 0 else span.timeline.copy()
+        timeline = timeline if choice.index == 0 else timeline.copy()
         error: str | None = None
+        self._count_in()
         try:
-            await self._parts.dispatcher.run(choice, timeline, span.deadline_s)
+            await self._parts.dispatcher.run(choice, timeline, valid.claim.deadline_s)
         except BaseException as failure:
             if choice.finish_reason is None:
                 error = type(failure).__name__
             raise
         finally:
+            self._count_out()
             timeline.mark("finished")
             log.info(
                 "finished",
@@ -168,10 +219,12 @@ class GenerationService:
                 **timeline.as_fields(),
             )
 
+    def _count_in(self) -> None:
+        self._num_running += 1
+        self._parts.forecast.service.begin()
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """When a request came in and must be done, in the event loop's time."""
-
-    timeline: Timeline
-    deadline_s: float | None
+    def _count_out(self) -> None:
+        self._num_running -= 1
+        self._parts.forecast.service.did(1)
+        if not self._num_running:
+            self._parts.forecast.service.end()

@@ -1,12 +1,14 @@
 """The public API's gRPC side: translation only."""
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import grpc
 
 from mesh import wire
+from mesh.domain.errors import InvalidRequest
 from mesh.registry.membership import Registry
 from mesh.rpc.credentials import Metadata
 from router.admission import Admission
@@ -15,14 +17,22 @@ from router.choice import TokenEvent, TopToken, Usage
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.queue import PlacementQueue
 from router.service import GenerationService, ModelInfo
-from router.tenants import Tenant
+from router.tenants import Priority, Tenant
 from router.text.chat import ChatMessage
 from router.validation import GenerateInput
 from tandem.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
+_PRIORITIES: Mapping[int, Priority] = MappingProxyType(
+    {
+        generation_pb2.PRIORITY_BATCH: Priority.BATCH,
+        generation_pb2.PRIORITY_STANDARD: Priority.STANDARD,
+        generation_pb2.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+    }
+)
+
 
 class Callers(Protocol):
-    """Knows callers by their credentials: ApiKeys, or NoKeys while there are none."""
+    """Knows callers by their credentials: KeysFile, or NoKeys while there are none."""
 
     def tenant_of(self, metadata: Metadata | None) -> Tenant:
         """Whose call it is. Raises Unauthenticated."""
@@ -117,7 +127,18 @@ def _asked_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) -
         echo=request.output.echo,
         client_request_id=request.client_request_id,
         tenant=tenant,
+        priority=_priority_from_proto(request.priority),
+        ttft_target_s=wire.duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
     )
+
+
+def _priority_from_proto(number: int) -> Priority | None:
+    """Raises InvalidRequest for numbers that generation.proto does not have."""
+    if number == generation_pb2.PRIORITY_UNSPECIFIED:
+        return None
+    if number not in _PRIORITIES:
+        raise InvalidRequest(f"priority: there is none with the number {number}")
+    return _PRIORITIES[number]
 
 
 def _prompt_from_proto(request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest) -> Prompt | None:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.domain.errors import ConfigurationError
-from mesh.process import ProcessSettings
+from mesh.rpc.settings import MemberSettings
+from mesh.rpc.tls import TlsIdentity
 from mesh.settings import setting
-from router.api_keys import ApiKeys
+from router.api_keys import KeysFile
 from router.tenants import TRIAL
 
 _COUNTS = (
@@ -16,12 +17,16 @@ _COUNTS = (
     "max_total_tokens",
     "max_attempts",
     "max_worker_losses",
+    "trip_after",
 )
 _DURATIONS = (
+    "ttft_target_s",
     "no_worker_timeout_s",
     "reserve_timeout_s",
     "prefill_timeout_s",
     "stall_timeout_s",
+    "max_replays_per_s",
+    "canary_timeout_s",
     "slow_reader_s",
     "grace_s",
 )
@@ -29,7 +34,7 @@ _NOT_NEGATIVE = ("prefill_threshold", "expect_prefill", "expect_decode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSettings(ProcessSettings):
+class RouterSettings(MemberSettings):
     """Checked on construction."""
 
     model: str = setting(..., "checkpoint folder: tokenizer and config", env=("MODEL_ID", "HF_MODEL_ID"))
@@ -41,15 +46,19 @@ class RouterSettings(ProcessSettings):
     registry_url: str = setting(
         "", "redis://... or rediss://...: share workers and permits with other routers", secret=True
     )
-    mesh_key: str = setting("", "secret shared by routers and workers", secret=True)
     api_keys_file: str = setting("", "TOML file of API keys (see: tandem keys); without one, clients need no key")
     allow_anonymous: bool = setting(False, "without API keys, listen beyond loopback all the same")
+    public_tls_cert: str = setting("", "PEM file: certificate chain that clients see; turns on TLS for them")
+    public_tls_key: str = setting("", "PEM file: the certificate's private key")
     trial_key_sha256: str = setting("", "digest of the key `tandem up` tries the mesh with", secret=True)
 
     max_concurrent_requests: int = setting(
         128, "choices in service at a time; more are refused at once", env=("MAX_CONCURRENT_REQUESTS",)
     )
     max_queued_requests: int = setting(128, "choices waiting for workers; more are refused at once")
+    ttft_target_s: float | None = setting(
+        None, "for requests that give none: seconds after which a first token is worthless, and not waited for"
+    )
     max_input_length: int | None = setting(
         None, "most prompt tokens; default: max_total_tokens - 1", env=("MAX_INPUT_LENGTH", "MAX_INPUT_TOKENS")
     )
@@ -62,6 +71,11 @@ class RouterSettings(ProcessSettings):
 
     max_attempts: int = setting(10, "dispatches of a request in a row that bring no token, before it fails")
     max_worker_losses: int = setting(4, "workers lost in a row under a request that got no token, before it fails")
+    max_replays_per_s: float = setting(
+        20.0, "replays that follow another without a token between, of all requests together; more wait for their turn"
+    )
+    trip_after: int = setting(3, "failures in a row after which a worker gets no requests until a canary went through")
+    canary_timeout_s: float = setting(10.0, "how long a canary, the tiny request that proves a worker, may take")
     no_worker_timeout_s: float = setting(15.0, "how long requests wait while there is no decode worker at all")
     reserve_timeout_s: float = setting(30.0, "how long a decode worker may take to reserve memory")
     prefill_timeout_s: float = setting(300.0, "how long a prompt may take to be computed and handed over")
@@ -78,8 +92,9 @@ class RouterSettings(ProcessSettings):
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name} must be >= 1, got {value}")
         for name in _DURATIONS:
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name):g}")
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigurationError(f"{name} must be > 0, got {value:g}")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -87,13 +102,20 @@ class RouterSettings(ProcessSettings):
             raise ConfigurationError(f"model must be a checkpoint folder, and {self.model!r} is none")
         if self.max_input_length is not None and self.max_total_tokens is not None:
             require_input_below_total(self.max_input_length, self.max_total_tokens)
+        self.load_public_tls()
 
-    def load_api_keys(self) -> ApiKeys | None:
+    def load_api_keys(self) -> KeysFile | None:
         """Read the keys file; None without one. Raises ConfigurationError."""
         if not self.api_keys_file:
             return None
-        keys = ApiKeys.load(Path(self.api_keys_file))
-        return keys.with_key(self.trial_key_sha256, TRIAL) if self.trial_key_sha256 else keys
+        more = {self.trial_key_sha256: TRIAL} if self.trial_key_sha256 else {}
+        return KeysFile(Path(self.api_keys_file), more)
+
+    def load_public_tls(self) -> TlsIdentity | None:
+        """Read the public port's certificate; None without one. Raises ConfigurationError."""
+        if bool(self.public_tls_cert) != bool(self.public_tls_key):
+            raise ConfigurationError("public_tls_cert and public_tls_key belong together: one of them is not set")
+        return TlsIdentity.load(self.public_tls_cert, self.public_tls_key) if self.public_tls_cert else None
 
     @property
     def served_name(self) -> str:

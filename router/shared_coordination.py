@@ -39,7 +39,7 @@ class SharedRegistry:
     address = ""
 
     def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
-        self._registry = RedisRegistry(settings.registry_url, membership, caller.mesh_key)
+        self._registry = RedisRegistry(settings.registry_url, membership, caller.credentials)
         cap = settings.max_concurrent_requests
         self._shared = SharedPermits(settings.registry_url, caller.router_id, cap)
         self.permits: Admission = LeasedPermits(self._shared, cap)

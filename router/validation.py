@@ -1,14 +1,16 @@
 """The one validator for public requests: what a client asked for, checked and completed."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
+from router.claim import Claim
 from router.limits import Limits
 from router.prompts import ChatPrompt, Prompt, TextPrompt
-from router.tenants import ANONYMOUS, Tenant
+from router.tenants import ANONYMOUS, Priority, Tenant
 
 CHAT_ROLES = ("system", "user", "assistant")
 
@@ -17,7 +19,10 @@ _EMPTY = "the prompt is empty: at least one token is needed"
 
 @dataclass(frozen=True, slots=True)
 class GenerateInput:
-    """What a client asked for, not yet checked. `prompt` is None if none was given."""
+    """What a client asked for, not yet checked. `prompt` is None if none was given, `priority` if the tenant's holds.
+
+    `ttft_target_s`: a first token later than this is of no use.
+    """
 
     prompt: Prompt | None
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -28,6 +33,8 @@ class GenerateInput:
     echo: bool = False
     client_request_id: str = ""
     tenant: Tenant = ANONYMOUS
+    priority: Priority | None = None
+    ttft_target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,7 @@ class ValidRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     asked: GenerateInput
+    claim: Claim = field(default_factory=Claim)
 
 
 def check_shape(asked: GenerateInput, *, max_choices: int) -> None:
@@ -47,6 +55,8 @@ def check_shape(asked: GenerateInput, *, max_choices: int) -> None:
         raise InvalidRequest(f"num_choices must be in [1, {most}], got {asked.num_choices}")
     if not 0 <= asked.top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked.top_logprobs}")
+    if asked.ttft_target_s is not None and not 0 < asked.ttft_target_s < math.inf:
+        raise InvalidRequest(f"ttft_target must be > 0, got {asked.ttft_target_s:g} s")
 
 
 def require_prompt(prompt: Prompt | None) -> Prompt:

@@ -9,6 +9,7 @@
 `AsyncClient` is the same for asyncio. Every error is a `TandemError`; `tandem/exceptions.py` draws the tree.
 """
 
+from tandem._channel import Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem.client import AsyncClient
 from tandem.exceptions import (
@@ -30,6 +31,7 @@ from tandem.models import (
     FinishReason,
     Mesh,
     Model,
+    Priority,
     Result,
     Token,
     TokenEvent,
@@ -59,9 +61,11 @@ __all__ = [
     "NoWorkers",
     "Overloaded",
     "PermissionDenied",
+    "Priority",
     "Result",
     "ServerMisconfigured",
     "TandemError",
+    "Tls",
     "Token",
     "TokenEvent",
     "TokenizeArguments",

@@ -119,7 +119,7 @@ def _round(arguments: GenerateArguments, ids: list[int], num_generated: int, bou
     following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated)
     following["seed"] = _seed(arguments.get("seed"), num_generated)
     if num_generated:
-        following.update({"echo": None, "prompt_logprobs": None})
+        following.update({"echo": None, "prompt_logprobs": None, "ttft_target": None})
     return following
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from tandem.exceptions import InvalidRequest
+from tandem.models import Priority
 from tandem.v1 import generation_pb2, sampling_pb2
 
 _SCALARS = (
@@ -36,7 +37,9 @@ class GenerateArguments(TokenizeArguments, total=False):
     """Arguments of `generate` and `stream`. Give one of prompt, token_ids and messages.
 
     None means the server's default: greedy, one choice, as many tokens as the model's limit allows. `timeout` is in
-    seconds and covers all retries.
+    seconds and covers all retries. A first token later than `ttft_target` (seconds, for each try) is of no use to you:
+    the server raises Overloaded as soon as it sees that it will come too late. `priority` may be at most that of your
+    API key.
     """
 
     token_ids: Sequence[int] | None
@@ -59,6 +62,8 @@ class GenerateArguments(TokenizeArguments, total=False):
     echo: bool | None
     n: int | None
     client_request_id: str | None
+    priority: Priority | str | None
+    ttft_target: float | None
 
 
 def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateRequest:
@@ -69,6 +74,8 @@ def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateReq
     _set(request, "model", given.get("model"))
     _set(request, "client_request_id", given.get("client_request_id"))
     _set(request, "num_choices", given.get("n"), shown="n")
+    _set(request, "priority", _priority(given.get("priority")))
+    _set_seconds(request, "ttft_target", given.get("ttft_target"))
     request.sampling.SetInParent()
     _set_sampling(request.sampling, given)
     for name in _OUTPUT:
@@ -139,6 +146,24 @@ def _set(message: Any, name: str, value: Any, *, shown: str | None = None) -> No
         setattr(message, name, value)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{shown or name}: {error}") from error
+
+
+def _priority(name: str | None) -> int | None:
+    if name is None:
+        return None
+    if name not in list(Priority):
+        raise InvalidRequest(f"priority must be one of {', '.join(Priority)}, got {name!r}")
+    return generation_pb2.Priority.Value(f"PRIORITY_{Priority(name).name}")
+
+
+def _set_seconds(message: Any, name: str, seconds: float | None) -> None:
+    """Set a Duration; None leaves it absent."""
+    if seconds is None:
+        return
+    try:
+        getattr(message, name).FromMicroseconds(round(seconds * 1_000_000))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{name}: {error}") from error
 
 
 def _extend(field: Any, values: Any, name: str) -> None:

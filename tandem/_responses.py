@@ -19,6 +19,7 @@ _STATES = {
     worker_pb2.WORKER_STATE_READY: "ready",
     worker_pb2.WORKER_STATE_DRAINING: "draining",
     worker_pb2.WORKER_STATE_LOST: "lost",
+    worker_pb2.WORKER_STATE_STALLED: "stalled",
 }
 
 

@@ -1,4 +1,9 @@
-"""When and how long to wait before trying again. Only calls that have delivered nothing are tried again."""
+"""When and how long to wait before trying again. Only calls that have delivered nothing are tried again.
+
+A router that cannot be reached, is stopping or has no workers is passed over for the next one without waiting. One that
+is overloaded is not: routers that share a mesh share its cap, so the next would refuse as well, and clients that a cap
+turns away from one router must not fall upon the other all at once. They come back after the time the router asks for.
+"""
 
 import asyncio
 import random
@@ -7,11 +12,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tandem.exceptions import ConnectionFailed, NoWorkers, Overloaded, TandemError
+from tandem.exceptions import Cancelled, ConnectionFailed, NoWorkers, Overloaded, TandemError
 
 T = TypeVar("T")
 
-RETRYABLE = (ConnectionFailed, NoWorkers, Overloaded)
+ELSEWHERE = (ConnectionFailed, NoWorkers, Cancelled)
+"""What another router may be able to cure."""
+
+RETRYABLE = (*ELSEWHERE, Overloaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +58,12 @@ class RetryPolicy:
         return delay_s if delay_s < remaining_s else None
 
 
-async def retrying(attempt: Callable[[float], Awaitable[T]], policy: RetryPolicy, deadline: Deadline) -> T:
-    """Await `attempt(timeout_s)` until it returns, or raises something that another attempt cannot cure."""
+async def retrying(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline) -> T:
+    """Await `attempt()` until it returns, or raises something that another attempt cannot cure."""
     num_retries = 0
     while True:
         try:
-            return await attempt(deadline.remaining_s())
+            return await attempt()
         except TandemError as error:
             delay_s = policy.delay_s(error, num_retries, deadline.remaining_s())
             if delay_s is None:

@@ -10,6 +10,7 @@ from tandem.exceptions import ConnectionFailed, InvalidRequest, Overloaded, Tand
 
 ERROR_KEY = "tandem-error"
 RETRY_AFTER_KEY = "retry-after-ms"
+_TLS_SIGNS = ("Socket closed", "Tls handshake failed", "Hostname Verification")
 
 ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
     {
@@ -53,12 +54,19 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError
             return InvalidRequest(f"the message is too large: {details}")
         return Overloaded(details, retry_after_s=_retry_after_s(trailing))
     if cls is ConnectionFailed:
-        return ConnectionFailed(f"the connection to {address} failed: {details}")
+        return ConnectionFailed(f"the connection to {address} failed: {details}{_hint(details)}")
     if cls is exceptions.DeadlineExceeded and ERROR_KEY not in trailing:
         return exceptions.DeadlineExceeded(f"no complete answer from {address} within the timeout")
     if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return exceptions.InternalError(f"the server at {address} does not know this call: is it a Tandem router?")
     return (cls or exceptions.InternalError)(details)
+
+
+def _hint(details: str) -> str:
+    """A server that wants TLS, or none, just closes the connection; gRPC's words for it help nobody."""
+    if details.startswith("failed to connect") and any(sign in details for sign in _TLS_SIGNS):
+        return " (does the server speak TLS, with a certificate for this address? see `tls` of the client)"
+    return ""
 
 
 def _retry_after_s(trailing: Mapping[str, str]) -> float | None:

@@ -4,7 +4,8 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self, Unpack
 
-from tandem._connection import ChannelFactory, Connection, insecure_channel
+from tandem._channel import ChannelFactory, Tls, channels_over, insecure_channel
+from tandem._connection import Connection
 from tandem._continuation import Bounds, continue_until_done
 from tandem._requests import GenerateArguments, TokenizeArguments, generate_request, tokenize_request
 from tandem._responses import EventReader, ResultBuilder, mesh, models, token
@@ -17,15 +18,17 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class AsyncClient:
-    """A client of one Tandem router.
+    """A client of a Tandem router, or of several that serve the same models.
 
         async with tandem.AsyncClient("127.0.0.1:50051") as client:
             result = await client.generate(prompt="The sky is", max_new_tokens=16)
 
     `timeout` (seconds) holds for calls that give none. Calls that were refused, or got no connection, before their
     first message are tried again up to `max_retries` times within their timeout; a call that has delivered tokens
-    never is. `open_channel` makes the gRPC channel: pass your own for TLS or interceptors. Use a client in one event
-    loop; any number of calls may run at a time.
+    never is. With several addresses, "10.0.0.1:50051,10.0.0.2:50051", a router that is gone or stopping is passed
+    over for the next one at once, which is asked first from then on. `tls` is True for certificates that the public
+    knows, or a Tls that names a CA. `open_channel` makes the gRPC channel to an address: pass your own for
+    interceptors. Use a client in one event loop; any number of calls may run at a time.
     """
 
     def __init__(
@@ -35,8 +38,11 @@ class AsyncClient:
         api_key: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         max_retries: int = 2,
-        open_channel: ChannelFactory = insecure_channel,
+        tls: Tls | bool = False,
+        open_channel: ChannelFactory | None = None,
     ) -> None:
+        if open_channel is None:
+            open_channel = channels_over(Tls() if tls is True else tls) if tls else insecure_channel
         self._connection = Connection(address, api_key, RetryPolicy(max_retries), open_channel)
         self._timeout_s = timeout
 
@@ -90,36 +96,36 @@ class AsyncClient:
     async def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
         """The tokens that `generate` would use for a prompt or messages; no log-probs."""
         request = tokenize_request(arguments)
-        method = self._connection.stubs.generation.Tokenize
-        response = await self._connection.unary(method, request, self._deadline(arguments.get("timeout")))
+        deadline = self._deadline(arguments.get("timeout"))
+        response = await self._connection.unary(lambda stubs: stubs.generation.Tokenize, request, deadline)
         return tuple(map(token, response.tokens))
 
     async def models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """The served models."""
         request = generation_pb2.ListModelsRequest()
-        method = self._connection.stubs.generation.ListModels
-        response = await self._connection.unary(method, request, self._deadline(timeout))
+        deadline = self._deadline(timeout)
+        response = await self._connection.unary(lambda stubs: stubs.generation.ListModels, request, deadline)
         return models(response.models)
 
     async def model(self, name: str = "", *, timeout: float | None = None) -> Model:
         """One served model; without a name the only one. Raises ModelNotFound."""
         request = generation_pb2.GetModelRequest(model=name)
-        method = self._connection.stubs.generation.GetModel
-        response = await self._connection.unary(method, request, self._deadline(timeout))
+        deadline = self._deadline(timeout)
+        response = await self._connection.unary(lambda stubs: stubs.generation.GetModel, request, deadline)
         return models([response.model])[0]
 
     async def mesh(self, *, timeout: float | None = None) -> Mesh:
         """All workers with their load, and the router's own counts."""
         request = worker_pb2.ListWorkersRequest()
-        method = self._connection.stubs.mesh.ListWorkers
-        return mesh(await self._connection.unary(method, request, self._deadline(timeout)))
+        deadline = self._deadline(timeout)
+        return mesh(await self._connection.unary(lambda stubs: stubs.mesh.ListWorkers, request, deadline))
 
     async def workers(self, *, timeout: float | None = None) -> tuple[Worker, ...]:
         """All workers with their load."""
         return (await self.mesh(timeout=timeout)).workers
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
-        """Return when the server says that it serves; it need not be up yet. Raises DeadlineExceeded."""
+        """Return when a router says that it serves; none need be up yet. Raises DeadlineExceeded."""
         await self._connection.wait_serving(timeout)
 
     def _deadline(self, timeout: float | None) -> Deadline:

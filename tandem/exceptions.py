@@ -5,7 +5,7 @@
     ├── ModelNotFound         no served model has this name
     ├── Unauthenticated       the API key is missing or wrong
     ├── PermissionDenied      the API key is known, but not allowed to do this
-    ├── Overloaded            a cap is reached; try again after `retry_after_s`
+    ├── Overloaded            a cap is reached, or the first token would come too late; retry after `retry_after_s`
     ├── NoWorkers             no healthy workers can serve this now
     ├── DeadlineExceeded      out of time
     ├── Cancelled             the server ended the call as cancelled
@@ -38,7 +38,10 @@ class PermissionDenied(TandemError):
 
 
 class Overloaded(TandemError):
-    """A cap is reached. Try again after `retry_after_s` seconds, where the server gave a time."""
+    """A cap is reached, or the first token would come later than `ttft_target` or the timeout allow.
+
+    Try again after `retry_after_s` seconds, where the server gave a time.
+    """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -6,6 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+class Priority(StrEnum):
+    """Which requests are taken first when they have to wait. Plain text will do too: `priority="batch"`."""
+
+    BATCH = "batch"  # work nobody waits for
+    STANDARD = "standard"
+    INTERACTIVE = "interactive"
+
+
 class FinishReason(StrEnum):
     """Why a generation ended. Compares equal to its text: `reason == "length"`."""
 
@@ -154,7 +162,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the router sees it. `role` is prefill or decode; `state` ready, draining or lost."""
+    """A worker as the router sees it. `role` is prefill or decode; `state` ready, stalled, draining or lost."""
 
     worker_id: str
     incarnation: str

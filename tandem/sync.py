@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Generator
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from tandem._connection import ChannelFactory
+from tandem._channel import ChannelFactory, Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
 from tandem.models import Mesh, Model, Result, Token, TokenEvent, Worker
@@ -20,6 +20,7 @@ class ClientOptions(TypedDict, total=False):
     api_key: str | None
     timeout: float
     max_retries: int
+    tls: Tls | bool
     open_channel: ChannelFactory
 
 
@@ -43,11 +44,18 @@ class _BackgroundLoop:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda _: ended.set())
 
-        self._loop.call_soon_threadsafe(start)
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # the interrupt came before anything was started
+                work.close()
+                ended.set()
+
         try:
+            self._loop.call_soon_threadsafe(start)
             ended.wait()
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            self._loop.call_soon_threadsafe(cancel)
             ended.wait()
             raise
         return tasks[0].result()

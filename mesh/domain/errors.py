@@ -5,7 +5,7 @@
     ├── ModelNotFound           no such served model
     ├── Unauthenticated         no credential, or a wrong one
     ├── PermissionDenied        known, but not allowed
-    ├── Overloaded              over a cap; the client retries after `retry_after_s`
+    ├── Overloaded              over a cap, or too late; the client retries after `retry_after_s`
     ├── NoWorkers               nobody can serve this now
     ├── DeadlineExceeded        out of time
     ├── LayoutMismatch          two workers disagree about KV or model; the operator's to fix
@@ -44,7 +44,7 @@ class PermissionDenied(MeshError):
 
 
 class Overloaded(MeshError):
-    """A cap is reached. Try again after `retry_after_s` seconds."""
+    """A cap is reached, or the first token would come too late. Try again after `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)

@@ -65,3 +65,4 @@ class SequenceFailure(Enum):
     DRAINING = "draining"
     TOO_LARGE = "too_large"
     INTERNAL = "internal"
+    DEADLINE = "deadline"

@@ -10,6 +10,9 @@ stops renewing: its leases run out after `lease_s`.
 While Redis is away a router takes new work up to its share: the cap divided by the number of routers it knew last, at
 least 1. What it already holds, it keeps. So routers together can be above the cap only by what some held beyond their
 shares when Redis went, and only until that work ends; when Redis returns, each writes its leases anew.
+
+A Redis that is there but has lost its data (wiped, failed over) does not know all leases until every router has
+renewed. Until then a router takes no more than it held when it last knew the sum, and its part of what was free then.
 """
 
 import asyncio
@@ -91,6 +94,7 @@ class SharedPermits:
         self._asks: list[_Ask] = []
         self._wake = asyncio.Event()
         self._num_routers = 1
+        self._allowance = 0
         self._has_been_here = False
         self.connected = asyncio.Event()
         """Set while Redis decides; otherwise this router's share does."""
@@ -183,14 +187,18 @@ class SharedPermits:
         if renew and known is not None:
             # While leases are still being written anew, routers missing from the count may be just late.
             self._num_routers = max(1, known.num_routers, self._num_routers if known.settling else 0)
+            if not known.settling:
+                self._note_total(known.num_leased)
             self._found_touch()
         for ask, taken in zip(asks, answers, strict=True):
             self._answer(ask, taken)
+            if taken.is_total:
+                self._note_total(taken.num_held)
 
     def _takes(self, asks: list[_Ask]) -> list[Take]:
         takes, held = list[Take](), self.num_held
         for ask in asks:
-            takes.append(Take(ask.tenant, ask.tenant_cap, ask.ids, self.share, held))
+            takes.append(Take(ask.tenant, ask.tenant_cap, ask.ids, self._allowance, held))
             held += len(ask.ids)
         return takes
 
@@ -205,6 +213,10 @@ class SharedPermits:
     def _give_back(self, ask: _Ask) -> None:
         for _ in ask.ids:
             self.release(ask.tenant)
+
+    def _note_total(self, num_leased: int) -> None:
+        """All routers hold this many."""
+        self._allowance = self.num_held + max(0, self._cap - num_leased) // self._num_routers
 
     def _found_touch(self) -> None:
         self._has_been_here = True

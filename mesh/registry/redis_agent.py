@@ -3,7 +3,7 @@
 tandem:worker:<id>   the newest beat, for routers that come later; gone RECORD_TTL_S after the worker
 tandem:workers       ids, so that nobody has to scan
 tandem:beats         channel: every beat and snapshot of every worker
-tandem:asks:<id>     channel: a router has lost track of this worker's cache and asks for a snapshot
+tandem:asks:<id>     channel: a router has lost track of this worker's cache and asks for a snapshot; or refuses it
 """
 
 import asyncio
@@ -11,11 +11,12 @@ import contextlib
 
 import structlog
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 
 from mesh import wire
 from mesh.domain.worker import WorkerState
 from mesh.registry.redis_connection import FAILURES, PREFIX, require_not_cancelled, require_registry, stay_connected
-from mesh.registry.redis_records import MAX_EVENTS, MAX_SNAPSHOT_BLOCKS, RecordSeal
+from mesh.registry.redis_records import MAX_EVENTS, MAX_SNAPSHOT_BLOCKS, RecordSeal, Refused
 from mesh.registry.servicer import HEARTBEAT_INTERVAL_S
 from mesh.rpc.credentials import MeshKey
 from mesh.worker.agent import RegistryAgent
@@ -38,7 +39,7 @@ def record_key(worker_id: str) -> str:
 
 
 def ask_channel(worker_id: str) -> str:
-    """Where routers ask a worker for a snapshot."""
+    """Where routers ask a worker for a snapshot, or say that they cannot use it."""
     return f"{PREFIX}asks:{worker_id}"
 
 
@@ -49,16 +50,23 @@ class RedisAgent:
         self._url = url
         self._seal = RecordSeal(require_registry(url, key))
         self._agent = agent
+        self._refusals: set[str] = set()
 
     async def run(self) -> None:
         """Stay registered until cancelled, then say good-bye."""
         await stay_connected(self._url, "registration", self._stay_registered)
 
     async def _stay_registered(self, redis: Redis) -> None:
+        async with redis.pubsub() as letters:
+            # Before the first beat: it may be answered.
+            await letters.subscribe(ask_channel(self._agent.info.worker_id))
+            await self._beat_and_listen(redis, letters)
+
+    async def _beat_and_listen(self, redis: Redis, letters: PubSub) -> None:
         publication = _Publication(redis, self._seal, self._agent)
         tasks = [
             asyncio.create_task(self._agent.beat(publication, HEARTBEAT_INTERVAL_S)),
-            asyncio.create_task(self._listen(redis)),
+            asyncio.create_task(self._listen(letters)),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -74,16 +82,29 @@ class RedisAgent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _listen(self, redis: Redis) -> None:
+    async def _listen(self, letters: PubSub) -> None:
         """Snapshots are asked for by anybody who can reach Redis, so at most one goes out at a time."""
-        async with redis.pubsub() as asks:
-            await asks.subscribe(ask_channel(self._agent.info.worker_id))
-            while True:
-                require_not_cancelled()
-                message = await asks.get_message(ignore_subscribe_messages=True, timeout=_ASK_WAIT_S)
-                if message is not None:
-                    self._agent.ask_snapshot()
-                    await asyncio.sleep(_SNAPSHOT_INTERVAL_S)
+        while True:
+            require_not_cancelled()
+            message = await letters.get_message(ignore_subscribe_messages=True, timeout=_ASK_WAIT_S)
+            if message is None:
+                continue
+            if message["data"]:
+                self._note_refusal(message["data"])
+            else:
+                self._agent.ask_snapshot()
+                await asyncio.sleep(_SNAPSHOT_INTERVAL_S)
+
+    def _note_refusal(self, letter: bytes) -> None:
+        """Tell the operator once. The worker stays: another router may be able to use it, or this one after an
+        update."""
+        try:
+            reason = self._seal.open_refusal(self._agent.info.incarnation, letter)
+        except Refused:
+            return
+        if reason not in self._refusals:
+            self._refusals.add(reason)
+            log.error("a router refuses this worker", worker=self._agent.info.worker_id, error=reason)
 
     async def _leave(self, redis: Redis) -> None:
         """Routers need not wait for silence."""

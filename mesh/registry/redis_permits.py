@@ -49,30 +49,32 @@ if ARGV[3] ~= '' then
   redis.call('ZADD', KEYS[3], now + lease, ARGV[3])
   redis.call('PEXPIRE', KEYS[3], 2 * lease)
 end
-return {redis.call('ZCARD', KEYS[3]), redis.call('EXISTS', KEYS[4])}
+return {redis.call('ZCARD', KEYS[3]), redis.call('EXISTS', KEYS[4]), redis.call('ZCARD', KEYS[1])}
 """
 )
 
-# KEYS: as above. ARGV: lease, cap, cap of the tenant or -1, what this router may hold while settling,
-# what it holds, ids
+# KEYS: as above. ARGV: lease, cap, cap of the tenant or -1, router id, what this router may hold while leases of others
+# may be missing, what it holds, ids. Redis that has lost the router has lost leases, even if nobody has said so yet.
 _TAKE = (
     _NOW
     + """
-local count = #ARGV - 5
+local count = #ARGV - 6
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
 local held, held_by_tenant = redis.call('ZCARD', KEYS[1]), redis.call('ZCARD', KEYS[2])
 local tenant_cap = tonumber(ARGV[3])
-if tenant_cap >= 0 and held_by_tenant + count > tenant_cap then return {0, 1, held_by_tenant} end
-if held + count > tonumber(ARGV[2]) then return {0, 0, held} end
-if redis.call('EXISTS', KEYS[4]) == 1 and ARGV[5] + count > tonumber(ARGV[4]) then return {0, 0, held} end
-for i = 6, #ARGV do
+if tenant_cap >= 0 and held_by_tenant + count > tenant_cap then return {0, 1, held_by_tenant, 1} end
+if held + count > tonumber(ARGV[2]) then return {0, 0, held, 0} end
+local settling = 0
+if redis.call('EXISTS', KEYS[4]) == 1 or not redis.call('ZSCORE', KEYS[3], ARGV[4]) then settling = 1 end
+if settling == 1 and ARGV[6] + count > tonumber(ARGV[5]) then return {0, 0, held, 1} end
+for i = 7, #ARGV do
   redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i])
   redis.call('ZADD', KEYS[2], now + ARGV[1], ARGV[i])
 end
 redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
 redis.call('PEXPIRE', KEYS[2], 2 * ARGV[1])
-return {1, 0, held + count}
+return {1, 0, held + count, settling}
 """
 )
 
@@ -106,29 +108,32 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Ids that want to be leased. `held` is what the router holds already, `share` what it may while settling."""
+    """Ids that want to be leased. `held` is what the router holds already, `allowance` what it may while settling."""
 
     tenant: str
     tenant_cap: int | None
     ids: Sequence[str]
-    share: int
+    allowance: int
     held: int
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Whether a Take was granted; if not, whether for the tenant's own cap, and how many are in service."""
+    """Whether a Take was granted; if not, whether for the tenant's own cap, and how many are in service: of all
+    routers, if `is_total`."""
 
     granted: bool
     by_tenant: bool
     num_held: int
+    is_total: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Routers seen, and whether some may be missing."""
+    """Routers seen, permits leased by all of them, and whether some of either may be missing."""
 
     num_routers: int
+    num_leased: int
     settling: bool
 
 
@@ -160,11 +165,11 @@ class PermitStore:
                 pipe.eval(_TAKE, 4, *_keys(take.tenant), *self._take_args(take))
             answers = await pipe.execute()
         num_keeps = len(exchange.keeps)
-        taken = [Taken(bool(granted), bool(mine), int(held)) for granted, mine, held in answers[num_keeps:]]
+        taken = [Taken(bool(yes), bool(mine), int(held), not part) for yes, mine, held, part in answers[num_keeps:]]
         if not num_keeps:
             return None, taken
-        num_routers, settling = answers[num_keeps - 1]
-        return Known(int(num_routers), bool(settling)), taken
+        num_routers, settling, num_leased = answers[num_keeps - 1]
+        return Known(int(num_routers), int(num_leased), bool(settling)), taken
 
     async def leave(self, redis: Redis, keeps: list[Keep]) -> None:
         """Give everything back: the router stops."""
@@ -178,7 +183,7 @@ class PermitStore:
 
     def _take_args(self, take: Take) -> list[str | int]:
         tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
-        return [self._times.lease_ms, self._cap, tenant_cap, take.share, take.held, *take.ids]
+        return [self._times.lease_ms, self._cap, tenant_cap, self._router_id, take.allowance, take.held, *take.ids]
 
 
 def _keys(tenant: str) -> tuple[str, str, str, str]:

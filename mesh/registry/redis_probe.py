@@ -10,7 +10,7 @@ from mesh import wire
 from mesh.domain.worker import WorkerLoad, WorkerState
 from mesh.registry.membership import Membership, WorkerView
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
 _CHECK_S = 1.0
@@ -22,9 +22,9 @@ _MAX_AT_A_TIME = 32
 class DirectChecks:
     """Asks workers at the addresses they have registered with."""
 
-    def __init__(self, membership: Membership, key: MeshKey) -> None:
+    def __init__(self, membership: Membership, credentials: Credentials) -> None:
         self._membership = membership
-        self._key = key
+        self._credentials = credentials
         self._slots = asyncio.Semaphore(_MAX_AT_A_TIME)
 
     async def check(self, views: Iterable[WorkerView]) -> None:
@@ -34,7 +34,7 @@ class DirectChecks:
     async def _check(self, view: WorkerView) -> None:
         async with self._slots:
             try:
-                async with open_channel(view.info.address, own_connection=True) as channel:
+                async with open_channel(view.info.address, self._credentials.tls, own_connection=True) as channel:
                     serving = await _is_serving(channel)
                     load = await self._load(channel, view)
             except grpc.aio.AioRpcError:
@@ -59,7 +59,7 @@ class DirectChecks:
         """Its load; None if another run of a worker has taken the address over."""
         try:
             answer = await worker_pb2_grpc.WorkerStub(channel).GetWorker(
-                worker_pb2.GetWorkerRequest(), timeout=_ASK_S, metadata=self._key.metadata()
+                worker_pb2.GetWorkerRequest(), timeout=_ASK_S, metadata=self._credentials.metadata()
             )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

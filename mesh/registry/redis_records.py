@@ -1,10 +1,11 @@
-"""What workers write into Redis: signed, fresh messages. Pure; a Redis that others can write to stays harmless.
+"""What goes through Redis: signed, fresh messages. Pure; a Redis that others can write to stays harmless.
 
     b"tdm1" | freshness, u64 | length, u32 | record | length, u32 | message | HMAC-SHA256 of all before it
 
 `record` is the worker's WorkerRecord (its id, incarnation and address among others), `message` a RegisterRequest, both
 protobuf; the MAC covers the bytes as they were sent, so nothing depends on how protobuf would write them again.
-`freshness` is the sender's wall clock in microseconds, made to grow with every message of one worker.
+`freshness` is the sender's wall clock in microseconds, made to grow with every message of one worker. A router's word
+to a worker that it cannot use is framed alike: b"tdr1", and the worker's incarnation and the reason for the two parts.
 """
 
 import hmac
@@ -31,7 +32,9 @@ MAX_MESSAGE_BYTES = 4 << 20
 MAX_SNAPSHOT_BLOCKS = 1 << 16
 MAX_EVENTS = 1 << 14
 
-_MAGIC = b"tdm1"
+_BEAT = b"tdm1"
+_REFUSAL = b"tdr1"
+_MAX_REASON_CHARS = 1000
 _HEAD = struct.Struct(">4sQ")
 _LENGTH = struct.Struct(">I")
 _MAC_BYTES = sha256().digest_size
@@ -60,27 +63,51 @@ class RecordSeal:
         self._last_us = 0
 
     def seal(self, info: WorkerInfo, message: worker_pb2.RegisterRequest) -> bytes:
-        """A message as it goes into Redis."""
-        self._last_us = max(self._last_us + 1, self._now_us())
-        body = _HEAD.pack(_MAGIC, self._last_us)
-        for part in (wire.worker_to_proto(info), message):
-            content = part.SerializeToString(deterministic=True)
-            body += _LENGTH.pack(len(content)) + content
-        return body + self._mac(body)
+        """A worker's message."""
+        parts = (wire.worker_to_proto(info), message)
+        return self._frame(_BEAT, *(part.SerializeToString(deterministic=True) for part in parts))
 
     def open(self, sealed: bytes) -> Beat:
         """Verify, then read. Raises Refused."""
+        freshness_us, parts = self._verified(_BEAT, sealed)
+        record, message = worker_pb2.WorkerRecord(), worker_pb2.RegisterRequest()
+        try:
+            record.ParseFromString(parts[0])
+            message.ParseFromString(parts[1])
+            return Beat(wire.worker_from_proto(record), freshness_us, message)
+        except (DecodeError, MeshError) as error:
+            raise Refused("it cannot be read") from error
+
+    def seal_refusal(self, incarnation: str, reason: str) -> bytes:
+        """A router's word to one run of a worker, that it does not fit."""
+        return self._frame(_REFUSAL, incarnation.encode(), reason[:_MAX_REASON_CHARS].encode())
+
+    def open_refusal(self, incarnation: str, sealed: bytes) -> str:
+        """The reason. Raises Refused if it is not for this run of the worker, or not from the mesh."""
+        _, (whom, reason) = self._verified(_REFUSAL, sealed)
+        if whom != incarnation.encode():
+            raise Refused("it is for another run of this worker")
+        return reason.decode(errors="replace")
+
+    def _frame(self, magic: bytes, *contents: bytes) -> bytes:
+        self._last_us = max(self._last_us + 1, self._now_us())
+        parts = (_LENGTH.pack(len(content)) + content for content in contents)
+        body = _HEAD.pack(magic, self._last_us) + b"".join(parts)
+        return body + self._mac(body)
+
+    def _verified(self, expected: bytes, sealed: bytes) -> tuple[int, tuple[bytes, bytes]]:
+        """Freshness and the two parts. Raises Refused."""
         if not _HEAD.size + _MAC_BYTES < len(sealed) <= MAX_MESSAGE_BYTES:
             raise Refused("its length is wrong")
         body, mac = sealed[:-_MAC_BYTES], sealed[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(body)):
             raise Refused("its signature is wrong: forged, tampered with, or of a mesh with another key")
         magic, freshness_us = _HEAD.unpack_from(body)
-        if magic != _MAGIC:
+        if magic != expected:
             raise Refused("its format is unknown")
         if abs(self._now_us() - freshness_us) > MAX_AGE_S * 1e6:
             raise Refused("it is stale: replayed, or the clocks of the machines differ")
-        return _read(body, freshness_us)
+        return freshness_us, _two_parts(body)
 
     def _mac(self, body: bytes) -> bytes:
         return hmac.digest(self._key, body, "sha256")
@@ -89,18 +116,15 @@ class RecordSeal:
         return int(self._wall_clock() * 1e6)
 
 
-def _read(body: bytes, freshness_us: int) -> Beat:
-    record, message = worker_pb2.WorkerRecord(), worker_pb2.RegisterRequest()
-    at = _HEAD.size
+def _two_parts(body: bytes) -> tuple[bytes, bytes]:
     try:
-        for part in (record, message):
-            (length,) = _LENGTH.unpack_from(body, at)
-            at += _LENGTH.size
-            part.ParseFromString(body[at : at + length])
-            at += length
-        return Beat(wire.worker_from_proto(record), freshness_us, message)
-    except (struct.error, DecodeError, MeshError) as error:
+        (length,) = _LENGTH.unpack_from(body, _HEAD.size)
+        middle = _HEAD.size + _LENGTH.size + length
+        (rest,) = _LENGTH.unpack_from(body, middle)
+    except struct.error as error:
         raise Refused("it cannot be read") from error
+    start = middle + _LENGTH.size
+    return body[_HEAD.size + _LENGTH.size : middle], body[start : start + rest]
 
 
 class ReplayGuard:

@@ -24,7 +24,7 @@ from mesh.registry.redis_connection import LogLimit, require_not_cancelled, requ
 from mesh.registry.redis_probe import DirectChecks
 from mesh.registry.redis_records import Beat, RecordSeal, Refused, ReplayGuard
 from mesh.registry.servicer import FORGET_S, HEARTBEAT_INTERVAL_S, SILENT_S
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials
 
 log = structlog.get_logger(__name__)
 
@@ -39,16 +39,16 @@ _PROBE_AFTER_S = 3 * HEARTBEAT_INTERVAL_S
 class RedisRegistry:
     """Feeds one router's Membership (clock: time.monotonic). Run `run()` as a task; it ends only when cancelled."""
 
-    def __init__(self, url: str, membership: Membership, key: MeshKey | None) -> None:
-        key = require_registry(url, key)
+    def __init__(self, url: str, membership: Membership, credentials: Credentials) -> None:
+        key = require_registry(url, credentials.key)
         self._url = url
         self._membership = membership
         self._seal = RecordSeal(key)
         self._guard = ReplayGuard()
-        self._checks = DirectChecks(membership, key)
+        self._checks = DirectChecks(membership, credentials)
         self._log_limit = LogLimit()
         self._misfits: dict[str, str] = {}  # incarnations that cannot work here, by worker id
-        self._asks: set[str] = set()
+        self._letters: dict[str, bytes] = {}  # to be sent, by worker id: a refusal, or nothing: a snapshot is wanted
         self.connected = asyncio.Event()
         """Set while this router hears of beats."""
 
@@ -78,7 +78,7 @@ class RedisRegistry:
                             self._take(message["data"])
                     elif time.monotonic() - heard_s > _DEAF_S:
                         raise TimeoutError("the subscription is silent")
-                    await self._ask(redis)
+                    await self._send_letters(redis)
         finally:
             self.connected.clear()
 
@@ -94,10 +94,10 @@ class RedisRegistry:
             await redis.zrem(WORKERS, *expired)
         self._guard.forget_stale(int(time.time() * 1e6))
 
-    async def _ask(self, redis: Redis) -> None:
-        asks, self._asks = self._asks, set()
-        for worker_id in asks:
-            await redis.publish(ask_channel(worker_id), b"")
+    async def _send_letters(self, redis: Redis) -> None:
+        letters, self._letters = self._letters, {}
+        for worker_id, letter in letters.items():
+            await redis.publish(ask_channel(worker_id), letter)
 
     def _take(self, sealed: bytes) -> None:
         try:
@@ -133,7 +133,7 @@ class RedisRegistry:
                 info.worker_id, info.incarnation, cache_events.first_number, events
             )
             if not is_followed:
-                self._asks.add(info.worker_id)
+                self._letters[info.worker_id] = b""
 
     def _has_joined(self, info: WorkerInfo) -> bool:
         """Join a worker that is new, or back as another run. False if it does not fit."""
@@ -146,6 +146,8 @@ class RedisRegistry:
             if self._misfits.get(info.worker_id) != info.incarnation:
                 self._misfits[info.worker_id] = info.incarnation
                 log.error("worker refused", worker=info.worker_id, address=info.address, error=str(mismatch))
+            # Said again with every beat: the worker may not have listened yet.
+            self._letters[info.worker_id] = self._seal.seal_refusal(info.incarnation, str(mismatch))
             return False
         self._misfits.pop(info.worker_id, None)
         log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)

@@ -3,6 +3,7 @@
 import grpc
 
 from mesh.rpc.server import KEEPALIVE_MS, MAX_MESSAGE_BYTES
+from mesh.rpc.tls import TlsIdentity
 
 _OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -18,7 +19,11 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str, *, own_connection: bool = False) -> grpc.aio.Channel:
-    """A channel to `address`. `own_connection` keeps it off shared sockets: for KV payload beside control messages."""
-    options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)] if own_connection else list(_OPTIONS)
-    return grpc.aio.insecure_channel(address, options=options)
+def open_channel(address: str, tls: TlsIdentity | None = None, *, own_connection: bool = False) -> grpc.aio.Channel:
+    """A channel to `address`; plaintext without `tls`. `own_connection` keeps it off shared sockets: for KV payload
+    beside control messages.
+    """
+    options = [*_OPTIONS, *((("grpc.use_local_subchannel_pool", 1),) if own_connection else ())]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, *tls.channel_options()])

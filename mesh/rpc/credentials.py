@@ -1,4 +1,4 @@
-"""Who may call a server: the mesh key, a shared secret between workers and routers; and where servers may listen."""
+"""Who may call a server: holders of the mesh key, of a certificate, or of both; and where servers may listen."""
 
 import hmac
 import ipaddress
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mesh.domain.errors import ConfigurationError, Unauthenticated
+from mesh.rpc.tls import TlsIdentity
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -14,7 +15,7 @@ _MIN_KEY_CHARS = 16
 
 
 class Guard(Protocol):
-    """Decides who may call a server's methods. Plug point: MeshKey inside the mesh, ApiKeys on the public port."""
+    """Decides who may call a server's methods. Plug point: MeshKey inside the mesh, KeysFile on the public port."""
 
     def check(self, metadata: Metadata | None) -> None:
         """Raise Unauthenticated unless the call's `metadata` carries a good credential."""
@@ -44,6 +45,20 @@ class MeshKey:
             if key == _HEADER and hmac.compare_digest(text.encode(), f"Bearer {self.secret}".encode()):
                 return
         raise Unauthenticated("this service takes calls from the mesh only: the mesh key is missing or wrong")
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What makes a process a member of the mesh: the mesh key, mutual TLS, or both. Every mesh server asks for all of
+    it, every mesh channel shows all of it. With neither, the mesh is this machine's loopback.
+    """
+
+    key: MeshKey | None = None
+    tls: TlsIdentity | None = None
+
+    def metadata(self) -> Metadata:
+        """Metadata for outgoing calls."""
+        return self.key.metadata() if self.key is not None else ()
 
 
 def require_safe_bind(host: str, *, advice: str) -> None:

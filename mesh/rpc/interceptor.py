@@ -94,6 +94,14 @@ async def _parse_all(handler: Any, raws: AsyncIterator[bytes]) -> AsyncIterator[
 
 async def _end(context: grpc.aio.ServicerContext, method: str, error: BaseException) -> NoReturn:
     """End the call with the status of `error`."""
+    try:
+        await _abort(context, method, error)
+    except grpc.aio.InternalError as failure:
+        # The call has just ended by itself, its deadline or its client. grpc prints the failure, but not this.
+        raise asyncio.CancelledError from failure
+
+
+async def _abort(context: grpc.aio.ServicerContext, method: str, error: BaseException) -> NoReturn:
     if isinstance(error, MeshError):
         code, trailing = status_of(error)
         log.info("call refused", method=method, status=code.name, error=str(error))

@@ -1,13 +1,37 @@
 """Is a service ready? `python -m mesh.rpc.probe HOST:PORT` exits 0 if its health says SERVING: for container health
-checks.
+checks. Where the environment has the service's TLS settings, they are used.
 """
 
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from mesh.domain.errors import ConfigurationError
+from mesh.rpc.settings import MemberSettings
+from mesh.rpc.tls import TlsIdentity
+from mesh.settings import load_settings, setting
+
 _TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSettings(MemberSettings):
+    """Those of the service, as far as they are needed to reach it."""
+
+    public_tls_cert: str = setting("", "PEM file: certificate of the router's public port")
+    public_tls_key: str = setting("", "PEM file: its private key")
+
+    def identities(self) -> Iterator[TlsIdentity | None]:
+        """What the service may show; which of its ports is asked, nobody says. Raises ConfigurationError."""
+        if self.public_tls_cert:
+            yield TlsIdentity.load(self.public_tls_cert, self.public_tls_key).for_itself()
+        if (tls := self.load_credentials().tls) is not None:
+            yield tls.for_itself()
+        if not (self.mesh_tls_cert and self.public_tls_cert):
+            yield None
 
 
 def main(argv: list[str]) -> int:
@@ -15,13 +39,28 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         sys.stderr.write("usage: python -m mesh.rpc.probe HOST:PORT\n")
         return 2
-    with grpc.insecure_channel(argv[0]) as channel:
+    try:
+        identities = list(load_settings(ProbeSettings, [], prog="probe").values.identities())
+    except ConfigurationError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    for tls in identities:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+            return 0 if _is_serving(argv[0], tls) else 1
         except grpc.RpcError as error:
             sys.stderr.write(f"{argv[0]}: {error.code().name}\n")
-            return 1
-    return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
+    return 1
+
+
+def _is_serving(address: str, tls: TlsIdentity | None) -> bool:
+    """Raises grpc.RpcError."""
+    if tls is None:
+        channel = grpc.insecure_channel(address)
+    else:
+        channel = grpc.secure_channel(address, tls.channel_credentials(), options=tls.channel_options())
+    with channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 if __name__ == "__main__":

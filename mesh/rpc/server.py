@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.credentials import Guard, require_safe_bind
 from mesh.rpc.interceptor import ServiceInterceptor
+from mesh.rpc.tls import TlsIdentity
 
 MAX_MESSAGE_BYTES = 16 << 20
 """KV chunks are cut well below this; the public port keeps gRPC's own 4 MiB default."""
@@ -31,7 +32,8 @@ _KEEPALIVE = (
 class Listen:
     """Where a server listens and who may call. Port 0 takes a free one.
 
-    Without a guard everybody may call, so the server listens on loopback only, unless `allow_anonymous`.
+    Without a guard, and without TLS that asks for clients' certificates, everybody may call: the server listens on
+    loopback only, unless `allow_anonymous`.
     """
 
     host: str
@@ -39,10 +41,16 @@ class Listen:
     guard: Guard | None = None
     public: bool = False
     allow_anonymous: bool = False
+    tls: TlsIdentity | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigurationError(f"port must be in [0, 65535], got {self.port}")
+
+    @property
+    def knows_callers(self) -> bool:
+        """True if callers need a credential."""
+        return self.guard is not None or (self.tls is not None and self.tls.ca is not None)
 
 
 class Server:
@@ -53,8 +61,12 @@ class Server:
     """
 
     def __init__(self, listen: Listen) -> None:
-        if listen.guard is None and not listen.allow_anonymous:
-            advice = "set TANDEM_API_KEYS_FILE (see: tandem keys)" if listen.public else "set TANDEM_MESH_KEY"
+        if not listen.knows_callers and not listen.allow_anonymous:
+            advice = (
+                "set TANDEM_API_KEYS_FILE (see: tandem keys)"
+                if listen.public
+                else "set TANDEM_MESH_KEY or TANDEM_MESH_TLS_CERT"
+            )
             require_safe_bind(listen.host, advice=advice)
         _require_free(listen)
         limit = (
@@ -80,8 +92,11 @@ class Server:
         return f"{self._listen.host}:{self.port}"
 
     def _bind(self) -> int:
+        address, tls = f"{self._listen.host}:{self._listen.port}", self._listen.tls
         try:
-            return int(self.grpc.add_insecure_port(f"{self._listen.host}:{self._listen.port}"))
+            if tls is None:
+                return int(self.grpc.add_insecure_port(address))
+            return int(self.grpc.add_secure_port(address, tls.server_credentials()))
         except RuntimeError as error:
             raise _cannot_listen(self._listen) from error
 

@@ -12,6 +12,7 @@ from mesh.domain import errors
 from mesh.domain.errors import MeshError
 
 ERROR_KEY = "tandem-error"
+_TLS_SIGNS = ("Socket closed", "Tls handshake failed", "Hostname Verification")
 RETRY_AFTER_KEY = "retry-after-ms"
 
 STATUS_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = MappingProxyType(
@@ -63,4 +64,12 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> MeshError:
     cls = _ERROR_BY_NAME.get(str(trailing.get(ERROR_KEY)))
     if cls is None:
         cls = _ERROR_BY_STATUS.get(rpc_error.code(), errors.WorkerLost)
-    return cls(rpc_error.details() or rpc_error.code().name)
+    return cls((rpc_error.details() or rpc_error.code().name) + _hint(rpc_error))
+
+
+def _hint(rpc_error: grpc.aio.AioRpcError) -> str:
+    """A server that wants TLS, or another certificate, just closes the connection; gRPC's words for it help nobody."""
+    details = rpc_error.details() or ""
+    if details.startswith("failed to connect") and any(sign in details for sign in _TLS_SIGNS):
+        return " (have both sides TLS, with certificates of one CA that name their addresses?)"
+    return ""

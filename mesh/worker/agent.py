@@ -6,7 +6,6 @@ mistaken for a dead one.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from mesh import wire
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials
 from mesh.rpc.status import error_from_rpc
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -73,11 +72,11 @@ class BeatSink(Protocol):
 class RegistryAgent:
     """Keeps one worker registered with one router. `state` is what the next beat says."""
 
-    def __init__(self, info: WorkerInfo, source: ReportSource, mesh_key: MeshKey | None) -> None:
+    def __init__(self, info: WorkerInfo, source: ReportSource, credentials: Credentials) -> None:
         self.state = WorkerState.READY
         self.info = info
         self._source = source
-        self._metadata = mesh_key.metadata() if mesh_key else ()
+        self._credentials = credentials
         self._last = Report()
         self._pending: asyncio.Task[Report | Snapshot] | None = None
         self._snapshot_wanted = False
@@ -95,11 +94,12 @@ class RegistryAgent:
     async def run(self, registry_address: str) -> None:
         """Stay registered until cancelled. Raises LayoutMismatch or Unauthenticated if the mesh refuses this worker."""
         backoff_s = _FIRST_BACKOFF_S
+        clock = asyncio.get_running_loop().time
         while True:
+            begun_s = clock()
             try:
-                async with open_channel(registry_address) as channel:
-                    async for _ in self._stay_registered(channel):
-                        backoff_s = _FIRST_BACKOFF_S
+                async with open_channel(registry_address, self._credentials.tls) as channel:
+                    await self._stay_registered(channel)
             except grpc.aio.AioRpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
                 if _is_final(error):
@@ -110,13 +110,15 @@ class RegistryAgent:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
+            if clock() - begun_s > _MAX_BACKOFF_S:  # not after each break: it may break at once, again and again
+                backoff_s = _FIRST_BACKOFF_S
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
-    async def _stay_registered(self, channel: grpc.aio.Channel) -> AsyncIterator[None]:
-        """One stream's life; yields at each message from the router."""
+    async def _stay_registered(self, channel: grpc.aio.Channel) -> None:
+        """One stream's life."""
         stub = worker_pb2_grpc.RegistryStub(channel)
-        call = stub.Register(metadata=self._metadata)
+        call = stub.Register(metadata=self._credentials.metadata())
         await call.write(worker_pb2.RegisterRequest(record=wire.worker_to_proto(self.info)))
         first = await call.read()
         if first is grpc.aio.EOF:
@@ -126,11 +128,9 @@ class RegistryAgent:
         beats = asyncio.create_task(self.beat(call, interval_s))
         beats.add_done_callback(lambda _: call.cancel())  # without beats the registration is worth nothing
         try:
-            yield
             while (message := await call.read()) is not grpc.aio.EOF:
                 if message.HasField("snapshot_request"):
                     self.ask_snapshot()
-                yield
         finally:
             beats.cancel()
             call.cancel()

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
-from mesh.process import ProcessSettings
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.settings import MemberSettings
 from mesh.settings import setting
 
 DTYPES = ("auto", *DTYPE_BYTES)
@@ -16,7 +15,7 @@ LOAD_FORMATS = ("auto", "dummy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(ProcessSettings):
+class WorkerSettings(MemberSettings):
     """Identity, addresses, model, and the engine's limits."""
 
     model: str = setting(..., "folder of the checkpoint", env=("MODEL_ID", "HF_MODEL_ID"))
@@ -27,7 +26,6 @@ class WorkerSettings(ProcessSettings):
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(0, "port to listen on; 0 takes a free one")
     advertise_host: str = setting("", "host name others reach this worker by; default: host")
-    mesh_key: str = setting("", "shared secret of the mesh", secret=True)
     device: str = setting("auto", "cpu, cuda, cuda:N, or auto")
     dtype: str = setting(
         "auto",
@@ -47,6 +45,11 @@ class WorkerSettings(ProcessSettings):
     num_threads: int = setting(0, "compute threads; 0: the number of cores allowed")
     cpu_list: str = setting("", "cores to stay on, such as 0,2-3; default: wherever the system likes")
     drain_grace_s: float = setting(30.0, "time running work gets at a stop")
+    stall_after_s: float = setting(
+        12.0,
+        "not ready once an engine step of up to 64 tokens has run for this long; larger steps get more in proportion",
+    )
+    wedged_exit_s: float = setting(300.0, "exit, to be restarted, once one engine step has run for this long; 0: never")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,6 +61,10 @@ class WorkerSettings(ProcessSettings):
             raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
         if self.quantize not in QUANTIZATIONS:
             raise ConfigurationError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {self.quantize!r}")
+        if not self.stall_after_s > 0:
+            raise ConfigurationError(f"stall_after_s must be > 0, got {self.stall_after_s}")
+        if not self.wedged_exit_s >= 0:
+            raise ConfigurationError(f"wedged_exit_s must be >= 0, got {self.wedged_exit_s}")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
 
@@ -70,11 +77,6 @@ class WorkerSettings(ProcessSettings):
     def identity(self) -> str:
         """This worker's id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
-
-    @property
-    def key(self) -> MeshKey | None:
-        """The mesh key, if there is one."""
-        return MeshKey(self.mesh_key) if self.mesh_key else None
 
     def pin_cores(self) -> None:
         """Stay on the cores of `cpu_list`. Raises ConfigurationError if they cannot be had."""

@@ -17,6 +17,7 @@ class SequenceFailure(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_FAILURE_DRAINING: _ClassVar[SequenceFailure]
     SEQUENCE_FAILURE_TOO_LARGE: _ClassVar[SequenceFailure]
     SEQUENCE_FAILURE_INTERNAL: _ClassVar[SequenceFailure]
+    SEQUENCE_FAILURE_DEADLINE: _ClassVar[SequenceFailure]
 SEQUENCE_FAILURE_UNSPECIFIED: SequenceFailure
 SEQUENCE_FAILURE_NO_CAPACITY: SequenceFailure
 SEQUENCE_FAILURE_PREEMPTED: SequenceFailure
@@ -24,6 +25,7 @@ SEQUENCE_FAILURE_KV_REFUSED: SequenceFailure
 SEQUENCE_FAILURE_DRAINING: SequenceFailure
 SEQUENCE_FAILURE_TOO_LARGE: SequenceFailure
 SEQUENCE_FAILURE_INTERNAL: SequenceFailure
+SEQUENCE_FAILURE_DEADLINE: SequenceFailure
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "start", "abort")

@@ -22,36 +22,41 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/kvtransfer.proto\x12\ttandem.v1\x1a\x18tandem/v1/sampling.proto\"\x99\x01\n\x0bPushRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.tandem.v1.TransferOpenH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TransferChunkH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.tandem.v1.TransferCommitH\x00\x42\t\n\x07message\"\xa6\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0f\n\x07tp_rank\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\"Q\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61rena\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\"\xe2\x01\n\x0cTransferOpen\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\t\x12\x11\n\tsender_id\x18\x04 \x01(\t\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12-\n\ntransports\x18\x06 \x03(\x0b\x32\x19.tandem.v1.TransportOffer\x12\x13\n\x0b\x66irst_block\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\"\xc6\x01\n\rTransferChunk\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x0f\n\x07payload\x18\x08 \x01(\x0c\x12\x14\n\x0c\x61rena_offset\x18\t \x01(\x04\"v\n\x0eTransferCommit\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x17.tandem.v1.SampledToken\"\xa2\x01\n\x0cPushResponse\x12-\n\x07granted\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.TransferGrantedH\x00\x12%\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x16.tandem.v1.TransferAckH\x00\x12\x31\n\tcommitted\x18\x03 \x01(\x0b\x32\x1c.tandem.v1.TransferCommittedH\x00\x42\t\n\x07message\";\n\x0fTransferGranted\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x15\n\rcredit_chunks\x18\x02 \x01(\r\"&\n\x0bTransferAck\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\"\x13\n\x11TransferCommitted2I\n\nKvTransfer\x12;\n\x04Push\x12\x16.tandem.v1.PushRequest\x1a\x17.tandem.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/kvtransfer.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tandem/v1/sampling.proto\"\xc4\x01\n\x0bPushRequest\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.tandem.v1.TransferOpenH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.tandem.v1.TransferChunkH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.tandem.v1.TransferCommitH\x00\x12)\n\x05renew\x18\x04 \x01(\x0b\x32\x18.tandem.v1.TransferRenewH\x00\x42\t\n\x07message\"\xa6\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x0f\n\x07tp_rank\x18\x07 \x01(\r\x12\x0f\n\x07tp_size\x18\x08 \x01(\r\"Q\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61rena\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\"\xe2\x01\n\x0cTransferOpen\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\t\x12\x11\n\tsender_id\x18\x04 \x01(\t\x12#\n\x06layout\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12-\n\ntransports\x18\x06 \x03(\x0b\x32\x19.tandem.v1.TransportOffer\x12\x13\n\x0b\x66irst_block\x18\x07 \x01(\r\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\"\xc6\x01\n\rTransferChunk\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x0f\n\x07payload\x18\x08 \x01(\x0c\x12\x14\n\x0c\x61rena_offset\x18\t \x01(\x04\"v\n\x0eTransferCommit\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x17.tandem.v1.SampledToken\"\x0f\n\rTransferRenew\"\xd1\x01\n\x0cPushResponse\x12-\n\x07granted\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.TransferGrantedH\x00\x12%\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x16.tandem.v1.TransferAckH\x00\x12\x31\n\tcommitted\x18\x03 \x01(\x0b\x32\x1c.tandem.v1.TransferCommittedH\x00\x12-\n\x07renewed\x18\x04 \x01(\x0b\x32\x1a.tandem.v1.TransferRenewedH\x00\x42\t\n\x07message\"e\n\x0fTransferGranted\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x15\n\rcredit_chunks\x18\x02 \x01(\r\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"&\n\x0bTransferAck\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\"\x11\n\x0fTransferRenewed\"\x13\n\x11TransferCommitted2I\n\nKvTransfer\x12;\n\x04Push\x12\x16.tandem.v1.PushRequest\x1a\x17.tandem.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.kvtransfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUSHREQUEST']._serialized_start=68
-  _globals['_PUSHREQUEST']._serialized_end=221
-  _globals['_KVLAYOUT']._serialized_start=224
-  _globals['_KVLAYOUT']._serialized_end=390
-  _globals['_TRANSPORTOFFER']._serialized_start=392
-  _globals['_TRANSPORTOFFER']._serialized_end=473
-  _globals['_TRANSFEROPEN']._serialized_start=476
-  _globals['_TRANSFEROPEN']._serialized_end=702
-  _globals['_TRANSFERCHUNK']._serialized_start=705
-  _globals['_TRANSFERCHUNK']._serialized_end=903
-  _globals['_TRANSFERCOMMIT']._serialized_start=905
-  _globals['_TRANSFERCOMMIT']._serialized_end=1023
-  _globals['_PUSHRESPONSE']._serialized_start=1026
-  _globals['_PUSHRESPONSE']._serialized_end=1188
-  _globals['_TRANSFERGRANTED']._serialized_start=1190
-  _globals['_TRANSFERGRANTED']._serialized_end=1249
-  _globals['_TRANSFERACK']._serialized_start=1251
-  _globals['_TRANSFERACK']._serialized_end=1289
-  _globals['_TRANSFERCOMMITTED']._serialized_start=1291
-  _globals['_TRANSFERCOMMITTED']._serialized_end=1310
-  _globals['_KVTRANSFER']._serialized_start=1312
-  _globals['_KVTRANSFER']._serialized_end=1385
+  _globals['_PUSHREQUEST']._serialized_start=100
+  _globals['_PUSHREQUEST']._serialized_end=296
+  _globals['_KVLAYOUT']._serialized_start=299
+  _globals['_KVLAYOUT']._serialized_end=465
+  _globals['_TRANSPORTOFFER']._serialized_start=467
+  _globals['_TRANSPORTOFFER']._serialized_end=548
+  _globals['_TRANSFEROPEN']._serialized_start=551
+  _globals['_TRANSFEROPEN']._serialized_end=777
+  _globals['_TRANSFERCHUNK']._serialized_start=780
+  _globals['_TRANSFERCHUNK']._serialized_end=978
+  _globals['_TRANSFERCOMMIT']._serialized_start=980
+  _globals['_TRANSFERCOMMIT']._serialized_end=1098
+  _globals['_TRANSFERRENEW']._serialized_start=1100
+  _globals['_TRANSFERRENEW']._serialized_end=1115
+  _globals['_PUSHRESPONSE']._serialized_start=1118
+  _globals['_PUSHRESPONSE']._serialized_end=1327
+  _globals['_TRANSFERGRANTED']._serialized_start=1329
+  _globals['_TRANSFERGRANTED']._serialized_end=1430
+  _globals['_TRANSFERACK']._serialized_start=1432
+  _globals['_TRANSFERACK']._serialized_end=1470
+  _globals['_TRANSFERRENEWED']._serialized_start=1472
+  _globals['_TRANSFERRENEWED']._serialized_end=1489
+  _globals['_TRANSFERCOMMITTED']._serialized_start=1491
+  _globals['_TRANSFERCOMMITTED']._serialized_end=1510
+  _globals['_KVTRANSFER']._serialized_start=1512
+  _globals['_KVTRANSFER']._serialized_end=1585
 # @@protoc_insertion_point(module_scope)

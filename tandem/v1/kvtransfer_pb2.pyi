@@ -1,3 +1,6 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
 from tandem.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -8,14 +11,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PushRequest(_message.Message):
-    __slots__ = ("open", "chunk", "commit")
+    __slots__ = ("open", "chunk", "commit", "renew")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
     open: TransferOpen
     chunk: TransferChunk
     commit: TransferCommit
-    def __init__(self, open: _Optional[_Union[TransferOpen, _Mapping]] = ..., chunk: _Optional[_Union[TransferChunk, _Mapping]] = ..., commit: _Optional[_Union[TransferCommit, _Mapping]] = ...) -> None: ...
+    renew: TransferRenew
+    def __init__(self, open: _Optional[_Union[TransferOpen, _Mapping]] = ..., chunk: _Optional[_Union[TransferChunk, _Mapping]] = ..., commit: _Optional[_Union[TransferCommit, _Mapping]] = ..., renew: _Optional[_Union[TransferRenew, _Mapping]] = ...) -> None: ...
 
 class KvLayout(_message.Message):
     __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "tp_rank", "tp_size")
@@ -103,29 +108,41 @@ class TransferCommit(_message.Message):
     first_token: _sampling_pb2.SampledToken
     def __init__(self, num_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., digest: _Optional[int] = ..., first_token: _Optional[_Union[_sampling_pb2.SampledToken, _Mapping]] = ...) -> None: ...
 
+class TransferRenew(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PushResponse(_message.Message):
-    __slots__ = ("granted", "ack", "committed")
+    __slots__ = ("granted", "ack", "committed", "renewed")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
     granted: TransferGranted
     ack: TransferAck
     committed: TransferCommitted
-    def __init__(self, granted: _Optional[_Union[TransferGranted, _Mapping]] = ..., ack: _Optional[_Union[TransferAck, _Mapping]] = ..., committed: _Optional[_Union[TransferCommitted, _Mapping]] = ...) -> None: ...
+    renewed: TransferRenewed
+    def __init__(self, granted: _Optional[_Union[TransferGranted, _Mapping]] = ..., ack: _Optional[_Union[TransferAck, _Mapping]] = ..., committed: _Optional[_Union[TransferCommitted, _Mapping]] = ..., renewed: _Optional[_Union[TransferRenewed, _Mapping]] = ...) -> None: ...
 
 class TransferGranted(_message.Message):
-    __slots__ = ("transport", "credit_chunks")
+    __slots__ = ("transport", "credit_chunks", "lease")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     CREDIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     transport: str
     credit_chunks: int
-    def __init__(self, transport: _Optional[str] = ..., credit_chunks: _Optional[int] = ...) -> None: ...
+    lease: _duration_pb2.Duration
+    def __init__(self, transport: _Optional[str] = ..., credit_chunks: _Optional[int] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class TransferAck(_message.Message):
     __slots__ = ("sequence_number",)
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     def __init__(self, sequence_number: _Optional[int] = ...) -> None: ...
+
+class TransferRenewed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class TransferCommitted(_message.Message):
     __slots__ = ()

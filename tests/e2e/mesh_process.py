@@ -28,13 +28,21 @@ class MeshProcess:
     def pids(self, module: str) -> list[int]:
         """Process ids of the services started as `python -m MODULE`, oldest first."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted(child.pid for child in children if module in child.cmdline())
+        return sorted(child.pid for child in children if module in _command_line(child))
 
     def signal(self, module: str, number: signal.Signals, index: int = 0) -> int:
         """Send a signal to one service; returns its process id."""
         pid = self.pids(module)[index]
         os.kill(pid, number)
         return pid
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """Empty for a process that has just died."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 @asynccontextmanager

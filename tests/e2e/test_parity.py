@@ -1,6 +1,6 @@
 """Separated == colocated == transformers, token for token and log-prob for log-prob, through real processes.
 
-Each family runs on three meshes: KV over shared memory, KV over gRPC, and colocated. All must agree with transformers
+Three meshes: KV over shared memory, KV over gRPC, and colocated. All must agree with transformers
 on 64 prompts of 64 tokens, and on the edge cases. Passes are small, so that most prompts are computed in several
 chunks.
 """
@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,8 +45,14 @@ def prompts() -> list[list[int]]:
     return made
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+def pairs() -> list[Any]:
+    """Every family over one way, and one over all ways; the others in `make chaos`."""
+    always = [*((family, "shm") for family in FAMILIES), ("qwen2", "grpc"), ("qwen2", "colocated")]
+    others = [(family, mode) for family in FAMILIES for mode in MODES if (family, mode) not in always]
+    return [*always, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in others)]
+
+
+@pytest.mark.parametrize(("family", "mode"), pairs())
 @pytest.mark.timeout(180)
 async def test_parity(
     family: str, mode: str, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
@@ -72,7 +79,7 @@ async def check_kv_was_shipped(client: tandem.AsyncClient, running: MeshProcess,
     """The tokens above came through the transport, and not by prefilling again where it failed."""
     workers = {worker.role: worker for worker in await client.workers()}
     assert workers["prefill"].load.computed_tokens > sum(map(len, prompts())) / 2
-    assert workers["decode"].load.computed_tokens == 0
+    assert workers["decode"].load.computed_tokens <= 18  # of a canary: a block and two
     logs = "".join(path.read_text() for path in running.log_dir.glob("*.log"))
     assert f'"transport": "{transport}"' in logs
     for trouble in ("link broken", "prefill failed", '"event": "replay"'):

@@ -1,7 +1,11 @@
 """Prefill and decode workers for router tests: real gRPC services over a model that is a function of the prefix.
 
 `next_token` decides every token, so a replay must give the same tokens. Each worker follows scripts: how its next
-sequences or calls go wrong. Tokens flow freely, or one by one while `gate` is set and a test calls `allow`.
+sequences or calls go wrong. Tokens flow freely, at a pace (`pace_s`, seconds for each), or one by one while `gate` is
+set and a test calls `allow`.
+
+Canaries are kept apart: they use up no scripts, pass the gate, and are noted in `canaries` only. They go well, or as
+`canary` says.
 """
 
 import asyncio
@@ -18,8 +22,9 @@ from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
+from router.canary import NAMESPACE
 from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 BLOCK_SIZE = 4
@@ -40,6 +45,11 @@ def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         ids.append(next_token(ids))
     return ids[len(prompt) :]
+
+
+def is_canary(request: Request) -> bool:
+    """True for a request of the router's own."""
+    return NAMESPACE in request.cache_namespace
 
 
 class FakeModel:
@@ -147,10 +157,11 @@ class FakeWorker:
 
     def __init__(self, worker_id: str, *, model: str, tokenizer_fingerprint: str, **changes: Any) -> None:
         mesh_key = changes.pop("mesh_key", None)
-        self.key = MeshKey(mesh_key) if mesh_key else None
-        self.server = Server(Listen("127.0.0.1", 0, self.key))
+        self.credentials = Credentials(MeshKey(mesh_key) if mesh_key else None, changes.pop("tls", None))
+        self.server = Server(Listen("127.0.0.1", 0, self.credentials.key, tls=self.credentials.tls))
         self.load = WorkerLoad(free_blocks=changes.get("num_blocks", 64))
         self.state = WorkerState.READY
+        self.canaries = Journal()
         self._identity: dict[str, Any] = {
             "worker_id": worker_id,
             "incarnation": changes.pop("incarnation", f"{worker_id}-1"),
@@ -195,8 +206,8 @@ class FakeWorker:
         self._beats.put_nowait(worker_pb2.RegisterRequest(heartbeat=beat))
 
     async def _register(self, address: str) -> None:
-        async with open_channel(address) as channel:
-            metadata = self.key.metadata() if self.key else ()
+        async with open_channel(address, self.credentials.tls) as channel:
+            metadata = self.credentials.metadata()
             call = worker_pb2_grpc.RegistryStub(channel).Register(self._messages(), metadata=metadata)
             async for _ in call:
                 self.registered.set()
@@ -249,6 +260,9 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
     def __init__(self, worker_id: str, **identity: Any) -> None:
         super().__init__(worker_id, **identity)
         self.scripts: list[DecodeScript] = []
+        self.canary = DecodeScript()
+        self.pace_s = 0.0
+        self.most_running = 0
         self.gate = Gate()
         self.started = Journal()
         self.aborted = Journal()
@@ -308,15 +322,20 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if request.WhichOneof("command") == "start":
                 model = FakeModel(wire.request_from_proto(request.start.sequence))
                 key = (model.request.request_id, model.request.attempt)
-                script = self.scripts.pop(0) if self.scripts else DecodeScript()
-                run = self._run(session, model, request.start.transfer_id, script)
+                run = self._run(session, model, request.start.transfer_id, self._script(model.request))
                 session.tasks[key] = asyncio.create_task(session.watch(key, run))
-                self.started.add(request.start)
+                self.most_running = max(self.most_running, self.num_running)
+                (self.canaries if is_canary(model.request) else self.started).add(request.start)
             else:
                 key = (request.abort.request_id, request.abort.attempt)
                 if key in session.tasks:
                     session.tasks[key].cancel()
                 self.aborted.add(key)
+
+    def _script(self, request: Request) -> DecodeScript:
+        if is_canary(request):
+            return self.canary
+        return self.scripts.pop(0) if self.scripts else DecodeScript()
 
     async def _run(self, session: _Session, model: FakeModel, transfer_id: str, script: DecodeScript) -> None:
         key = (model.request.request_id, model.request.attempt)
@@ -341,12 +360,16 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if script.break_link_after == num_sent:
                 session.outbox.put_nowait(None)
                 return None
-            await self.gate.passed()
+            if not is_canary(model.request):
+                await self.gate.passed()
+            if self.pace_s:
+                await asyncio.sleep(self.pace_s)
             output = model.step(with_prompt=is_first and num_sent == 0)
             step = decode_pb2.StepOutputs(outputs=[wire.output_to_proto(output)])
             session.outbox.put_nowait(decode_pb2.AttachResponse(step=step))
             num_sent += 1
-            self.sent.add((key, output.first_index))
+            if not is_canary(model.request):
+                self.sent.add((key, output.first_index))
             if output.finish_reason is not None:
                 return None
 
@@ -378,6 +401,7 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     def __init__(self, worker_id: str, **identity: Any) -> None:
         super().__init__(worker_id, **identity)
         self.scripts: list[PrefillScript] = []
+        self.canary = PrefillScript()
         self.calls = Journal()
         self.cancelled = Journal()
         self.num_running = 0
@@ -389,6 +413,11 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """One prompt."""
+        if is_canary(wire.request_from_proto(request.sequence)):
+            self.canaries.add(request)
+            async for response in self._run(request, self.canary):
+                yield response
+            return
         script = self.scripts.pop(0) if self.scripts else PrefillScript()
         self.calls.add(request)
         self.num_running += 1

@@ -5,6 +5,7 @@ transfer.
 """
 
 import threading
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
@@ -66,6 +67,10 @@ class FakeRunner:
         """Set once a first step has begun."""
         self.fail_with: Exception | None = None
         self.num_steps = 0
+        self.close_gate_after: int | None = None
+        """Close the gate by itself once this many steps are done."""
+        self.step_s = 0.0
+        """How long each step takes."""
         self._layers_per_group = layers_per_group
 
     def prepare_thread(self) -> None:
@@ -77,7 +82,10 @@ class FakeRunner:
         self.gate.wait()
         if self.fail_with is not None:
             raise self.fail_with
+        time.sleep(self.step_s)
         self.num_steps += 1
+        if self.num_steps == self.close_gate_after:
+            self.gate.clear()
         for first in range(0, self.store.layout.num_layers, self._layers_per_group):
             for item in batch.items:
                 for position in range(item.start, item.end):

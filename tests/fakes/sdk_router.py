@@ -184,16 +184,18 @@ class FakeRouter:
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         self.address = ""
 
-    async def start(self, port: int = 0) -> None:
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+    async def start(self, port: int = 0, tls: grpc.ServerCredentials | None = None) -> None:
+        name = f"127.0.0.1:{port}"
+        port = self._server.add_secure_port(name, tls) if tls else self._server.add_insecure_port(name)
+        self.address = f"127.0.0.1:{port}"
         await self._server.start()
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
         await self.health.set("", status.SERVING if serving else status.NOT_SERVING)
 
-    async def stop(self) -> None:
-        await self._server.stop(None)
+    async def stop(self, grace_s: float | None = None) -> None:
+        await self._server.stop(grace_s)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,144 +17,28 @@ from structlog.testing import capture_logs
 
 from kvtransfer import (
     SERVICE_NAME,
-    KVReceiver,
     KVSender,
-    KvTransferServicer,
-    OutgoingTransfer,
     Reservation,
     TransferSettings,
     TransferSpec,
 )
 from kvtransfer.channels import ChannelPool
-from kvtransfer.transports import open_send_transports
-from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import (
     ConfigurationError,
     LayoutMismatch,
-    MeshError,
     TransferCorrupt,
     TransferFailed,
     Unauthenticated,
     WorkerLost,
 )
-from mesh.rpc.credentials import MeshKey
-from mesh.rpc.server import Listen, Server
+from mesh.rpc.credentials import Credentials, MeshKey
+from mesh.wire import duration_to_proto
 from tandem.v1 import kvtransfer_pb2 as pb
 from tandem.v1 import kvtransfer_pb2_grpc
 from tests.fakes.kv_store import TINY, FakeKVStore
-from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, Outcomes
+from tests.fakes.transfers import FIRST_TOKEN, INCARNATION
 from tests.fakes.transport import MemoryTransport
-
-KEY = MeshKey("a mesh key for tests")
-SOURCE_IDS = (1, 2, 3)
-RESERVATION = Reservation("transfer", 1, (4, 9, 2), 0, 11)
-WAIT_S = 15
-
-
-def arenas(directory: str | Path) -> list[str]:
-    return [name for name in os.listdir(directory) if name.startswith("tandem-kv-")]
-
-
-async def turn_until(condition: Callable[[], bool]) -> None:
-    """Let the event loop turn."""
-    for _ in range(1_000_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise TimeoutError
-
-
-async def until(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, WAIT_S)
-
-
-@asynccontextmanager
-async def serving(servicer: Any) -> AsyncIterator[Server]:
-    server = Server(Listen("127.0.0.1", 0, KEY))
-    kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(servicer, server.grpc)
-    await server.start([SERVICE_NAME])
-    try:
-        yield server
-    finally:
-        await server.stop(0)
-
-
-class Pair:
-    """A prefill worker's sender and a decode worker's receiver, with a real connection between them."""
-
-    def __init__(self, directory: Path, transport: str) -> None:
-        # One layer of one block per chunk: 9 chunks; 3 slots.
-        self.settings = TransferSettings(
-            transports=(transport,),
-            chunk_bytes=TINY.layer_block_bytes,
-            arena_bytes=4 * 4096,
-            credit_chunks=2,
-            shm_dir=str(directory),
-        )
-        self.source, self.target = FakeKVStore(seed=1), FakeKVStore()
-        self.outcomes = Outcomes()
-        self.server: Server
-
-    @asynccontextmanager
-    async def running(
-        self, *, receive: TransferSettings | None = None, key: MeshKey | None = KEY
-    ) -> AsyncIterator["Pair"]:
-        self.receiver = KVReceiver(self.target, INCARNATION, self.outcomes.callbacks(), receive or self.settings)
-        async with serving(KvTransferServicer(self.receiver)) as self.server:
-            self.transports = open_send_transports(self.settings, TINY.layer_block_bytes)
-            self.sender = KVSender(self.source, "prefill-0", key, self.settings, self.transports)
-            try:
-                yield self
-            finally:
-                for gate in (self.source.reading, self.target.writing):
-                    gate.open()
-                self.require_slots_back()
-                await self.sender.close()
-                await self.receiver.close()
-                assert arenas(self.settings.shm_dir) == []
-
-    def require_slots_back(self) -> None:
-        for transport in self.transports:
-            if isinstance(transport, ShmSendTransport):
-                assert transport.num_free_slots == transport.num_slots
-
-    def open(self, reservation: Reservation = RESERVATION, **change: object) -> OutgoingTransfer:
-        spec = TransferSpec(
-            reservation.transfer_id,
-            reservation.attempt,
-            self.server.address,
-            INCARNATION,
-            SOURCE_IDS,
-            reservation.first_block,
-        )
-        return self.sender.open(replace(spec, **change))  # type: ignore[arg-type]
-
-    def start(self, reservation: Reservation = RESERVATION) -> OutgoingTransfer:
-        """Expected, opened, and all pushed."""
-        self.receiver.expect(reservation)
-        transfer = self.open(reservation)
-        push_all(transfer)
-        return transfer
-
-    async def require_working(self) -> None:
-        """A fresh transfer of the same blocks goes through."""
-        before = len(self.outcomes.committed)
-        reservation = replace(RESERVATION, transfer_id=f"probe-{before}")
-        await self.start(reservation).commit(11, FIRST_TOKEN)
-        assert self.outcomes.committed[before:] == [(reservation.transfer_id, FIRST_TOKEN)]
-        assert self.target.blocks(RESERVATION.block_ids) == self.source.blocks(SOURCE_IDS)
-
-    async def failure(self) -> MeshError:
-        """What on_failed was told, once."""
-        await asyncio.wait_for(self.outcomes.changed.wait(), WAIT_S)
-        ((transfer_id, error),) = self.outcomes.failed
-        assert transfer_id == "transfer"
-        return error
-
-
-def push_all(transfer: OutgoingTransfer) -> None:
-    for layer in range(TINY.num_layers):
-        transfer.push(0, 3, layer, 1)
+from tests.service.transfer_pair import KEY, RESERVATION, SOURCE_IDS, Pair, arenas, push_all, serving, turn_until, until
 
 
 @pytest.fixture(params=["shm", "grpc"])
@@ -189,7 +72,7 @@ async def test_pushed_from_the_engines_thread_layer_by_layer_in_token_chunks(pai
     assert pair.target.blocks(RESERVATION.block_ids) == pair.source.blocks(SOURCE_IDS)
     await transfer.abort()
     transfer.push(0, 1, 0, 1)
-    assert transfer.failure is None
+    await transfer.ended()
 
 
 async def test_blocks_the_receiver_has_are_not_sent(pair: Pair) -> None:
@@ -240,7 +123,8 @@ async def test_strangers_are_refused(pair: Pair, change: dict[str, object]) -> N
     push_all(transfer)
     with pytest.raises(TransferFailed):
         await transfer.commit(11, FIRST_TOKEN)
-    assert isinstance(transfer.failure, TransferFailed)
+    with pytest.raises(TransferFailed):
+        await transfer.ended()
     assert pair.outcomes.failed == []
     assert not pair.target.written.any()
 
@@ -345,7 +229,8 @@ async def test_close_aborts_what_is_running(tmp_path: Path) -> None:
         transfer = pair.start()
         await until(pair.target.writing.arrived)
         await pair.sender.close()
-        assert isinstance(transfer.failure, TransferFailed)
+        with pytest.raises(TransferFailed):
+            await transfer.ended()
 
 
 async def test_receiver_aborts_before_anything_came(pair: Pair) -> None:
@@ -382,8 +267,8 @@ async def test_receiver_aborts_while_the_sender_computes(pair: Pair) -> None:
     transfer.push(0, 1, 0, 1)
     await until(pair.target.writing.arrived)
     await pair.receiver.abort("transfer")
-    await asyncio.wait([transfer._task])
-    assert "aborted by its receiver" in str(transfer.failure)
+    with pytest.raises(TransferFailed, match="aborted by its receiver"):
+        await transfer.ended()
     with pytest.raises(TransferFailed):
         await transfer.commit(11, FIRST_TOKEN)
 
@@ -421,8 +306,11 @@ async def test_a_stuck_receiver_is_given_up_and_a_slow_sender_is_not(tmp_path: P
         transfer = pair.open()
         conversation = transfer._conversation
         transfer.push(0, 1, 0, 1)
-        await turn_until(lambda: conversation._num_chunks == 1 and not conversation._num_unanswered)
-        assert conversation._watchdog.when() is None  # nothing is owed: time does not run
+        watchdog = conversation._watchdog
+        await turn_until(lambda: conversation._num_chunks == 1 and not watchdog._num_owed)
+        when = watchdog._timeout.when()
+        assert when is not None
+        assert when > asyncio.get_running_loop().time() + 5  # nothing is owed: only the lease runs
         transfer.push(1, 2, 0, 1)
         transfer.push(0, 3, 1, 2)
         await transfer.commit(11, FIRST_TOKEN)
@@ -443,8 +331,10 @@ class Misbehaving(kvtransfer_pb2_grpc.KvTransferServicer):
             await asyncio.Event().wait()
 
 
-def granted(transport: str = "memory", credit: int = 2) -> pb.PushResponse:
-    return pb.PushResponse(granted=pb.TransferGranted(transport=transport, credit_chunks=credit))
+def granted(transport: str = "memory", credit: int = 2, lease_s: float = 60) -> pb.PushResponse:
+    return pb.PushResponse(
+        granted=pb.TransferGranted(transport=transport, credit_chunks=credit, lease=duration_to_proto(lease_s))
+    )
 
 
 def ack(number: int) -> pb.PushResponse:
@@ -461,20 +351,21 @@ COMMITTED = pb.PushResponse(committed=pb.TransferCommitted())
         (Misbehaving(granted()), "ended the conversation early"),
         (Misbehaving(granted("rdma")), "not offered"),
         (Misbehaving(granted(credit=0)), "no credit"),
+        (Misbehaving(granted(lease_s=0)), "no lease"),
         (Misbehaving(COMMITTED), "no credit"),
         (Misbehaving(pb.PushResponse()), "unknown kind"),
         (Misbehaving(granted(), ack(77), hang=True), "acknowledged what was not sent"),
         (Misbehaving(granted(), granted(), hang=True), "acknowledged what was not sent"),
         (Misbehaving(granted(), COMMITTED, hang=True), "committed what was not sent"),
-        (Misbehaving(hang=True), "has not answered"),
+        (Misbehaving(hang=True), "nothing has come from the receiver"),
         (Misbehaving(granted(), hang=True), "has not answered"),
     ],
 )
 async def test_misbehaving_receivers(servicer: Misbehaving, message: str) -> None:
     transport = MemoryTransport()
     async with serving(servicer) as server:
-        settings = TransferSettings(progress_timeout_s=0.5, chunk_bytes=1)
-        sender = KVSender(FakeKVStore(seed=1), "prefill-0", KEY, settings, (transport,))
+        settings = TransferSettings(lease_s=1, progress_timeout_s=0.5, chunk_bytes=1)
+        sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(KEY), settings, (transport,))
         transfer = sender.open(TransferSpec("transfer", 1, server.address, INCARNATION, SOURCE_IDS))
         push_all(transfer)
         with pytest.raises(TransferFailed, match=message):
@@ -498,12 +389,12 @@ async def test_garbage_on_the_wire_ends_that_call_only(pair: Pair) -> None:
 SENDER_PROGRAM = """
 import asyncio, json, sys
 from kvtransfer import KVSender, TransferSettings, TransferSpec
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from tests.fakes.kv_store import FakeKVStore
 
 async def main():
     spec, settings, key = json.loads(sys.argv[1])
-    sender = KVSender(FakeKVStore(seed=1), "prefill-0", MeshKey(key), TransferSettings(**settings))
+    sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(MeshKey(key)), TransferSettings(**settings))
     transfer = sender.open(TransferSpec(**spec))
     transfer.push(0, 3, 0, 2)
     await asyncio.Event().wait()
@@ -540,14 +431,14 @@ async def test_a_killed_sender_fails_its_transfer_and_its_arena_is_removed(tmp_p
         assert isinstance(await pair.failure(), TransferFailed)
         assert len(arenas(tmp_path)) == 2
         await pair.require_working()
-        next_sender = KVSender(pair.source, "prefill-1", KEY, pair.settings)
+        next_sender = KVSender(pair.source, "prefill-1", Credentials(KEY), pair.settings)
         assert len(arenas(tmp_path)) == 2
         await next_sender.close()
         assert len(arenas(tmp_path)) == 1
 
 
 async def test_idle_connections_are_closed() -> None:
-    pool = ChannelPool(idle_s=0)
+    pool = ChannelPool(idle_s=0, tls=None)
     with pool.use("127.0.0.1:1") as first, pool.use("127.0.0.1:1") as second:
         assert first is second
     assert len(pool) == 1
@@ -563,7 +454,7 @@ def test_blocks_too_large_for_a_message_are_refused_at_start() -> None:
     store = FakeKVStore(num_blocks=1)
     store.layout = layout
     with pytest.raises(ConfigurationError, match="use smaller blocks"):
-        KVSender(store, "prefill-0", KEY)
+        KVSender(store, "prefill-0", Credentials(KEY))
 
 
 @pytest.mark.parametrize("phase", range(0, 24, 3))

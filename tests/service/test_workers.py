@@ -2,112 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 
-from mesh import wire
-from mesh.domain.request import Request, mint_id
+from kvtransfer import TransferSettings
 from mesh.rpc.channel import open_channel
-from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sampling_pb2
+from tandem.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation, fake_token
-from tests.service.worker_rig import INCARNATION, MESH_KEY, EngineRig, WorkerRig, until, worker_rig
-
-
-class FakeRouter:
-    """Just enough of a router: attaches, starts, prefills, collects tokens by request."""
-
-    def __init__(
-        self, rig: WorkerRig, attach: grpc.aio.StreamStreamCall, prefill: prefill_pb2_grpc.PrefillStub
-    ) -> None:
-        self.rig = rig
-        self.attach = attach
-        self.prefill_stub = prefill
-        self.writing = asyncio.Lock()  # gRPC takes one write at a time
-        self.inbox: dict[str, asyncio.Queue[decode_pb2.AttachResponse]] = {}
-
-    async def read_forever(self) -> None:
-        while (message := await self.attach.read()) is not grpc.aio.EOF:
-            kind = message.WhichOneof("event")
-            if kind == "step":
-                for output in message.step.outputs:
-                    one = decode_pb2.AttachResponse(step=decode_pb2.StepOutputs(outputs=[output]))
-                    self.box(output.request_id).put_nowait(one)
-            else:
-                self.box(getattr(message, kind).request_id).put_nowait(message)
-
-    def box(self, request_id: str) -> "asyncio.Queue[decode_pb2.AttachResponse]":
-        return self.inbox.setdefault(request_id, asyncio.Queue())
-
-    async def start(self, request: Request, transfer_id: str = "") -> None:
-        start = decode_pb2.StartSequence(sequence=wire.request_to_proto(request), transfer_id=transfer_id)
-        async with self.writing:
-            await self.attach.write(decode_pb2.AttachRequest(start=start))
-
-    async def abort(self, request: Request) -> None:
-        abort = decode_pb2.AbortSequence(request_id=request.request_id, attempt=request.attempt)
-        async with self.writing:
-            await self.attach.write(decode_pb2.AttachRequest(abort=abort))
-
-    def prefill(self, request: Request, transfer_id: str, ready_tokens: int) -> grpc.aio.UnaryStreamCall:
-        destination = prefill_pb2.KvDestination(
-            address=self.rig.decode_address,
-            worker_id="decode-0",
-            incarnation=INCARNATION,
-            transfer_id=transfer_id,
-            ready_tokens=ready_tokens,
-        )
-        message = prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=destination)
-        return self.prefill_stub.Prefill(message, metadata=MESH_KEY.metadata(), timeout=20)
-
-    async def run(self, request: Request) -> list[int]:
-        """The whole way through both workers; generated token ids."""
-        transfer_id = mint_id()
-        await self.start(request, transfer_id)
-        reserved = (await self.box(request.request_id).get()).reserved
-        ids: list[int] = []
-        async for message in self.prefill(request, transfer_id, reserved.ready_tokens):
-            if message.HasField("first_token"):
-                ids += [token.id for token in message.first_token.tokens]
-                if message.first_token.finish_reason:
-                    await self.abort(request)
-                    return ids
-        return ids + await self.collect(request)
-
-    async def collect(self, request: Request) -> list[int]:
-        """Tokens from the decode worker until it finishes the sequence."""
-        ids: list[int] = []
-        while True:
-            message = await self.box(request.request_id).get()
-            assert message.HasField("step"), message
-            output = message.step.outputs[0]
-            ids += [token.id for token in output.tokens]
-            if output.finish_reason:
-                return ids
-
-
-@asynccontextmanager
-async def fake_router(rig: WorkerRig) -> AsyncIterator[FakeRouter]:
-    async with open_channel(rig.decode_address) as decode, open_channel(rig.prefill_address) as prefill:
-        attach = decode_pb2_grpc.DecodeStub(decode).Attach(metadata=MESH_KEY.metadata())
-        hello = decode_pb2.AttachHello(router_id="router", worker_incarnation=INCARNATION)
-        await attach.write(decode_pb2.AttachRequest(hello=hello))
-        welcome = await attach.read()
-        assert welcome.welcome.worker_incarnation == INCARNATION
-        router = FakeRouter(rig, attach, prefill_pb2_grpc.PrefillStub(prefill))
-        reader = asyncio.create_task(router.read_forever())
-        yield router
-        reader.cancel()
-        attach.cancel()
+from tests.service.fake_router import fake_router
+from tests.service.worker_rig import MESH_KEY, EngineRig, until, worker_rig
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 50])
 async def test_tokens_through_both_workers(transport: str, length: int) -> None:
-    async with worker_rig(transports=(transport,)) as rig, fake_router(rig) as router:
+    async with worker_rig(settings=TransferSettings(transports=(transport,))) as rig, fake_router(rig) as router:
         prompt = list(range(3, 3 + length))
         request = make_request("a", prompt, max_new_tokens=12)
         assert await router.run(request) == fake_continuation(prompt, 12)
@@ -115,7 +26,7 @@ async def test_tokens_through_both_workers(transport: str, length: int) -> None:
 
 
 async def test_many_at_once_with_shared_prefixes_and_pools_whole_afterwards() -> None:
-    async with worker_rig(transports=("shm", "grpc")) as rig, fake_router(rig) as router:
+    async with worker_rig(settings=TransferSettings()) as rig, fake_router(rig) as router:
         prompts = [[5] * (i % 11) + list(range(i, i + 9)) for i in range(1, 13)]
         requests = [make_request(f"r{i}", prompt, max_new_tokens=7 + i) for i, prompt in enumerate(prompts)]
         results = await asyncio.gather(*(router.run(request) for request in requests))

@@ -11,8 +11,9 @@ from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.scheduler import Scheduler, SchedulerConfig
 from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
+from mesh.rpc.tls import TlsIdentity
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from tandem.v1 import decode_pb2_grpc, kvtransfer_pb2_grpc, prefill_pb2_grpc
@@ -21,6 +22,7 @@ from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner
 MESH_KEY = MeshKey("a-key-for-tests-only")
 NUM_BLOCKS = 64
 INCARNATION = "first-life"
+GRPC_TRANSFERS = TransferSettings(transports=("grpc",))
 
 
 async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
@@ -39,18 +41,18 @@ class EngineRig:
     died: asyncio.Event
 
     @classmethod
-    def make(cls, *, num_blocks: int = NUM_BLOCKS, max_batch_tokens: int = 16) -> "EngineRig":
-        config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens, max_num_seqs=16, max_model_len=200)
+    def make(cls, *, num_blocks: int = NUM_BLOCKS, max_batch_tokens: int = 16, max_num_seqs: int = 16) -> "EngineRig":
+        config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens, max_num_seqs, max_model_len=200)
         scheduler = Scheduler(config, BlockPool(num_blocks))
         return cls(scheduler, FakeRunner(FakeKVStore(num_blocks)), asyncio.Event())
 
-    async def wait_whole(self, loop: EngineLoop) -> None:
-        """Return once every block is free again; raise if that takes longer than two seconds."""
+    async def wait_whole(self, loop: EngineLoop, within_s: float = 2.0) -> None:
+        """Return once every block is free again; raise if that takes too long."""
 
         def check(scheduler: Scheduler) -> None:
             scheduler.check_integrity()
 
-        await until(lambda: self.scheduler.pool.num_free == self.scheduler.pool.num_blocks)
+        await until(lambda: self.scheduler.pool.num_free == self.scheduler.pool.num_blocks, within_s)
         await loop.call(check)
 
 
@@ -67,20 +69,24 @@ class WorkerRig:
     prefill_address: str
     decode_address: str
     draining: asyncio.Event
+    tls: TlsIdentity | None
 
-    async def wait_whole(self) -> None:
+    async def wait_whole(self, within_s: float = 2.0) -> None:
         """Both pools are whole again."""
-        await self.prefill.wait_whole(self.prefill_engine)
-        await self.decode.wait_whole(self.decode_engine)
+        await self.prefill.wait_whole(self.prefill_engine, within_s)
+        await self.decode.wait_whole(self.decode_engine, within_s)
 
 
 @asynccontextmanager
 async def worker_rig(
-    *, prefill: EngineRig | None = None, decode: EngineRig | None = None, transports: tuple[str, ...] = ("grpc",)
+    *,
+    prefill: EngineRig | None = None,
+    decode: EngineRig | None = None,
+    settings: TransferSettings = GRPC_TRANSFERS,
+    tls: TlsIdentity | None = None,
 ) -> AsyncIterator[WorkerRig]:
     """Run both workers; at the end, once clients have gone, their pools must be whole."""
     prefill, decode = prefill or EngineRig.make(), decode or EngineRig.make()
-    settings = TransferSettings(transports=transports)
     draining = asyncio.Event()
     async with AsyncExitStack() as stack:
         prefill_service, decode_service = PrefillService(FAKE_LAYOUT.block_size), DecodeService(FAKE_LAYOUT.block_size)
@@ -90,14 +96,14 @@ async def worker_rig(
         )
         decode_callbacks = LoopCallbacks(decode_service.on_step, lambda _: decode.died.set())
         decode_engine = EngineLoop(Engine(decode.scheduler, decode.runner), decode_callbacks)
-        sender = KVSender(prefill.runner.store, "prefill-0", MESH_KEY, settings)
+        sender = KVSender(prefill.runner.store, "prefill-0", Credentials(MESH_KEY, tls), settings)
         receiver_callbacks = ReceiverCallbacks(decode_service.on_committed, decode_service.on_transfer_failed)
         receiver = KVReceiver(decode.runner.store, INCARNATION, receiver_callbacks, settings)
         prefill_service.connect(prefill_engine, sender, draining.is_set)
         decode_service.connect(decode_engine, receiver, draining.is_set)
-        prefill_server = Server(Listen("127.0.0.1", 0, MESH_KEY))
+        prefill_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
         prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(prefill_service), prefill_server.grpc)
-        decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY))
+        decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
         decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(decode_service, INCARNATION), decode_server.grpc)
         kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), decode_server.grpc)
         for engine in (prefill_engine, decode_engine):
@@ -118,6 +124,7 @@ async def worker_rig(
             prefill_server.address,
             decode_server.address,
             draining,
+            tls,
         )
         yield rig
         if not (prefill.died.is_set() or decode.died.is_set()):

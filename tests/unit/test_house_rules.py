@@ -69,11 +69,13 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["docs/architecture.md", "docs/gpu.md", "docs/security.md", "README.md", "CONTRIBUTING.md"]
+    "document",
+    ["docs/architecture.md", "docs/gpu.md", "docs/operations.md", "docs/security.md", "README.md", "CONTRIBUTING.md"],
 )
 def test_documents_name_real_files(document: str) -> None:
-    text = (ROOT / document).read_text()
-    named = set(re.findall(r"`([a-z_]+/[\w./-]*\w(?:\.(?:py|proto|md|toml|json|yml)|/))`", text))
-    named |= set(re.findall(r"\]\(([\w./-]+)\)", text))
+    path = ROOT / document
+    text = path.read_text()
+    named = {ROOT / name for name in re.findall(r"`([a-z_]+/[\w./-]*\w(?:\.(?:py|proto|md|toml|json|yml)|/))`", text)}
+    named |= {path.parent / name for name in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}
     assert named, "the pattern finds nothing"
-    assert {name for name in named if not (ROOT / name).exists()} == set()
+    assert {file for file in named if not file.exists()} == set()

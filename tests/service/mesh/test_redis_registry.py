@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,13 @@ from mesh.registry.membership import Membership, WorkerView
 from mesh.registry.redis_agent import BEATS, WORKERS, RedisAgent, record_key
 from mesh.registry.redis_records import RecordSeal
 from mesh.registry.redis_registry import RedisRegistry
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.worker.agent import RegistryAgent
 from mesh.worker.servicer import WorkerServicer
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 from tests.fakes.redis_server import RedisServer
-from tests.service.mesh.test_registry import KEY, FakeEngine
+from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.mesh.test_membership import INFO
 
 
@@ -36,9 +36,9 @@ def beat(**load: Any) -> worker_pb2.RegisterRequest:
 class Router:
     """Follows Redis; `until` waits for one worker's view."""
 
-    def __init__(self, url: str) -> None:
-        self.membership = Membership(time.monotonic)
-        self.registry = RedisRegistry(url, self.membership, KEY)
+    def __init__(self, url: str, require_fits: Callable[[WorkerInfo], None] = lambda info: None) -> None:
+        self.membership = Membership(time.monotonic, require_fits)
+        self.registry = RedisRegistry(url, self.membership, MEMBER)
         self.states: list[WorkerState | None] = []
         self._changed = asyncio.Event()
         self.membership.on_change(self._note)
@@ -49,8 +49,8 @@ class Router:
         self.states.append(view.state if view else None)
         self._changed.set()
 
-    async def until(self, condition: Any, worker_id: str = INFO.worker_id) -> WorkerView:
-        async with asyncio.timeout(8):
+    async def until(self, condition: Any, worker_id: str = INFO.worker_id, *, within_s: float = 20.0) -> WorkerView:
+        async with asyncio.timeout(within_s):
             while (view := self.membership.find(worker_id)) is None or not condition(view):
                 self._changed.clear()
                 await self._changed.wait()
@@ -64,10 +64,10 @@ async def no_drain() -> None:
 class Worker:
     """A worker's outside: its server and its registration."""
 
-    def __init__(self, url: str, worker_id: str) -> None:
+    def __init__(self, url: str, worker_id: str, **changes: Any) -> None:
         self.server = Server(Listen("127.0.0.1", 0, KEY))
-        self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address)
-        self.agent = RegistryAgent(self.info, FakeEngine(), KEY)
+        self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address, **changes)
+        self.agent = RegistryAgent(self.info, FakeEngine(), MEMBER)
         servicer = WorkerServicer(self.info, FakeEngine(), drain=no_drain)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         self._redis = RedisAgent(url, KEY, self.agent)
@@ -75,7 +75,10 @@ class Worker:
     async def start(self) -> None:
         await self.server.start(["tandem.v1.Worker"])
         await self.server.set_serving(True)
-        self.task = asyncio.create_task(self._redis.run())
+        self.task = asyncio.create_task(self.run())
+
+    async def run(self) -> None:
+        await self._redis.run()
 
     async def kill(self) -> None:
         await self.server.stop(0)
@@ -156,7 +159,7 @@ async def test_an_expired_record_disappears(
     monkeypatch.setattr(redis_registry, "SILENT_S", 1.0)
     info: WorkerInfo = replace(INFO, address="127.0.0.1:9")
     async with redis_server.client() as redis:
-        await redis.set(record_key(info.worker_id), RecordSeal(KEY).seal(info, beat(num_running=1)), px=1000)
+        await redis.set(record_key(info.worker_id), RecordSeal(KEY).seal(info, beat(num_running=1)), px=2500)
         await redis.zadd(WORKERS, {info.worker_id: 0})
         await router.until(lambda view: view.load.num_running == 1)
         await router.until(lambda view: view.state is WorkerState.LOST)
@@ -176,4 +179,4 @@ async def test_an_expired_record_disappears(
 )
 def test_wrong_settings_are_said_in_words(url: str, key: MeshKey | None, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        RedisRegistry(url, Membership(time.monotonic), key)
+        RedisRegistry(url, Membership(time.monotonic), Credentials(key))

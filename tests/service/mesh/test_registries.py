@@ -13,11 +13,11 @@ from mesh.domain.worker import CacheEvent, WorkerState
 from mesh.registry.membership import Membership
 from mesh.registry.redis_agent import RedisAgent
 from mesh.registry.redis_registry import RedisRegistry
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Server
 from mesh.worker.agent import RegistryAgent
 from tests.fakes.redis_server import RedisServer
-from tests.service.mesh.test_registry import KEY, FakeEngine, Watch, start_registry
+from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine, Watch, start_registry
 from tests.unit.mesh.test_membership import INFO
 
 
@@ -48,7 +48,7 @@ class InRedis:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, membership: Membership) -> None:
-        registry = RedisRegistry(self._url, membership, KEY)
+        registry = RedisRegistry(self._url, membership, MEMBER)
         self._task = asyncio.create_task(registry.run())
         async with asyncio.timeout(5):
             await registry.connected.wait()
@@ -97,7 +97,7 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
 
 async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
     engine = FakeEngine()
-    agent = RegistryAgent(INFO, engine, KEY)
+    agent = RegistryAgent(INFO, engine, MEMBER)
     running = rig.register(agent)
     await rig.watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
     assert rig.membership.workers()[0].info == INFO
@@ -114,7 +114,7 @@ async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
 
 async def test_cache_events_are_followed_and_a_late_router_gets_a_snapshot(rig: Rig) -> None:
     engine = FakeEngine()
-    agent = RegistryAgent(INFO, engine, KEY)
+    agent = RegistryAgent(INFO, engine, MEMBER)
     rig.register(agent)
     await rig.watch.until(lambda view: view.cached == {b"a"})
     engine.events = [CacheEvent(b"b", False), CacheEvent(b"a", True)]
@@ -128,7 +128,7 @@ async def test_cache_events_are_followed_and_a_late_router_gets_a_snapshot(rig: 
 
 
 async def test_a_worker_that_was_called_lost_comes_back_with_its_cache(rig: Rig) -> None:
-    rig.register(RegistryAgent(INFO, FakeEngine(), KEY))
+    rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.cached == {b"a"})
     rig.membership.lose(INFO.worker_id, INFO.incarnation)
     assert rig.membership.workers()[0].state is WorkerState.LOST
@@ -136,22 +136,22 @@ async def test_a_worker_that_was_called_lost_comes_back_with_its_cache(rig: Rig)
 
 
 async def test_a_restarted_worker_replaces_its_former_self(rig: Rig) -> None:
-    first = rig.register(RegistryAgent(INFO, FakeEngine(), KEY))
+    first = rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.load.num_running == 3)
     first.cancel()
-    rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2"), FakeEngine(), KEY))
+    rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2"), FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.info.incarnation == "two" and view.state is WorkerState.READY)
     assert [view.info.address for view in rig.membership.workers()] == ["h:2"]
 
 
 async def test_a_worker_that_does_not_fit_or_has_another_key_never_appears(rig: Rig) -> None:
-    rig.register(RegistryAgent(INFO, FakeEngine(), KEY))
+    rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.load.num_running == 3)
     misfit = replace(INFO, worker_id="misfit", layout=replace(INFO.layout, num_layers=9))
     other_key = MeshKey("another-key-entirely")
     refused = [
-        rig.register(RegistryAgent(misfit, FakeEngine(), KEY)),
-        rig.register(RegistryAgent(replace(INFO, worker_id="forged"), FakeEngine(), other_key), other_key),
+        rig.register(RegistryAgent(misfit, FakeEngine(), MEMBER)),
+        rig.register(RegistryAgent(replace(INFO, worker_id="forged"), FakeEngine(), Credentials(other_key)), other_key),
     ]
     later = rig.membership.workers()[0].last_seen_s + 1.2  # two beats of everybody
     await rig.watch.until(lambda view: view.last_seen_s > later)

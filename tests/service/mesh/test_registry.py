@@ -10,7 +10,7 @@ from mesh.domain.errors import LayoutMismatch, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.registry.membership import Membership
 from mesh.registry.servicer import RegistryServicer
-from mesh.rpc.credentials import MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.worker.agent import RegistryAgent, Report, Snapshot
 from tandem.v1 import worker_pb2_grpc
@@ -18,6 +18,7 @@ from tests.evidence import Evidence
 from tests.unit.mesh.test_membership import INFO
 
 KEY = MeshKey("a-key-for-tests-only")
+MEMBER = Credentials(KEY)
 
 
 class FakeEngine:
@@ -72,7 +73,7 @@ async def test_worker_registers_beats_through_a_long_step_and_leaves() -> None:
     watch = Watch(membership)
     server = await start_registry(membership)
     engine = FakeEngine()
-    agent = RegistryAgent(INFO, engine, KEY)
+    agent = RegistryAgent(INFO, engine, MEMBER)
     running = asyncio.create_task(agent.run(server.address))
     await watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
     engine.stuck.clear()
@@ -90,7 +91,7 @@ async def test_worker_registers_beats_through_a_long_step_and_leaves() -> None:
 async def test_agent_comes_back_after_the_router_restarts() -> None:
     membership = Membership(asyncio.get_running_loop().time)
     server = await start_registry(membership)
-    agent = RegistryAgent(INFO, FakeEngine(), KEY)
+    agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
     running = asyncio.create_task(agent.run(server.address))
     await Watch(membership).until(lambda view: view.load.num_running == 3)
     await server.stop(0)
@@ -109,9 +110,9 @@ async def test_refusals_are_final() -> None:
     server = await start_registry(membership)
     misfit = replace(INFO, worker_id="w", layout=replace(INFO.layout, num_layers=9))
     with pytest.raises(LayoutMismatch, match="num_layers: 2 here, 9 there"):
-        await RegistryAgent(misfit, FakeEngine(), KEY).run(server.address)
+        await RegistryAgent(misfit, FakeEngine(), MEMBER).run(server.address)
     with pytest.raises(Unauthenticated):
-        await RegistryAgent(INFO, FakeEngine(), MeshKey("another-key-entirely")).run(server.address)
+        await RegistryAgent(INFO, FakeEngine(), Credentials(MeshKey("another-key-entirely"))).run(server.address)
     assert [view.info.worker_id for view in membership.workers()] == ["decode-0"]
     await server.stop(0)
 
@@ -123,7 +124,7 @@ async def test_worker_of_another_model_or_tokenizer_is_refused_at_the_handshake(
     server = await start_registry(Membership(asyncio.get_running_loop().time, require_fits))
     started_s = time.monotonic()
     with pytest.raises(LayoutMismatch, match="x at the router, t at worker"):
-        await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), KEY).run(server.address), 10)
+        await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address), 10)
     waited_s = time.monotonic() - started_s
     is_fast = waited_s <= 1
     evidence("R14", "misfit refused, both values named", f"{waited_s:.2f} s", target="<= 1 s", ok=is_fast, is_time=True)
@@ -134,9 +135,9 @@ async def test_end_of_an_old_stream_does_not_lose_a_worker_that_is_back() -> Non
     membership = Membership(asyncio.get_running_loop().time)
     server = await start_registry(membership)
     watch = Watch(membership)
-    first = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), KEY).run(server.address))
+    first = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address))
     await watch.until(lambda view: view.load.num_running == 3)
-    second = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), KEY).run(server.address))
+    second = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address))
     await watch.until(lambda view: view.load.num_running == 0)  # it has joined anew
     await watch.until(lambda view: view.load.num_running == 3)
     first.cancel()
@@ -153,7 +154,7 @@ async def test_beats_go_on_while_a_snapshot_waits_for_a_long_step() -> None:
     watch = Watch(membership)
     server = await start_registry(membership)
     engine = FakeEngine()
-    agent = RegistryAgent(INFO, engine, KEY)
+    agent = RegistryAgent(INFO, engine, MEMBER)
     running = asyncio.create_task(agent.run(server.address))
     await watch.until(lambda view: view.cached == {b"a"})
     engine.stuck.clear()

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.model_files import read_model_facts
 from mesh.rpc.channel import open_channel
 from router.__main__ import RouterProcess
+from router.proving import Proof
 from router.settings import RouterSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.fakes.router_model import write_checkpoint
@@ -35,28 +37,47 @@ class Mesh:
         self.channel = open_channel(self.router.public.address)
         self.stub = generation_pb2_grpc.GenerationStub(self.channel)
 
-    async def add(self, worker_class: type[FakeWorker], name: str, **changes: Any) -> Any:
+    async def add(self, worker_class: type[FakeWorker], name: str, canary: Any = None, **changes: Any) -> Any:
+        """A worker that has registered; `canary` is the script of its canaries."""
         fingerprint = read_model_facts(self.model_dir).tokenizer_fingerprint
         identity = {
             "model": "tiny",
             "tokenizer_fingerprint": fingerprint,
             "mesh_key": self.settings.mesh_key,
+            "tls": self.settings.load_credentials().tls,
         } | changes
-        worker = worker_class(name, **identity)
+        worker: Any = worker_class(name, **identity)
+        worker.canary = canary or worker.canary
         self.workers.append(worker)
         await worker.start()
         await worker.register(self.router.internal.address)
         return worker
 
-    async def decode(self, name: str = "decode-0", **changes: Any) -> FakeDecodeWorker:
+    async def decode(self, name: str = "decode-0", *, settle: bool = True, **changes: Any) -> FakeDecodeWorker:
         worker: FakeDecodeWorker = await self.add(FakeDecodeWorker, name, **changes)
-        if changes.get("tokenizer_fingerprint") is None:
-            await self.until(lambda: self.router._links.find(worker.info) is not None)
+        if settle:
+            await self.until(lambda: self.is_settled(worker))
         return worker
 
-    async def prefill(self, name: str = "prefill-0", **changes: Any) -> FakePrefillWorker:
+    async def prefill(self, name: str = "prefill-0", *, settle: bool = True, **changes: Any) -> FakePrefillWorker:
         worker: FakePrefillWorker = await self.add(FakePrefillWorker, name, **changes)
+        if settle:
+            await self.until(lambda: self.is_settled(worker))
         return worker
+
+    def is_settled(self, worker: FakeWorker) -> bool:
+        """True once the worker can get work, and everybody is proven as far as the others allow."""
+        usable = self.router._mesh.usable()
+        roles = {info.role for info in usable}
+        best = {
+            WorkerRole.PREFILL: Proof.FULL if WorkerRole.DECODE in roles else Proof.NONE,
+            WorkerRole.DECODE: Proof.FULL if WorkerRole.PREFILL in roles else Proof.LOCAL,
+        }
+        return worker.info in usable and all(self.proof(info) is best[info.role] for info in usable)
+
+    def proof(self, worker: FakeWorker | WorkerInfo) -> Proof:
+        """What the router holds of a worker."""
+        return self.router.proving.proof(worker.info if isinstance(worker, FakeWorker) else worker)
 
     async def until(self, condition: Any, *, timeout_s: float = 5.0) -> None:
         """Return when the condition holds: for inner states that nobody announces."""
@@ -115,7 +136,8 @@ def make_request(
     token_ids: Any = (), prompt: str | None = None, chat: Any = None, output: Any = None, **request: Any
 ) -> generation_pb2.GenerateRequest:
     """`sampling` and `output` are dicts; everything else is a field."""
-    fields: dict[str, Any] = {name: request.pop(name) for name in ("model", "num_choices") if name in request}
+    names = ("model", "num_choices", "priority", "ttft_target")
+    fields: dict[str, Any] = {name: request.pop(name) for name in names if name in request}
     if prompt is not None:
         fields["prompt"] = prompt
     elif chat is not None:

@@ -102,7 +102,7 @@ async def test_when_the_deadline_passes(make_mesh: Any, separated: bool) -> None
 
 async def test_a_client_that_never_reads_is_cut_off(make_mesh: Any) -> None:
     """Its answer does not fit the connection's window, so the router's write blocks."""
-    mesh = await make_mesh(slow_reader_s=0.2, model_positions=100_000)
+    mesh = await make_mesh(slow_reader_s=1.5, model_positions=100_000)
     decode = await mesh.decode(max_model_len=100_000, num_blocks=100_000)
     channel = grpc.aio.insecure_channel(
         mesh.router.public.address,

@@ -82,9 +82,12 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(run: Run, threaded_r
     status, _, err = run("chat", typed="hi\nmore\n")
     assert status == 0
     assert "(stopped)" in err
-    hi, shown, more = (turn.content for turn in script.requests[1].chat.messages)
-    assert (hi, more) == ("hi", "more")
-    assert "One".startswith(shown)
+    *before, more = (turn.content for turn in script.requests[1].chat.messages)
+    assert more == "more"
+    if before:  # else Ctrl-C was faster than the first token: then the question is taken back, too
+        hi, shown = before
+        assert hi == "hi"
+        assert "One".startswith(shown)
 
 
 def test_chat_survives_a_failed_answer(run: Run, threaded_router: FakeRouter) -> None:

@@ -174,10 +174,10 @@ def test_a_service_that_is_configured_wrongly(tmp_path: Path, started: list[Up])
 
 
 def test_a_service_that_never_gets_ready(tmp_path: Path, started: list[Up]) -> None:
-    up = Up(tmp_path, "--model-loading-timeout=3", plan={"prefill-0": "never ready"})
+    up = Up(tmp_path, "--model-loading-timeout=8", plan={"prefill-0": "never ready"})
     started.append(up)
     assert up.end() == 1
-    assert "not ready after 3 s: prefill-0" in up.stderr()
+    assert "not ready after 8 s: prefill-0" in up.stderr()
     wait_gone(up.pids())
 
 

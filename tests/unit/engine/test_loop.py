@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks, StepResult
@@ -90,3 +91,33 @@ async def test_call_after_stop_does_not_hang(rig: Rig) -> None:
     await rig.loop.stop()
     with pytest.raises(WorkerLost):
         await asyncio.wait_for(rig.loop.call(Scheduler.load), 2)
+
+
+async def test_a_long_step_shows_from_outside(rig: Rig) -> None:
+    assert rig.loop.busy() is None
+    rig.runner.gate.clear()
+    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", range(1, 8), max_new_tokens=1))))
+    await asyncio.to_thread(rig.runner.in_step.wait, 5)
+    busy = rig.loop.busy()
+    assert busy is not None
+    assert busy.num_tokens == 7
+    assert "self.gate.wait()" in rig.loop.stack()
+    later = rig.loop.busy()
+    assert later is not None
+    assert later.for_s >= busy.for_s
+    rig.runner.gate.set()
+    await rig.steps.get()
+    await rig.loop.call(Scheduler.load)
+    async with asyncio.timeout(5):
+        while rig.loop.busy() is not None:  # noqa: ASYNC110 - the thread announces nothing
+            await asyncio.sleep(0)
+
+
+async def test_stop_does_not_wait_for_ever_for_a_step(rig: Rig) -> None:
+    rig.runner.gate.clear()
+    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1]))))
+    await asyncio.to_thread(rig.runner.in_step.wait, 5)
+    with capture_logs() as logs:
+        await rig.loop.stop(within_s=0.1)
+    assert [entry["event"] for entry in logs] == ["engine left in its step"]
+    rig.runner.gate.set()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from mesh.domain.errors import MeshError
 from mesh.domain.tokens import SampledToken, StepOutput
 from router.admission import Permits
 from router.api_keys import NoKeys
+from router.forecast import Forecast
 from router.limits import LimitPolicy
 from router.prompts import PromptEncoder
 from router.served_model import ServedModel
@@ -43,6 +45,7 @@ GENERATES = [
     generation_pb2.GenerateRequest(
         chat={"messages": [{"role": "user", "content": "hi"}]}, client_request_id="me", model="tiny"
     ).SerializeToString(),
+    generation_pb2.GenerateRequest(prompt="x", priority=1, ttft_target={"nanos": 5}).SerializeToString(),
 ]
 ATTACHES = [
     decode_pb2.AttachRequest(start={"sequence": SPEC, "transfer_id": "t"}).SerializeToString(),
@@ -112,8 +115,10 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     yield ServiceParts(
         model=model,
         encoder=encoder,
+        tokenize_encoder=encoder,
         limits=LimitPolicy(RouterSettings(model=str(folder)), model.facts),
         permits=Permits(8),
+        forecast=Forecast(time.monotonic),
         mesh=SimpleNamespace(decode_workers=list, has_path=True),  # type: ignore[arg-type]
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
         slow_reader_s=20.0,

@@ -15,6 +15,7 @@ from kvtransfer.messages import (
     chunk_to_proto,
     commit_to_proto,
     open_to_proto,
+    renew_to_proto,
     reply_from_proto,
     request_from_proto,
 )
@@ -30,6 +31,7 @@ RESERVATION = Reservation("transfer", 0, TARGET_IDS, first_block=0, num_tokens=2
 CHUNKS = [make_chunk(SOURCE, RESERVATION, SOURCE_IDS, n, ChunkRange(0, 2, n, 1)) for n in range(TINY.num_layers)]
 HONEST = [
     open_to_proto(open_message(SOURCE, RESERVATION)).SerializeToString(),
+    renew_to_proto().SerializeToString(),
     *(chunk_to_proto(chunk).SerializeToString() for chunk in CHUNKS),
     commit_to_proto(make_commit(RESERVATION, CHUNKS)).SerializeToString(),
 ]

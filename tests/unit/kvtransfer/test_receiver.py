@@ -68,7 +68,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 async def test_replies_of_a_clean_transfer(bench: Bench) -> None:
     replies = await bench.run(*bench.messages())
-    assert replies[0] == Granted("grpc", 2)
+    assert replies[0] == Granted("grpc", 2, 10)
     assert sorted(reply.sequence_number for reply in replies if isinstance(reply, Ack)) == [0, 1, 2]
     assert replies[-1] == Committed()
     assert bench.target.blocks(RESERVATION.block_ids) == bench.source.blocks(SOURCE_IDS)
@@ -219,7 +219,7 @@ async def test_abort_after_the_end_does_nothing(bench: Bench) -> None:
 async def test_failure_is_told_only_when_no_write_is_in_flight(bench: Bench) -> None:
     bench.target.writing.close()
     replies = bench.receiver.push(_endless(bench.opening, bench.chunks[0]))
-    assert await anext(replies) == Granted("grpc", 2)
+    assert await anext(replies) == Granted("grpc", 2, 10)
     await asyncio.to_thread(bench.target.writing.arrived.wait)
     closing = asyncio.create_task(replies.aclose())  # how a vanished peer looks
     for _ in range(20):
@@ -241,7 +241,7 @@ async def test_another_transport_plugs_in() -> None:
         bench.chunks[n] = replace(bench.chunks[n], payload=slot.seal())
     bench.opening = replace(bench.opening, transports=(TransportOffer("shm"), transport.offer()))
     replies = await bench.run(*bench.messages())
-    assert replies[0] == Granted("memory", 2)
+    assert replies[0] == Granted("memory", 2, 10)
     assert bench.outcomes.committed == [("transfer", FIRST_TOKEN)]
     assert transport.num_open_sources == 0
     await bench.receiver.close()

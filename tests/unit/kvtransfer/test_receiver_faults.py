@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtransfer import KVReceiver, Reservation
 from kvtransfer.chunks import ChunkRange
-from kvtransfer.messages import Chunk, Commit, Committed, SenderMessage
+from kvtransfer.messages import Chunk, Commit, Committed, Renew, Renewed, SenderMessage
 from kvtransfer.transports.base import Payload
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout
@@ -106,6 +106,26 @@ def test_clean_transfers_commit(case: Case) -> None:
     others = [block for block in range(NUM_BLOCKS) if block not in ids[first:]]
     assert (case.target.data[:, :, others] == before[:, :, others]).all()
     assert case.target.written.max() == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.lists(st.integers(1, 100), max_size=6))
+def test_renewals_anywhere_change_nothing(case: Case, places: list[int]) -> None:
+    messages = case.messages()
+    for place in places:
+        messages.insert(1 + place % (len(messages) - 1), Renew())  # after open, before commit
+    outcomes, error, conversation = run(case, messages)
+    assert error is None
+    assert outcomes.committed == [("transfer", FIRST_TOKEN)]
+    assert sum(isinstance(reply, Renewed) for reply in conversation.replies) == len(places)
+
+
+@settings(max_examples=10, deadline=None)
+@given(cases())
+def test_a_renewal_opens_nothing(case: Case) -> None:
+    outcomes, error, _ = run(case, [Renew(), *case.messages()])
+    assert isinstance(error, TransferFailed)
+    assert (outcomes.committed, outcomes.failed) == ([], [])
 
 
 def flip(case: Case, n: int, random: Random) -> None:

@@ -78,3 +78,17 @@ def test_one_line_a_second_for_each_cause() -> None:
     assert [limit.allows("a"), limit.allows("a"), limit.allows("b")] == [True, False, True]
     clock.now += 1
     assert limit.allows("a")
+
+
+def test_a_reason_is_for_one_run_only() -> None:
+    seal = RecordSeal(KEY)
+    letter = seal.seal_refusal("one", "x" * 5000)
+    assert seal.open_refusal("one", letter) == "x" * 1000
+    with pytest.raises(Refused, match="another run"):
+        seal.open_refusal("two", letter)
+    with pytest.raises(Refused, match="format"):
+        seal.open(letter)
+    with pytest.raises(Refused, match="format"):
+        seal.open_refusal(INFO.incarnation, seal.seal(INFO, worker_pb2.RegisterRequest()))
+    with pytest.raises(Refused, match="signature"):
+        seal.open_refusal("one", letter[:-1] + bytes([letter[-1] ^ 1]))

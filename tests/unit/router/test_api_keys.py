@@ -1,16 +1,18 @@
 """API keys: the file, who a key belongs to, and what tenants may do."""
 
+import os
 import tomllib
 from pathlib import Path
 
 import pytest
+import structlog
 
 from cli.main import main as tandem_command
-from mesh.domain.errors import ConfigurationError, Overloaded, PermissionDenied, Unauthenticated
+from mesh.domain.errors import ConfigurationError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from mesh.domain.prefix import block_hashes
 from router.admission import Permits
-from router.api_keys import ApiKeys, NoKeys, digest_of, new_key
-from router.tenants import ANONYMOUS, Tenant
+from router.api_keys import ApiKeys, KeysFile, NoKeys, digest_of, new_key
+from router.tenants import ANONYMOUS, Priority, Tenant
 
 DIGEST = digest_of("a")
 
@@ -53,7 +55,7 @@ def test_keys_lead_to_tenants(tmp_path: Path) -> None:
 )
 def test_everything_else_is_refused(metadata) -> None:
     with pytest.raises(Unauthenticated) as refused:
-        ApiKeys({DIGEST: Tenant("alice")}).check(metadata)
+        ApiKeys({DIGEST: Tenant("alice")}).tenant_of(metadata)
     assert "alice" not in str(refused.value)
 
 
@@ -78,6 +80,9 @@ def test_every_entry_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         (f'{DIGEST} = {{ tenant = "a", operator = "no" }}', "operator must be bool"),
         (f'{DIGEST} = {{ tenant = "a", max_concurrent_requests = 0 }}', "must be >= 1"),
         (f'{DIGEST} = {{ tenant = "a", max_concurrent_requests = true }}', "must be int"),
+        (f'{DIGEST} = {{ tenant = "a", priority = "urgent" }}', "priority must be one of batch, standard, interactive"),
+        (f'{DIGEST} = {{ tenant = "a", priority = 3 }}', "priority must be str"),
+        (f'{DIGEST} = {{ tenant = "a", max_priority = "batch" }}', "want"),
         (f'{DIGEST} = "a b"', "a tenant's name"),
         (f'{DIGEST} = "a"\n{digest_of("b")} = {{ tenant = "a", operator = true }}', "differ"),
     ],
@@ -93,6 +98,88 @@ def test_a_missing_or_binary_file(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigurationError, match="cannot read"):
         ApiKeys.load(tmp_path / "binary")
+
+
+class Clock:
+    """Seconds that tests move on."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def known(keys: KeysFile, *names: str) -> list[str]:
+    """Which of these keys let their holder in."""
+    found = []
+    for name in names:
+        try:
+            found.append(keys.tenant_of((("x-api-key", name),)).name)
+        except Unauthenticated:
+            continue
+    return found
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    clock, path = Clock(), write(tmp_path, f'{digest_of("a")} = "a"\n{digest_of("b")} = "b"\n')
+    keys = KeysFile(path, {digest_of("more"): Tenant("more")}, clock)
+    assert known(keys, "a", "b", "c", "more") == ["a", "b", "more"]
+    write(tmp_path, f'{digest_of("b")} = {{ tenant = "b", priority = "batch" }}\n{digest_of("c")} = "c"\n')
+    assert known(keys, "a", "b", "c", "more") == ["a", "b", "more"]  # looked a moment ago
+    clock.now_s = 1.0
+    assert known(keys, "a", "b", "c", "more") == ["b", "c", "more"]
+    assert keys.tenant_of((("x-api-key", "b"),)).priority is Priority.BATCH
+    with pytest.raises(Unauthenticated):
+        keys.check((("x-api-key", "a"),))
+
+
+@pytest.mark.parametrize("text", ["", "x = [", f'{DIGEST} = "two words"', None])
+def test_a_broken_file_changes_nothing_and_is_complained_of_once(tmp_path: Path, text: str | None) -> None:
+    clock, path = Clock(), write(tmp_path, f'{DIGEST} = "alice"')
+    keys = KeysFile(path, clock=clock)
+    if text is None:
+        path.unlink()
+    else:
+        write(tmp_path, text)
+    with structlog.testing.capture_logs() as logs:
+        for second in range(1, 5):
+            clock.now_s = second
+            assert known(keys, "a") == ["alice"]
+    assert [line["log_level"] for line in logs] == ["error"]
+    new = tmp_path / "new.toml"
+    new.write_text(f'{digest_of("b")} = "bob"')
+    os.replace(new, path)
+    clock.now_s = 5.0
+    assert known(keys, "a", "b") == ["bob"]
+
+
+def test_a_file_that_is_broken_from_the_start_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has no keys"):
+        KeysFile(write(tmp_path, ""))
+
+
+@pytest.mark.parametrize(
+    ("tenant", "asked", "given"),
+    [
+        (ANONYMOUS, None, Priority.STANDARD),
+        (ANONYMOUS, Priority.INTERACTIVE, Priority.INTERACTIVE),
+        (Tenant("a"), None, Priority.STANDARD),
+        (Tenant("a"), Priority.BATCH, Priority.BATCH),
+        (Tenant("a"), Priority.INTERACTIVE, "at most standard for you, got interactive"),
+        (Tenant("a", priority=Priority.INTERACTIVE), None, Priority.INTERACTIVE),
+        (Tenant("a", priority=Priority.INTERACTIVE), Priority.STANDARD, Priority.STANDARD),
+        (Tenant("a", priority=Priority.BATCH), None, Priority.BATCH),
+        (Tenant("a", priority=Priority.BATCH), Priority.STANDARD, "at most batch for you, got standard"),
+    ],
+)
+def test_a_tenants_priority_is_its_default_and_its_ceiling(
+    tenant: Tenant, asked: Priority | None, given: Priority | str
+) -> None:
+    if isinstance(given, Priority):
+        assert tenant.priority_of(asked) is given
+    else:
+        with pytest.raises(InvalidRequest, match=given):
+            tenant.priority_of(asked)
 
 
 def test_without_keys_everybody_is_the_operator() -> None:
@@ -119,13 +206,14 @@ def test_prefixes_of_tenants_never_match() -> None:
 
 
 def test_the_command_makes_a_line_for_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tandem_command(["keys", "new", "alice", "--operator", "--max-concurrent-requests", "3"]) == 0
+    rights = ["--operator", "--max-concurrent-requests", "3", "--priority", "batch"]
+    assert tandem_command(["keys", "new", "alice", *rights]) == 0
     out, err = capsys.readouterr()
     key = err.split()[-1]
     assert key not in out
     assert len(tomllib.loads(out)) == 1
     tenant = ApiKeys.load(write(tmp_path, out)).tenant_of((("x-api-key", key),))
-    assert tenant == Tenant("alice", operator=True, max_concurrent_requests=3)
+    assert tenant == Tenant("alice", operator=True, max_concurrent_requests=3, priority=Priority.BATCH)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../x", "-x"])

@@ -29,6 +29,8 @@ def names(placed: Any) -> Any:
         ([prefill(), decode()], ("p0", "d0")),
         ([prefill(state=WorkerState.DRAINING), decode()], (None, "d0")),
         ([prefill(state=WorkerState.LOST), decode()], (None, "d0")),
+        ([prefill(state=WorkerState.STALLED), decode()], (None, "d0")),
+        ([prefill(), decode(state=WorkerState.STALLED)], NoPlacement.NO_DECODE_WORKER),
         ([prefill(), decode(state=WorkerState.DRAINING)], NoPlacement.NO_DECODE_WORKER),
         ([prefill(model="other"), decode()], (None, "d0")),
         ([prefill(), decode(model="other")], NoPlacement.NO_DECODE_WORKER),
@@ -36,6 +38,7 @@ def names(placed: Any) -> Any:
         ([prefill(), decode(num_blocks=2)], NoPlacement.TOO_LARGE),
         ([prefill(), decode(max_model_len=11)], NoPlacement.TOO_LARGE),
         ([prefill(), decode(num_blocks=2), decode("d1")], ("p0", "d1")),
+        ([prefill(), decode(num_blocks=2), decode("d1", state=WorkerState.LOST)], NoPlacement.AWAY),
         ([prefill(num_blocks=1), decode()], (None, "d0")),  # the prompt does not fit the prefill worker
         ([prefill(), decode(max_num_seqs=0)], NoPlacement.NO_ROOM),
     ],
@@ -47,6 +50,21 @@ def test_filters(views: list[Any], expected: Any) -> None:
 def test_unreachable_workers_get_nothing() -> None:
     mesh = snapshot(decode(), decode("d1"), unreachable=frozenset({"d0"}))
     assert names(place(query(), mesh)) == (None, "d1")
+
+
+@pytest.mark.parametrize(
+    ("unproven", "local_only", "expected"),
+    [
+        ({"d0"}, {"d1"}, (None, "d1")),
+        ({"d0"}, {}, ("p0", "d1")),
+        ({"p0"}, {}, (None, "d0")),
+        ({}, {"d0"}, (None, "d0")),
+        ({"d0", "d1"}, {}, NoPlacement.NO_DECODE_WORKER),
+    ],
+)
+def test_workers_get_what_they_are_trusted_with(unproven: Any, local_only: Any, expected: Any) -> None:
+    sets = {"unproven": frozenset(unproven), "local_only": frozenset(local_only)}
+    assert names(place(query(), snapshot(prefill(), decode(), decode("d1"), **sets))) == expected
 
 
 @pytest.mark.parametrize(

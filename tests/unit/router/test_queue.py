@@ -5,16 +5,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
 from mesh.registry.membership import WorkerView
 from router.admission import Permit, Permits
+from router.claim import Claim
+from router.forecast import Forecast
 from router.ledger import Booking, Ledger
 from router.placement import InFlight, Placement, Snapshot
-from router.queue import PlacementQueue
+from router.queue import Outlook, PlacementQueue
+from router.tenants import Priority
+from router.turns import Lane
 from tests.fakes.router_views import decode, prefill, query, snapshot
+
+CLAIM = Claim()
+lanes = st.builds(Lane, st.sampled_from(["", "a", "b"]), st.sampled_from(Priority))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4))))
@@ -37,12 +44,13 @@ def test_permits_are_exact(steps: list[tuple[bool, int]]) -> None:
 class FakeMesh:
     """Views that tests change, with a ledger and a queue over them."""
 
-    def __init__(self, *views: WorkerView, **settings: Any) -> None:
+    def __init__(self, *views: WorkerView, **changes: Any) -> None:
         self.views: Sequence[WorkerView] = views
         self.now_s = 0.0
         self.ledger = Ledger(lambda: self.now_s)
-        limits = {"max_queued": 10, "no_worker_timeout_s": 60.0} | settings
-        self.queue = PlacementQueue(self.ledger, self.snapshot, **limits)
+        limits = {"max_queued": 10, "no_worker_timeout_s": 60.0} | changes
+        self.forecast = Forecast(lambda: self.now_s)
+        self.queue = PlacementQueue(self.ledger, Outlook(self.snapshot, self.forecast), **limits)
         self.ledger.on_change(self.queue.wake)
 
     def snapshot(self) -> Snapshot:
@@ -77,18 +85,18 @@ def test_the_ledger_follows_an_attempt() -> None:
 
 async def test_placed_at_once_if_there_is_room() -> None:
     mesh = FakeMesh(decode())
-    booking = await mesh.queue.place(query())
+    booking = await mesh.queue.place(query(), CLAIM)
     assert booking.placement.decode.worker_id == "d0"
     assert mesh.queue.num_queued == 0
 
 
 async def test_first_come_first_served_and_replays_in_front() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    running = await mesh.queue.place(query())
+    running = await mesh.queue.place(query(), CLAIM)
     order: list[str] = []
 
     async def wait(name: str, *, is_replay: bool = False) -> None:
-        booking = await mesh.queue.place(query(), is_replay=is_replay)
+        booking = await mesh.queue.place(query(), CLAIM, is_replay=is_replay)
         order.append(name)
         booking.release()
 
@@ -106,11 +114,11 @@ async def test_first_come_first_served_and_replays_in_front() -> None:
 
 async def test_tenants_take_turns() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    running = await mesh.queue.place(query())
+    running = await mesh.queue.place(query(), CLAIM)
     order: list[str] = []
 
     async def wait(tenant: str) -> None:
-        booking = await mesh.queue.place(query(tenant=tenant))
+        booking = await mesh.queue.place(query(), Claim(Lane(tenant)))
         order.append(tenant)
         booking.release()
 
@@ -123,10 +131,10 @@ async def test_tenants_take_turns() -> None:
 
 async def test_a_big_request_is_not_overtaken() -> None:
     mesh = FakeMesh(decode())
-    half = await mesh.queue.place(query(28))
-    big = asyncio.create_task(mesh.queue.place(query(40)))
+    half = await mesh.queue.place(query(28), CLAIM)
+    big = asyncio.create_task(mesh.queue.place(query(40), CLAIM))
     await settled()
-    small = asyncio.create_task(mesh.queue.place(query(4)))
+    small = asyncio.create_task(mesh.queue.place(query(4), CLAIM))
     await settled()
     assert not big.done()
     assert not small.done()
@@ -136,9 +144,9 @@ async def test_a_big_request_is_not_overtaken() -> None:
 
 async def test_a_cancelled_waiter_leaves_at_once_and_the_next_moves_up() -> None:
     mesh = FakeMesh(decode())
-    await mesh.queue.place(query(28))
-    big = asyncio.create_task(mesh.queue.place(query(40)))
-    small = asyncio.create_task(mesh.queue.place(query(4)))
+    await mesh.queue.place(query(28), CLAIM)
+    big = asyncio.create_task(mesh.queue.place(query(40), CLAIM))
+    small = asyncio.create_task(mesh.queue.place(query(4), CLAIM))
     await settled()
     big.cancel()
     await asyncio.wait_for(small, 1)
@@ -148,8 +156,8 @@ async def test_a_cancelled_waiter_leaves_at_once_and_the_next_moves_up() -> None
 
 async def test_cancelled_in_the_moment_of_placement() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    running = await mesh.queue.place(query())
-    waiting = asyncio.create_task(mesh.queue.place(query()))
+    running = await mesh.queue.place(query(), CLAIM)
+    waiting = asyncio.create_task(mesh.queue.place(query(), CLAIM))
     await settled()
     running.release()
     mesh.queue._pump()  # placed, but the waiter has not run yet
@@ -161,35 +169,176 @@ async def test_cancelled_in_the_moment_of_placement() -> None:
 
 async def test_a_full_queue_refuses_new_requests_but_no_replay() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1), max_queued=1)
-    await mesh.queue.place(query())
-    tasks = [asyncio.create_task(mesh.queue.place(query()))]
+    await mesh.queue.place(query(), CLAIM)
+    tasks = [asyncio.create_task(mesh.queue.place(query(), CLAIM))]
     await settled()
     with pytest.raises(Overloaded):
-        await mesh.queue.place(query())
-    tasks.append(asyncio.create_task(mesh.queue.place(query(), is_replay=True)))
+        await mesh.queue.place(query(), CLAIM)
+    tasks.append(asyncio.create_task(mesh.queue.place(query(), CLAIM, is_replay=True)))
     await settled()
     assert mesh.queue.num_queued == 2
     for task in tasks:
         task.cancel()
 
 
+async def test_a_tenant_leaves_places_for_others() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1), max_queued=8)
+    await mesh.queue.place(query(), CLAIM)
+    tasks: list[asyncio.Task[Booking]] = []
+
+    async def joined(tenant: str) -> int:
+        """How many of the tenant's requests find a place before one is refused."""
+        for count in range(9):
+            tasks.append(asyncio.create_task(mesh.queue.place(query(), Claim(Lane(tenant)))))
+            await settled()
+            if tasks[-1].done():
+                with pytest.raises(Overloaded, match="waiting already"):
+                    await tasks.pop()
+                return count
+        raise AssertionError("nobody is refused")
+
+    assert [await joined(tenant) for tenant in "abcd"] == [4, 2, 1, 1]
+    assert await joined("") == 0  # the queue is full
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await joined("") == 8  # without keys there is one tenant, and the queue is its own
+    for task in tasks:
+        task.cancel()
+
+
+class Measured(FakeMesh):
+    """One decode worker with one slot, taken; the queue gives 8 tokens, one `query()`, a second to workers."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(decode(max_num_seqs=1), **changes)
+        self.forecast.queue.begin()
+        for _ in range(20):
+            self.now_s += 1.0
+            self.forecast.queue.did(8)
+        self.forecast.queue.end()
+
+    async def wait(self, *, ttft_s: float | None = None, time_left_s: float | None = None, **lane: Any) -> Booking:
+        now_s = asyncio.get_running_loop().time()
+        by_s, deadline_s = (None if left_s is None else now_s + left_s for left_s in (ttft_s, time_left_s))
+        return await self.queue.place(query(), Claim(Lane(**lane), by_s, deadline_s))
+
+
+async def test_what_would_come_too_late_is_refused_at_once() -> None:
+    mesh = Measured()
+    running = await mesh.wait(ttft_s=0.5)  # there is room: no forecast is asked
+    tasks = [asyncio.create_task(mesh.wait()) for _ in range(3)]
+    await settled()
+    with pytest.raises(Overloaded, match=r"expected in 4\.8 s") as refused:
+        await mesh.wait(ttft_s=3.0)
+    assert refused.value.retry_after_s == pytest.approx(1.8, abs=0.2)
+    with pytest.raises(Overloaded, match=r"expected in 4\.8 s"):
+        await mesh.wait(time_left_s=3.0)
+    with pytest.raises(Overloaded, match=r"expected in 4\.8 s"):
+        await mesh.wait(ttft_s=3.0, priority=Priority.BATCH)
+    tasks.append(asyncio.create_task(mesh.wait(ttft_s=60.0, time_left_s=60.0)))
+    tasks.append(asyncio.create_task(mesh.wait(ttft_s=3.0, priority=Priority.INTERACTIVE)))  # nobody is before it
+    await settled()
+    assert mesh.queue.num_queued == 5
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    running.release()
+    await settled()
+    assert mesh.ledger.in_flight([]) == {}
+
+
+async def test_while_nothing_is_known_everybody_may_try() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1))
+    running = await mesh.queue.place(query(), CLAIM)
+    by_s = asyncio.get_running_loop().time() + 30
+    waiting = asyncio.create_task(mesh.queue.place(query(), Claim(first_token_by_s=by_s)))
+    await settled()
+    assert mesh.queue.num_queued == 1
+    running.release()
+    (await waiting).release()
+
+
+async def test_who_waits_too_long_for_its_target_is_refused() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1))
+    running = await mesh.queue.place(query(), CLAIM)
+    by_s = asyncio.get_running_loop().time() + 0.01
+    others = [asyncio.create_task(mesh.queue.place(query(), CLAIM)) for _ in range(2)]
+    with pytest.raises(Overloaded, match="ttft_target") as refused:
+        async with asyncio.timeout(5):
+            await mesh.queue.place(query(), Claim(first_token_by_s=by_s))
+    assert refused.value.retry_after_s > 0
+    assert mesh.queue.num_queued == 2
+    running.release()
+    (await others[0]).release()
+    (await others[1]).release()
+
+
+async def test_the_target_leaves_time_for_the_way_to_the_first_token() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1))
+    mesh.forecast.first_token.took(1.0, 8)
+    await mesh.queue.place(query(), CLAIM)
+    by_s = asyncio.get_running_loop().time() + 0.9
+    with pytest.raises(Overloaded, match="ttft_target"):
+        await mesh.queue.place(query(), Claim(first_token_by_s=by_s))
+
+
+async def test_a_replay_is_never_refused() -> None:
+    mesh = Measured(max_queued=1)
+    running = await mesh.wait()
+    claim = Claim(first_token_by_s=asyncio.get_running_loop().time())
+    replay = asyncio.create_task(mesh.queue.place(query(), claim, is_replay=True))
+    await settled()
+    running.release()
+    (await replay).release()
+
+
+async def test_the_forecast_learns_the_pace_of_the_queue_from_those_who_wait() -> None:
+    mesh = FakeMesh(decode(max_num_seqs=1))
+    booking = await mesh.queue.place(query(), CLAIM)
+    assert mesh.forecast.queue.wait_s(0) is None
+    tasks = [asyncio.create_task(mesh.queue.place(query(), CLAIM)) for _ in range(4)]
+    await settled()
+    for task in tasks:
+        mesh.now_s += 0.5
+        booking.release()
+        booking = await task
+        booking.first_token()
+    assert mesh.forecast.queue.wait_s(0) == pytest.approx(0.5)
+    mesh.now_s += 30  # nobody waits: this time does not count
+    assert mesh.forecast.queue.wait_s(0) == pytest.approx(0.5)
+
+
+async def test_an_outage_does_not_count_as_slowness() -> None:
+    mesh = Measured()
+    views, mesh.views = mesh.views, []
+    waiting = asyncio.create_task(mesh.wait())
+    await settled()
+    mesh.now_s += 30
+    mesh.views = views
+    mesh.queue.wake()
+    await waiting
+    assert mesh.forecast.queue.wait_s(0) == pytest.approx(1.0)
+    mesh.queue.close()
+
+
 async def test_too_large_for_all_is_refused_at_once() -> None:
     mesh = FakeMesh(decode(num_blocks=2))
     with pytest.raises(InvalidRequest, match="12 tokens"):
-        await mesh.queue.place(query(8))
+        await mesh.queue.place(query(8), CLAIM)
 
 
 async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
     mesh = FakeMesh(prefill(), no_worker_timeout_s=0.02)
     with pytest.raises(NoWorkers):
-        await mesh.queue.place(query())
+        await mesh.queue.place(query(), CLAIM)
     with pytest.raises(NoWorkers):  # the outage is known by now
         async with asyncio.timeout(0.01):
-            await mesh.queue.place(query())
+            await mesh.queue.place(query(), CLAIM)
     mesh.views = [decode()]
-    await mesh.queue.place(query())
+    await mesh.queue.place(query(), CLAIM)
     mesh.views = []
-    waiting: asyncio.Task[Booking] = asyncio.create_task(mesh.queue.place(query()))
+    waiting: asyncio.Task[Booking] = asyncio.create_task(mesh.queue.place(query(), CLAIM))
     await settled()
     assert not waiting.done()  # a new outage, a new wait
     mesh.views = [decode()]
@@ -198,14 +347,18 @@ async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
     mesh.queue.close()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30)), max_size=40))
-def test_nothing_is_lost_or_left(steps: list[tuple[str, int]]) -> None:
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30), lanes), max_size=40))
+def test_nothing_is_lost_or_left(steps: list[tuple[str, int, Lane]]) -> None:
     async def run() -> None:
         mesh = FakeMesh(decode(), max_queued=5)
         tasks: list[asyncio.Task[Booking]] = []
-        for step, number in steps:
+        loop = asyncio.get_running_loop()
+        for step, number, lane in steps:
+            mesh.now_s += 1.0
             if step == "place":
-                tasks.append(asyncio.create_task(mesh.queue.place(query(number))))
+                claim = Claim(lane, None if number % 2 else loop.time() + number / 1000, loop.time() + number)
+                tasks.append(asyncio.create_task(mesh.queue.place(query(number), claim)))
             elif tasks and step == "cancel":
                 tasks[number % len(tasks)].cancel()
             elif tasks:
@@ -220,9 +373,29 @@ def test_nothing_is_lost_or_left(steps: list[tuple[str, int]]) -> None:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Booking):
+                result.first_token()
                 result.release()
+            else:
+                assert isinstance(result, asyncio.CancelledError | Overloaded)
         await settled()
         assert mesh.queue.num_queued == 0
         assert mesh.ledger.in_flight([]) == {}
 
     asyncio.run(run())
+
+
+def test_who_is_abandoned() -> None:
+    """Those that need the worker: for its sequence, or for a prompt whose KV is still there."""
+    ledger, left = Ledger(lambda: 0.0), list[str]()
+    p0, d0, d1 = prefill("p0").info, decode("d0").info, decode("d1").info
+    placements = {"on d0": Placement(p0, d0), "on d1": Placement(p0, d1), "sent": Placement(p0, d1)}
+    bookings = {name: ledger.book(placement, 8) for name, placement in placements.items()}
+    for name, booking in bookings.items():
+        booking.on_abandoned = lambda info, name=name: left.append(f"{name}: {info.worker_id}")  # type: ignore[misc]
+    bookings["sent"].prefill_released()
+    ledger.abandon(d0)
+    ledger.abandon(p0)
+    assert left == ["on d0: d0", "on d0: p0", "on d1: p0"]
+    bookings["on d0"].release()
+    ledger.abandon(d0)
+    assert len(left) == 3

@@ -1,11 +1,14 @@
-"""How often, how soon and where not."""
+"""How often, how soon and where not; and how many in all."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mesh.domain.errors import NoWorkers, Overloaded, Replayable, TransferFailed, WorkerBusy, WorkerLost
-from router.replay import Replay
+from router.replay import Replay, ReplayBudget
 from router.settings import RouterSettings
 from tests.fakes.router_views import decode
 
@@ -56,3 +59,37 @@ def test_after_some_failures_decode_prefills_by_itself(replay: Replay) -> None:
     assert not replay.prefill_locally
     fail(replay, TransferFailed("cut"), 1)
     assert replay.prefill_locally
+
+
+def test_the_first_replay_after_progress_is_free(replay: Replay) -> None:
+    for num_tokens in (0, 0, 7, 7, 8):
+        replay.after(TransferFailed("cut"), num_tokens=num_tokens, blamed=None)
+        assert replay.is_free is (replay.attempt in (1, 3, 5))
+
+
+@given(st.lists(st.floats(0.0, 1.0), max_size=200))
+def test_no_storm_passes_the_budget(gaps_s: list[float]) -> None:
+    """Whenever tokens are asked for, no stretch of time gets more than its share, and nobody waits without need."""
+    now_s = 0.0
+    budget = ReplayBudget(lambda: now_s, burst=5, per_s=10.0)
+    given_s: list[float] = []
+    for gap_s in gaps_s:
+        now_s += gap_s
+        given_s.append(now_s + budget.take_s())
+    assert given_s == sorted(given_s)
+    for first, begin_s in enumerate(given_s):
+        for last in range(first, len(given_s)):
+            assert last - first + 1 <= 5 + 10.0 * (given_s[last] - begin_s) + 1 + 1e-6
+    if len(given_s) <= 5:
+        assert given_s == [sum(gaps_s[: place + 1]) for place in range(len(given_s))]
+
+
+async def test_who_leaves_gives_its_token_back() -> None:
+    budget = ReplayBudget(lambda: 0.0, burst=1, per_s=0.01)
+    await budget.draw()
+    waiting = [asyncio.create_task(budget.draw()) for _ in range(10)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert budget.take_s() == pytest.approx(100.0)

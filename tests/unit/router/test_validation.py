@@ -29,6 +29,7 @@ def settings(tmp_path: Path, **changes: Any) -> RouterSettings:
         ({"max_concurrent_requests": 0}, "max_concurrent_requests must be >= 1, got 0"),
         ({"max_input_length": 0}, "max_input_length must be >= 1"),
         ({"max_input_length": 8, "max_total_tokens": 8}, "max_input_length must be < max_total_tokens, got 8 and 8"),
+        ({"ttft_target_s": -1.0}, "ttft_target_s must be > 0, got -1"),
         ({"grace_s": 0.0}, "grace_s must be > 0"),
         ({"stall_timeout_s": float("nan")}, "stall_timeout_s must be > 0"),
         ({"prefill_threshold": -1}, "prefill_threshold must be >= 0"),
@@ -77,6 +78,8 @@ def test_limits_beyond_the_model_are_contradictory(tmp_path: Path, changes: dict
         ({"num_choices": 0}, r"num_choices must be in \[1, 8\], got 0"),
         ({"num_choices": 9}, r"num_choices must be in \[1, 8\], got 9"),
         ({"top_logprobs": 21}, r"top_logprobs must be in \[0, 20\], got 21"),
+        ({"ttft_target_s": 0.0}, "ttft_target must be > 0, got 0 s"),
+        ({"ttft_target_s": -1.5}, "ttft_target must be > 0, got -1.5 s"),
     ],
 )
 def test_shapes_refused(changes: dict[str, Any], complaint: str) -> None:

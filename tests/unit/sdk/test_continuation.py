@@ -1,6 +1,7 @@
 """Chained requests: where the seams between rounds lie."""
 
-from tandem._continuation import whole_characters
+from tandem._continuation import Bounds, _round, whole_characters
+from tandem._retry import Deadline
 from tandem.models import Token
 
 
@@ -20,3 +21,11 @@ def test_a_cut_character_is_left_with_all_its_tokens() -> None:
 def test_special_tokens_have_no_text_and_are_no_part_of_a_character() -> None:
     special = Token(9, "", special=True)
     assert whole_characters([special, Token(1, "\ufffd")]) == (special,)
+
+
+def test_only_the_first_round_has_a_target_for_its_first_token() -> None:
+    """A refusal between rounds would throw away what is there already."""
+    bounds = Bounds(8, None, Deadline.after(10))
+    first, second = (_round({"prompt": "x", "ttft_target": 1.0, "priority": "batch"}, [1], n, bounds) for n in (0, 5))
+    assert (first["ttft_target"], second["ttft_target"]) == (1.0, None)
+    assert first["priority"] == second["priority"] == "batch"

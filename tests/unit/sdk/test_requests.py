@@ -6,6 +6,8 @@ import pytest
 
 from tandem._requests import generate_request, tokenize_request
 from tandem.exceptions import InvalidRequest
+from tandem.models import Priority
+from tandem.v1 import generation_pb2
 
 
 def test_every_argument_reaches_its_field() -> None:
@@ -32,6 +34,8 @@ def test_every_argument_reaches_its_field() -> None:
             "echo": True,
             "n": 2,
             "client_request_id": "mine",
+            "priority": "batch",
+            "ttft_target": 1.5,
             "timeout": 1.0,
         }
     )
@@ -47,6 +51,7 @@ def test_every_argument_reaches_its_field() -> None:
         [9],
     )
     assert sampling.ignore_eos
+    assert (request.priority, request.ttft_target.ToMilliseconds()) == (generation_pb2.PRIORITY_BATCH, 1500)
     assert (request.output.top_logprobs, request.output.prompt_logprobs, request.output.echo) == (5, True, True)
 
 
@@ -54,6 +59,11 @@ def test_none_leaves_a_field_absent_and_zero_does_not() -> None:
     sampling = generate_request({"prompt": "", "temperature": None, "top_k": 0}).sampling
     assert not sampling.HasField("temperature")
     assert sampling.HasField("top_k")
+
+
+def test_priorities_have_the_same_names_everywhere() -> None:
+    numbers = [generate_request({"prompt": "x", "priority": priority}).priority for priority in Priority]
+    assert numbers == [number for number in generation_pb2.Priority.values() if number]
 
 
 def test_messages_become_a_conversation() -> None:
@@ -80,6 +90,12 @@ def test_one_stop_string_may_come_bare() -> None:
         ({"prompt": "x", "temperature": "hot"}, "temperature"),
         ({"prompt": "x", "n": -1}, "n: "),
         ({"prompt": "x", "stop": [1]}, "stop"),
+        ({"prompt": "x", "priority": "urgent"}, "batch, standard, interactive"),
+        ({"prompt": "x", "priority": 3}, "priority"),
+        ({"prompt": "x", "ttft_target": "soon"}, "ttft_target"),
+        ({"prompt": "x", "ttft_target": float("inf")}, "ttft_target"),
+        ({"prompt": "x", "ttft_target": float("nan")}, "ttft_target"),
+        ({"prompt": "x", "ttft_target": 1e300}, "ttft_target"),
         ({"prompt": "x", "logit_bias": {"a": 1.0}}, "logit_bias"),
     ],
 )

@@ -1,0 +1,37 @@
+"""Settings of every member of the mesh, router or worker: its credentials."""
+
+from dataclasses import dataclass
+
+from mesh.domain.errors import ConfigurationError
+from mesh.process import ProcessSettings
+from mesh.rpc.credentials import Credentials, MeshKey
+from mesh.rpc.tls import TlsIdentity
+from mesh.settings import setting
+
+_TLS_FILES = ("mesh_tls_cert", "mesh_tls_key", "mesh_tls_ca")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberSettings(ProcessSettings):
+    """Checked on construction: wrong files are found before a model is loaded."""
+
+    mesh_key: str = setting("", "secret shared by routers and workers", secret=True)
+    mesh_tls_cert: str = setting("", "PEM file: this service's certificate; turns on mutual TLS inside the mesh")
+    mesh_tls_key: str = setting("", "PEM file: the certificate's private key")
+    mesh_tls_ca: str = setting("", "PEM file: the CA of all certificates of the mesh")
+    mesh_tls_name: str = setting("", "name all certificates of the mesh carry; default: each its service's address")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        missing = [name for name in _TLS_FILES if not getattr(self, name)]
+        if 0 < len(missing) < len(_TLS_FILES) or (missing and self.mesh_tls_name):
+            raise ConfigurationError(f"TLS inside the mesh needs {', '.join(_TLS_FILES)}: {missing[0]} is not set")
+        self.load_credentials()
+
+    def load_credentials(self) -> Credentials:
+        """Read the files. Raises ConfigurationError."""
+        key = MeshKey(self.mesh_key) if self.mesh_key else None
+        if not self.mesh_tls_cert:
+            return Credentials(key)
+        tls = TlsIdentity.load(self.mesh_tls_cert, self.mesh_tls_key, self.mesh_tls_ca, peer_name=self.mesh_tls_name)
+        return Credentials(key, tls)

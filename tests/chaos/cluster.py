@@ -1,0 +1,345 @@
+"""A real mesh of plain processes: two routers, prefill and decode workers, and a redis-server they share.
+
+    async with running(Shape(model, log_dir)) as cluster:
+        async with cluster.client("router-0") as client: ...
+        cluster.kill("decode-1")            # comes back by itself, at the same port
+        await cluster.restart("router-0")   # SIGTERM: drains, then comes back
+        await cluster.wait_whole()          # everybody is up, at both routers
+
+Nodes are called router-0, prefill-0, decode-0 and so on. Each keeps its ports over restarts and logs to
+`log_dir/NAME.log`. What a node does is watched: `exits` tells which ended, and whether the harness wanted it to.
+
+Between the nodes stand proxies (`tests/chaos/proxy.py`), one in front of each router and each decode worker: a worker
+listens on 127.0.0.1 and advertises 127.0.0.2, where its proxy listens at the same port.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+import tandem
+from tests.chaos.proxy import Proxy
+from tests.fakes.redis_server import RedisServer
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 120.0
+STOP_S = 30.0
+_RESTART_AFTER_S = 0.2
+_LISTEN_HOST = "127.0.0.1"
+_PROXY_HOST = "127.0.0.2"
+_MODULES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
+# Below the ports that outgoing connections take, so that a node finds its own again after a restart.
+_PORTS = range(20_000, 32_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a cluster consists of. `flags` are added by node name, or by role for all of a kind."""
+
+    model: Path
+    log_dir: Path
+    num_routers: int = 2
+    num_prefill: int = 2
+    num_decode: int = 3
+    cap: int = 16
+    flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """All nodes."""
+        numbers = {"router": self.num_routers, "prefill": self.num_prefill, "decode": self.num_decode}
+        return [f"{role}-{number}" for role, count in numbers.items() for number in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The end of one run of a node. `wanted` if the harness has brought it about."""
+
+    name: str
+    status: int
+    wanted: bool
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one process holds. `cpu_s` is since its start."""
+
+    pid: int
+    rss_bytes: int
+    num_fds: int
+    cpu_s: float
+
+
+class Node:
+    """One process, started again whenever it ends, until told to stop."""
+
+    def __init__(self, name: str, command: list[str], environ: Mapping[str, str], log_path: Path) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.exits: list[Exit] = []
+        self.num_starts = 0
+        self._command = command
+        self._environ = environ
+        self._process: asyncio.subprocess.Process | None = None
+        self._end_is_wanted = False
+        self._is_stopping = False
+        self._ended = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the run there is; None between two."""
+        return None if self._process is None or self._process.returncode is not None else self._process.pid
+
+    def start(self) -> None:
+        """Begin to watch over it."""
+        self._task = asyncio.create_task(self._supervise())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs. Those that end it are counted as wanted."""
+        if self.pid is not None:
+            self._end_is_wanted |= number in (signal.SIGKILL, signal.SIGTERM)
+            os.kill(self.pid, number)
+
+    async def wait_exit(self, num_exits: int, within_s: float = STOP_S) -> Exit:
+        """Return once it has ended more often than `num_exits` times."""
+        async with asyncio.timeout(within_s), self._ended:
+            await self._ended.wait_for(lambda: len(self.exits) > num_exits)
+        return self.exits[num_exits]
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL; it stays down."""
+        self._is_stopping = True
+        task = self._task
+        if task is None:
+            return
+        self.signal(signal.SIGCONT)
+        self.signal(signal.SIGTERM)
+        done, _ = await asyncio.wait([task], timeout=STOP_S)
+        if not done:
+            self.signal(signal.SIGKILL)
+            await task
+
+    async def _supervise(self) -> None:
+        while not self._is_stopping:
+            with self.log_path.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,  # `--follow-stdin`: a harness that is killed leaves nothing behind
+                    stdout=log,
+                    stderr=log,
+                    env=dict(self._environ),
+                    cwd=ROOT,
+                    start_new_session=True,
+                )
+            self.num_starts += 1
+            status = await self._process.wait()
+            async with self._ended:
+                self.exits.append(Exit(self.name, status, self._end_is_wanted, time.monotonic()))
+                self._end_is_wanted = False
+                self._ended.notify_all()
+            if not self._is_stopping:
+                await asyncio.sleep(_RESTART_AFTER_S)
+
+
+class Cluster:
+    """A mesh that runs. Made by `running`."""
+
+    def __init__(self, shape: Shape, redis: RedisServer) -> None:
+        self.shape = shape
+        self.redis = redis
+        ports = dict(zip(shape.names, free_ports(len(shape.names)), strict=True))
+        self.proxies = {name: self._proxy(name, port) for name, port in ports.items()}
+        self._environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")},
+            "TANDEM_REGISTRY_URL": redis.url,
+            "TANDEM_MESH_KEY": secrets.token_hex(32),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.nodes = {name: self._node(name, port) for name, port in ports.items()}
+        self.started_in_s = 0.0
+
+    @property
+    def routers(self) -> list[str]:
+        """Names of the routers."""
+        return self.of_role("router")
+
+    def of_role(self, role: str) -> list[str]:
+        """Names of the nodes of one role."""
+        return [name for name in self.nodes if name.startswith(f"{role}-")]
+
+    def client(self, router: str, *, direct: bool = False) -> tandem.AsyncClient:
+        """A client that never tries again by itself. `direct` goes around the router's proxy."""
+        host = _LISTEN_HOST if direct else _PROXY_HOST
+        return tandem.AsyncClient(f"{host}:{self.proxies[router].port}", max_retries=0, timeout=60)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to a node, if it runs."""
+        self.nodes[name].signal(number)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; the node comes back by itself."""
+        self.signal(name, signal.SIGKILL)
+
+    async def restart(self, name: str) -> Exit:
+        """SIGTERM; returns when it has ended. It comes back by itself."""
+        num_exits = len(self.nodes[name].exits)
+        self.signal(name, signal.SIGTERM)
+        return await self.nodes[name].wait_exit(num_exits)
+
+    def exits(self, *, wanted: bool | None = None) -> list[Exit]:
+        """All ends of processes so far, oldest first."""
+        found = [end for node in self.nodes.values() for end in node.exits if wanted in (None, end.wanted)]
+        return sorted(found, key=lambda end: end.at_s)
+
+    def usage(self) -> dict[str, Usage]:
+        """What each process that runs holds now."""
+        found = {}
+        for name, node in self.nodes.items():
+            with contextlib.suppress(psutil.Error):
+                if node.pid is not None:
+                    process = psutil.Process(node.pid)
+                    cpu = process.cpu_times()
+                    found[name] = Usage(node.pid, process.memory_info().rss, process.num_fds(), cpu.user + cpu.system)
+        return found
+
+    def log(self, name: str) -> str:
+        """All a node has written, over all its runs."""
+        path = self.nodes[name].log_path
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def connections_of(self, name: str) -> set[int]:
+        """Local ports of the node's connections: which of a proxy's connections are its."""
+        pid = self.nodes[name].pid
+        if pid is None:
+            return set()
+        with contextlib.suppress(psutil.Error):
+            return {each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if each.laddr}
+        return set()
+
+    async def wait_whole(self, within_s: float = START_S) -> None:
+        """Return when each router serves and has all workers ready."""
+        await asyncio.gather(*(self.wait_ready_at(router, within_s=within_s) for router in self.routers))
+
+    async def wait_ready_at(
+        self, router: str, needed: Callable[[set[str]], bool] | None = None, *, within_s: float = START_S
+    ) -> None:
+        """Return when the workers ready at a router are enough: by default all. AssertionError after `within_s`."""
+        wanted = {name for name in self.nodes if not name.startswith("router-")}
+        deadline_s, ready = time.monotonic() + within_s, set[str]()
+        async with self.client(router, direct=True) as client:
+            while True:
+                with contextlib.suppress(tandem.TandemError):
+                    workers = await client.workers(timeout=2)
+                    ready = {each.worker_id for each in workers if each.state == "ready" and self._is_current(each)}
+                    if needed(ready) if needed else ready >= wanted:
+                        return
+                if time.monotonic() > deadline_s:
+                    raise AssertionError(f"after {within_s:g} s only {sorted(ready)} are ready at {router}")
+                await asyncio.sleep(0.1)
+
+    def _is_current(self, worker: tandem.Worker) -> bool:
+        """False if a router still speaks of a run that is over."""
+        return worker.pid == self.nodes[worker.worker_id].pid
+
+    async def wait_at_rest(self, within_s: float = 20.0) -> None:
+        """Return when every worker has all its blocks free and the routers hold no permit. AssertionError if not."""
+        for router in self.routers:
+            async with self.client(router, direct=True) as client:
+                await _at_rest(client, within_s)
+
+    async def start(self) -> None:
+        """Start everything at once; returns when all are ready."""
+        started_s = time.monotonic()
+        await self.redis.start()
+        for proxy in self.proxies.values():
+            await proxy.start()
+        for node in self.nodes.values():
+            node.start()
+        await self.wait_whole()
+        self.started_in_s = time.monotonic() - started_s
+
+    async def stop(self) -> None:
+        """Routers first, then workers."""
+        for role in (self.routers, [name for name in self.nodes if name not in self.routers]):
+            await asyncio.gather(*(self.nodes[name].stop() for name in role))
+        for proxy in self.proxies.values():
+            await proxy.stop()
+        self.redis.stop()
+
+    def _proxy(self, name: str, port: int) -> Proxy:
+        return Proxy((_PROXY_HOST, port), (_LISTEN_HOST, port))
+
+    def _node(self, name: str, port: int) -> Node:
+        role = name.partition("-")[0]
+        own = self._router_flags() if role == "router" else self._worker_flags(role, name)
+        added = (*self.shape.flags.get(role, ()), *self.shape.flags.get(name, ()))
+        command = [sys.executable, "-m", _MODULES[role], *own, f"--port={port}", *added]
+        return Node(name, command, self._environ, self.shape.log_dir / f"{name}.log")
+
+    def _router_flags(self) -> list[str]:
+        return [
+            *self._shared_flags(),
+            f"--max-concurrent-requests={self.shape.cap}",
+            f"--expect-prefill={self.shape.num_prefill}",
+            f"--expect-decode={self.shape.num_decode}",
+        ]
+
+    def _worker_flags(self, role: str, name: str) -> list[str]:
+        size = "--max-batch-total-tokens=8192" if role == "decode" else "--kv-cache-bytes=8388608"
+        advertised = [f"--advertise-host={_PROXY_HOST}"]
+        return [*self._shared_flags(), f"--worker-id={name}", "--num-threads=1", "--device=cpu", size, *advertised]
+
+    def _shared_flags(self) -> list[str]:
+        return [f"--model={self.shape.model}", "--name=tiny", f"--host={_LISTEN_HOST}", "--follow-stdin"]
+
+
+@asynccontextmanager
+async def running(shape: Shape) -> AsyncIterator[Cluster]:
+    """Start a cluster; stop it, whatever happens."""
+    cluster = Cluster(shape, RedisServer())
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens at now."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            found.add(port)
+    return sorted(found)
+
+
+async def _at_rest(client: tandem.AsyncClient, within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while True:
+        mesh = await client.mesh()
+        busy = [
+            each
+            for each in mesh.workers
+            if each.state != "lost"
+            and (each.load.free_blocks != each.num_blocks or each.load.num_running or each.load.num_waiting)
+        ]
+        if not busy and not mesh.active_requests and not mesh.queued_requests:
+            return
+        assert time.monotonic() < deadline_s, (mesh.active_requests, mesh.queued_requests, busy)
+        await asyncio.sleep(0.2)

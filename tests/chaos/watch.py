@@ -1,0 +1,203 @@
+"""What is looked at from outside while a cluster runs: requests in service, memory, files, keys in Redis."""
+
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis.exceptions import RedisError
+
+import tandem
+from tests.chaos.cluster import Cluster, Usage
+from tests.chaos.history import Disturbance, History
+
+_CAP_INTERVAL_S = 0.03
+_LATE_STATUS = re.compile(
+    r"^ERROR grpc\._cython\.cygrpc ExecuteBatchError.*?"
+    r"^grpc\._cython\.cygrpc\.ExecuteBatchError: [^\n]*SendStatus[^\n]*",
+    re.MULTILINE | re.DOTALL,
+)
+_PERMITS = "tandem:permits"
+
+
+@dataclass(frozen=True, slots=True)
+class InService:
+    """Choices in service at all routers (None: not to be said), and permits leased in Redis (None while it is away)."""
+
+    at_s: float
+    held: int | None
+    leased: int | None
+
+
+@dataclass
+class CapWatch:
+    """Looks at the cap that routers share."""
+
+    cluster: Cluster
+    samples: list[InService] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(self.cluster.client(name, direct=True)) for name in self.cluster.routers
+            ]
+            while True:
+                with contextlib.suppress(tandem.TandemError):
+                    held = await _held(clients)
+                    self.samples.append(InService(time.monotonic(), held, await leased(self.cluster)))
+                await asyncio.sleep(_CAP_INTERVAL_S)
+
+    def breaches(self, excused: Iterable[Disturbance] = ()) -> list[InService]:
+        """Samples over the cap. In times of `excused` only leases count: there routers go by their shares."""
+        excused, cap = list(excused), self.cluster.shape.cap
+        return [
+            sample
+            for sample in self.samples
+            if (sample.leased or 0) > cap
+            or ((sample.held or 0) > cap and not any(each.began_s <= sample.at_s <= each.ended_s for each in excused))
+        ]
+
+    @property
+    def most_held(self) -> int:
+        """Most choices in service at a time, by routers' counts or by leases."""
+        return max((max(sample.held or 0, sample.leased or 0) for sample in self.samples), default=0)
+
+
+async def _held(clients: list[tandem.AsyncClient]) -> int | None:
+    """By all routers together. They are asked twice by turns; None if a count has changed meanwhile, because then the
+    counts belong to different moments, and a permit on its way from one router to another may be in both."""
+    first = [(await client.mesh(timeout=2)).active_requests for client in clients]
+    second = [(await client.mesh(timeout=2)).active_requests for client in clients]
+    return sum(first) if first == second else None
+
+
+async def leased(cluster: Cluster) -> int | None:
+    """Permits leased in Redis now; None while it is away."""
+    try:
+        async with cluster.redis.client(timeout_s=0.5) as redis:
+            seconds, micros = await redis.time()
+            now_ms = seconds * 1000 + micros // 1000
+            return int(await redis.zcount(_PERMITS, now_ms, "+inf"))
+    except (RedisError, OSError):
+        return None
+
+
+@dataclass
+class UsageWatch:
+    """Samples what processes hold. `samples`: (seconds since the start, usage by name, keys in Redis)."""
+
+    cluster: Cluster
+    interval_s: float = 1.0
+    samples: list[tuple[float, dict[str, Usage], int]] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        started_s = time.monotonic()
+        async with self.cluster.redis.client() as redis:
+            while True:
+                num_keys = 0
+                with contextlib.suppress(RedisError, OSError):
+                    num_keys = int(await redis.dbsize())
+                self.samples.append((time.monotonic() - started_s, self.cluster.usage(), num_keys))
+                await asyncio.sleep(self.interval_s)
+
+    def second_half(self) -> list[tuple[float, dict[str, Usage], int]]:
+        """After things have warmed up."""
+        return self.samples[len(self.samples) // 2 :]
+
+    def rss_slope_mib_per_min(self, name: str) -> float:
+        """Least squares over the second half."""
+        points = [(at_s, usage[name].rss_bytes) for at_s, usage, _ in self.second_half() if name in usage]
+        return slope(points) * 60 / (1 << 20)
+
+    def fds(self, name: str) -> tuple[int, int]:
+        """Fewest of the run's second quarter and of its last quarter: what is held when least is going on."""
+        counts = [usage[name].num_fds for _, usage, _ in self.samples if name in usage]
+        quarter = max(1, len(counts) // 4)
+        return min(counts[quarter : 2 * quarter] or counts), min(counts[-quarter:])
+
+
+def slope(points: list[tuple[float, float]]) -> float:
+    """Of the least-squares line through `points`."""
+    if len(points) < 2:
+        return 0.0
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
+@asynccontextmanager
+async def in_background(*watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run these while this is open. Raises what they raise."""
+    tasks = [asyncio.create_task(watch) for watch in watches]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
+
+
+def log_entries(cluster: Cluster, name: str, event: str) -> list[dict[str, Any]]:
+    """JSON log lines of one event of a node, over all its runs."""
+    found = []
+    for line in cluster.log(name).splitlines():
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and entry.get("event") == event:
+                found.append(entry)
+    return found
+
+
+def warnings_by_cause(cluster: Cluster) -> Counter[tuple[str, ...]]:
+    """How many warnings and errors each node has logged about each cause."""
+    found = Counter[tuple[str, ...]]()
+    for name in cluster.nodes:
+        for line in cluster.log(name).splitlines():
+            if '"level": "warning"' in line or '"level": "error"' in line:
+                entry = json.loads(line)
+                found[name, entry["event"], str(entry.get("what", "")), str(entry.get("worker", ""))] += 1
+    return found
+
+
+def complaints(cluster: Cluster) -> list[str]:
+    """Log lines that no fault justifies: errors and tracebacks."""
+    return [
+        f"{name}: {line[:600]}"
+        for name in cluster.nodes
+        for line in _LATE_STATUS.sub("", cluster.log(name)).splitlines()
+        if '"level": "error"' in line or line.startswith(("Traceback", "Task exception", "Exception in callback"))
+    ]
+
+
+def late_statuses(cluster: Cluster) -> int:
+    """Tracebacks that grpc prints where a call ends by its deadline just when its handler wants to end it."""
+    return sum(len(_LATE_STATUS.findall(cluster.log(name))) for name in cluster.nodes)
+
+
+def replayed(cluster: Cluster) -> dict[str, list[str]]:
+    """Causes of the replays of each request, by its id."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for router in cluster.routers:
+        for entry in log_entries(cluster, router, "replay"):
+            found[entry["request_id"].partition("-")[0]].append(entry["cause"])
+    return found
+
+
+def resume_gaps(histories: Iterable[History], replays: dict[str, list[str]]) -> list[float]:
+    """Largest gap of each stream that was replayed after some tokens, seconds."""
+    return [
+        history.largest_gap_s
+        for history in histories
+        if history.request_id in replays and len(history.token_times_s) > 1
+    ]

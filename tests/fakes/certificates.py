@@ -1,0 +1,64 @@
+"""Certificates for tests, made by the openssl program when they are needed. Nothing of it is ever kept."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mesh.rpc.tls import TlsIdentity
+
+_NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+LOOPBACK = "IP:127.0.0.1,DNS:localhost"
+
+
+@dataclass(frozen=True)
+class Issued:
+    """Files of one certificate."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+    @property
+    def identity(self) -> TlsIdentity:
+        """Unchecked, as a stranger might use it."""
+        return TlsIdentity(self.cert.read_bytes(), self.key.read_bytes(), self.ca.read_bytes())
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """As settings of a member of the mesh."""
+        return {"mesh_tls_cert": str(self.cert), "mesh_tls_key": str(self.key), "mesh_tls_ca": str(self.ca)}
+
+    @property
+    def flags(self) -> list[str]:
+        """The same as flags."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items()]
+
+
+class Authority:
+    """A CA of its own in `folder`. Skips the test where there is no openssl."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        if shutil.which("openssl") is None:
+            pytest.skip("needs the openssl program")
+        self.folder = folder
+        self.cert, self._key = folder / "ca.pem", folder / "ca.key"
+        _openssl("req", "-x509", *_NEW_KEY, "-days", "2", "-subj", f"/CN={folder.name}", "-keyout", self._key,
+                 "-out", self.cert)  # fmt: skip
+
+    def issue(self, name: str, *, names: str = LOOPBACK, days: int = 2, usage: str = "") -> Issued:
+        """A new certificate for `names`; with negative `days` one that has expired. `usage` limits what it is for."""
+        cert, key, request = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
+        given = {"subjectAltName": names, "extendedKeyUsage": usage}
+        extension = [word for kind, value in given.items() if value for word in ("-addext", f"{kind}={value}")]
+        _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", *extension, "-keyout", key, "-out", request)
+        _openssl("x509", "-req", "-in", request, "-CA", self.cert, "-CAkey", self._key, "-CAcreateserial",
+                 "-days", days, "-copy_extensions", "copy", "-out", cert)  # fmt: skip
+        return Issued(cert, key, self.cert)
+
+
+def _openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)

@@ -1,0 +1,205 @@
+"""A worker's stay in the mesh: what it says while its engine is stuck, and in which order it stops."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
+
+from engine.loop import Engine, EngineLoop, LoopCallbacks
+from engine.reports import EngineReports
+from engine.sequence import Sequence
+from mesh.domain.worker import WorkerState
+from mesh.registry.membership import Membership, WorkerView
+from mesh.rpc.channel import open_channel
+from mesh.worker import runtime as runtime_module
+from mesh.worker.runtime import RoleParts, WorkerRuntime
+from mesh.worker.settings import WorkerSettings
+from tests.evidence import Evidence
+from tests.fakes.requests import make_request
+from tests.service.mesh.test_registry import KEY, start_registry
+from tests.service.worker_rig import EngineRig
+from tests.unit.mesh.test_membership import INFO
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+STALL_S = 0.3
+WAIT_S = 10.0
+
+
+def clock() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Worker:
+    """A WorkerRuntime over a fake engine, registered with a real registry, and asked for its health."""
+
+    def __init__(self, settings: WorkerSettings, membership: Membership) -> None:
+        self.rig = EngineRig.make()
+        self.engine = EngineLoop(
+            Engine(self.rig.scheduler, self.rig.runner), LoopCallbacks(lambda _: None, lambda _: self.rig.died.set())
+        )
+        self.runtime = WorkerRuntime(settings, INFO, EngineReports(self.engine))
+        self.told_to_stop = asyncio.Event()
+        self.may_drain = asyncio.Event()
+        self.draining = asyncio.Event()
+        self.membership = membership
+        self._changed = asyncio.Event()
+        membership.on_change(self._changed.set)
+
+    async def drained(self) -> None:
+        self.draining.set()
+        await self.may_drain.wait()
+
+    async def serve(self) -> None:
+        self.engine.start()
+        try:
+            await self.runtime.serve(RoleParts((), self.drained, self.engine, self.rig.died))
+        finally:
+            await self.engine.stop(within_s=0.1)
+
+    async def health(self) -> Any:
+        async with open_channel(self.runtime.server.address) as channel:
+            return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)).status
+
+    async def seen_as(self, state: WorkerState) -> WorkerView:
+        """What the router has once it sees this state."""
+        async with asyncio.timeout(WAIT_S):
+            while not self.membership.workers() or self.membership.workers()[0].state is not state:
+                self._changed.clear()
+                await self._changed.wait()
+        return self.membership.workers()[0]
+
+    async def stall(self) -> None:
+        """Let the engine get stuck in a step."""
+        self.rig.runner.gate.clear()
+        await self.engine.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1, 2], max_new_tokens=2))))
+        assert await asyncio.to_thread(self.rig.runner.in_step.wait, WAIT_S)
+
+
+@asynccontextmanager
+async def worker(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+    membership = Membership(clock)
+    registry = await start_registry(membership)
+    settings = WorkerSettings(model="m", registry_address=registry.address, mesh_key=KEY.secret, **changes)
+    worker = Worker(settings, membership)
+
+    async def until_stopped(_: object) -> None:
+        await worker.told_to_stop.wait()
+
+    monkeypatch.setattr(runtime_module, "until_stopped", until_stopped)
+    serving = asyncio.create_task(worker.serve())
+    await worker.seen_as(WorkerState.READY)
+    try:
+        yield worker, serving
+    finally:
+        worker.rig.runner.gate.set()
+        worker.may_drain.set()
+        worker.told_to_stop.set()
+        await serving
+        await registry.stop(0)
+
+
+async def test_a_stalled_step_takes_the_worker_out_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch, evidence: Evidence
+) -> None:
+    async with worker(monkeypatch, stall_after_s=STALL_S) as (stuck, _):
+        assert await stuck.health() == SERVING
+        with capture_logs() as logs:
+            began = clock()
+            await stuck.stall()
+            await stuck.seen_as(WorkerState.STALLED)
+            seen_s = clock() - began
+            assert await stuck.health() == NOT_SERVING
+            stuck.rig.runner.gate.set()
+            await stuck.seen_as(WorkerState.READY)
+            assert await stuck.health() == SERVING
+        errors = [entry for entry in logs if entry["log_level"] == "error"]
+        assert [entry["event"] for entry in errors] == ["engine stalled"]
+        assert "self.gate.wait()" in errors[0]["stack"]
+        evidence(
+            "R13",
+            "not ready after a stalled step",
+            f"{seen_s:.2f} s (limit {STALL_S:g} s for 12 s)",
+            target="<= limit + 3 s",
+            ok=seen_s <= STALL_S + 3,
+            is_time=True,
+        )
+
+
+async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with worker(monkeypatch, stall_after_s=STALL_S) as (stuck, _):
+        await stuck.stall()
+        await stuck.seen_as(WorkerState.STALLED)
+        await stuck.runtime.drain()
+        await stuck.seen_as(WorkerState.DRAINING)
+        stuck.rig.runner.gate.set()
+        with capture_logs() as logs:
+            async with asyncio.timeout(WAIT_S):
+                while not any(entry["event"] == "engine goes on" for entry in logs):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        assert await stuck.health() == NOT_SERVING
+        assert stuck.runtime.is_draining()
+
+
+async def test_an_engine_that_never_comes_back_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(runtime_module.os, "_exit", status.set_result)
+    async with worker(monkeypatch, stall_after_s=STALL_S, wedged_exit_s=2 * STALL_S) as (stuck, _):
+        await stuck.stall()
+        async with asyncio.timeout(WAIT_S):
+            assert await status == 1
+
+
+async def test_stop_order_not_serving_refuse_drain_stop_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with worker(monkeypatch) as (stopping, serving):
+        assert not stopping.runtime.is_draining()
+        stopping.told_to_stop.set()
+        async with asyncio.timeout(WAIT_S):
+            await stopping.draining.wait()
+        # It refuses new work, says so, and still serves and computes what it has.
+        assert stopping.runtime.is_draining()
+        assert await stopping.health() == NOT_SERVING
+        await stopping.seen_as(WorkerState.DRAINING)
+        assert (await stopping.engine.call(lambda scheduler: scheduler.load())).num_running == 0
+        assert not serving.done()
+        stops: list[bool] = []
+        stop = stopping.runtime.server.stop
+
+        async def stop_server(grace_s: float) -> None:
+            stops.append(stopping.engine._closed)
+            await stop(grace_s)
+
+        monkeypatch.setattr(stopping.runtime.server, "stop", stop_server)
+        stopping.may_drain.set()
+        async with asyncio.timeout(WAIT_S):
+            await serving
+        assert stops == [False], "the server stops while the engine still runs"
+        assert stopping.engine._closed
+        await stopping.seen_as(WorkerState.LOST)
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+async def test_it_stops_within_its_grace_whatever_is_left(
+    monkeypatch: pytest.MonkeyPatch, evidence: Evidence, is_stuck: bool
+) -> None:
+    grace_s = 0.5
+    async with worker(monkeypatch, drain_grace_s=grace_s) as (stopping, serving):
+        if is_stuck:
+            await stopping.stall()
+        began = clock()
+        stopping.told_to_stop.set()
+        async with asyncio.timeout(WAIT_S):
+            await serving
+        took_s = clock() - began
+        evidence(
+            "R10",
+            f"worker with {'a stuck step' if is_stuck else 'work left'} stopped",
+            f"{took_s:.2f} s (grace {grace_s:g} s for 30 s)",
+            target="<= grace + 2 s",
+            ok=took_s <= grace_s + 2,
+            is_time=True,
+        )

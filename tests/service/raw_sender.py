@@ -1,0 +1,93 @@
+"""A sender of KV that says exactly what a test wants, over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import grpc
+
+from kvtransfer import Reservation
+from kvtransfer.chunks import ChunkRange
+from kvtransfer.messages import (
+    Chunk,
+    Renew,
+    SenderMessage,
+    TransferOpen,
+    chunk_to_proto,
+    commit_to_proto,
+    open_to_proto,
+    renew_to_proto,
+)
+from mesh.domain.tokens import SampledToken
+from mesh.rpc.channel import open_channel
+from mesh.rpc.credentials import MeshKey
+from tandem.v1 import kvtransfer_pb2 as pb
+from tandem.v1 import kvtransfer_pb2_grpc as pb_grpc
+from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, fake_token
+from tests.fakes.transfers import make_chunk, make_commit, open_message
+from tests.service.worker_rig import INCARNATION
+
+
+class RawSender:
+    """One Push call. It sends nothing by itself: no renewals."""
+
+    def __init__(self, channel: grpc.aio.Channel, key: MeshKey) -> None:
+        self._call = pb_grpc.KvTransferStub(channel).Push(metadata=key.metadata())
+
+    async def say(self, message: SenderMessage) -> str:
+        """Send a message and wait for its answer; which one it is, or "" if the call has ended instead."""
+        try:
+            await self._call.write(_to_proto(message))
+            reply = await self._call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return ""
+        return reply.WhichOneof("message") if isinstance(reply, pb.PushResponse) else ""
+
+    async def say_all(self, messages: Sequence[SenderMessage]) -> grpc.StatusCode:
+        """Say one after another until the call ends; how it ended."""
+        for message in messages:
+            if not await self.say(message):
+                break
+        return await self.status()
+
+    async def status(self) -> grpc.StatusCode:
+        """How the call has ended, once it has; if it waits for more, nothing more comes."""
+        await self._call.done_writing()
+        return await self._call.code()
+
+    async def refused(self) -> grpc.StatusCode:
+        """What the receiver ends the call with while this side is silent, but there."""
+        return await self._call.code()
+
+
+@asynccontextmanager
+async def raw_sender(address: str, key: MeshKey) -> AsyncIterator[RawSender]:
+    async with open_channel(address, own_connection=True) as channel:
+        sender = RawSender(channel, key)
+        yield sender
+        sender._call.cancel()
+
+
+def honest_messages(prompt: Sequence[int], transfer_id: str, attempt: int = 0) -> list[SenderMessage]:
+    """What a prefill worker with a FakeRunner says to the decode worker of a WorkerRig: one chunk for each layer."""
+    layout = FAKE_LAYOUT
+    num_blocks = layout.num_blocks_for(len(prompt))
+    store = FakeKVStore(num_blocks)
+    for position, token_id in enumerate(prompt):
+        store.data[:, :, position // layout.block_size, position % layout.block_size] = token_id
+    block_ids = tuple(range(num_blocks))
+    reservation = Reservation(transfer_id, attempt, block_ids, 0, len(prompt))
+    places = [ChunkRange(0, num_blocks, layer, 1) for layer in range(layout.num_layers)]
+    chunks = [make_chunk(store, reservation, block_ids, number, place) for number, place in enumerate(places)]
+    opening = replace(open_message(store, reservation), receiver_incarnation=INCARNATION)
+    commit = replace(make_commit(reservation, chunks), first_token=SampledToken(fake_token(prompt), -0.5))
+    return [opening, *chunks, commit]
+
+
+def _to_proto(message: SenderMessage) -> pb.PushRequest:
+    if isinstance(message, TransferOpen):
+        return open_to_proto(message)
+    if isinstance(message, Chunk):
+        return chunk_to_proto(message)
+    return renew_to_proto() if isinstance(message, Renew) else commit_to_proto(message)

@@ -1,0 +1,79 @@
+"""TLS on the router's public port, the SDK and the commands."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tandem
+from cli.main import main
+from tests.fakes.certificates import Authority
+
+PROMPT = [65, 66, 67]
+
+
+@pytest.fixture
+async def router(make_mesh: Any, authority: Authority) -> Any:
+    """A router with TLS for clients only; its mesh has none."""
+    files = authority.issue("router", names="DNS:llm.example.com,IP:127.0.0.1")
+    mesh = await make_mesh(public_tls_cert=str(files.cert), public_tls_key=str(files.key))
+    await mesh.decode()
+    return mesh.router
+
+
+def as_name(router: Any) -> str:
+    """A loopback address that the certificate does not carry."""
+    return str(router.public.address.replace("127.0.0.1", "localhost"))
+
+
+async def test_a_client_that_knows_the_ca(router: Any, authority: Authority) -> None:
+    async with tandem.AsyncClient(router.public.address, tls=tandem.Tls(authority.cert), timeout=20) as client:
+        assert len((await client.generate(token_ids=PROMPT, max_new_tokens=3)).tokens) == 3
+    named = tandem.Tls(str(authority.cert), name="llm.example.com")
+    async with tandem.AsyncClient(as_name(router), tls=named, timeout=20) as client:
+        assert (await client.model()).name == "tiny"
+
+
+async def test_the_routers_own_certificate_will_do(router: Any, authority: Authority) -> None:
+    tls = tandem.Tls(authority.folder / "router.pem")
+    async with tandem.AsyncClient(router.public.address, tls=tls, timeout=20) as client:
+        assert (await client.model()).name == "tiny"
+
+
+@pytest.mark.parametrize("case", ["plaintext", "public CAs", "another CA", "another name"])
+async def test_anything_else_is_refused_in_words(
+    router: Any, authority: Authority, stranger: Authority, case: str
+) -> None:
+    tls: dict[str, tandem.Tls | bool] = {
+        "plaintext": False,
+        "public CAs": True,
+        "another CA": tandem.Tls(stranger.cert),
+        "another name": tandem.Tls(authority.cert),
+    }
+    address = as_name(router) if case == "another name" else router.public.address
+    async with tandem.AsyncClient(address, tls=tls[case], timeout=20, max_retries=0) as client:
+        with pytest.raises(tandem.ConnectionFailed, match="does the server speak TLS"):
+            await client.models()
+
+
+def test_a_ca_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(tandem.InvalidRequest, match=r"cannot read .*nothing\.pem: No such file"):
+        tandem.AsyncClient("localhost:1", tls=tandem.Tls(tmp_path / "nothing.pem"))
+
+
+async def test_commands(
+    router: Any, authority: Authority, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run(*words: str) -> int:
+        return await asyncio.to_thread(main, ["models", *words])
+
+    address, ca = router.public.address, str(authority.cert)
+    assert await run("--address", address) == 1
+    assert await run("--address", address, "--tls") == 1
+    assert "does the server speak TLS" in capsys.readouterr().err
+    assert await run("--address", address, "--tls-ca", ca) == 0
+    monkeypatch.setenv("TANDEM_TLS_CA", ca)
+    monkeypatch.setenv("TANDEM_ADDRESS", f"127.0.0.1:1,{address}")
+    assert await run() == 0
+    assert await run("--address", as_name(router), "--tls-name", "llm.example.com") == 0

@@ -1,0 +1,141 @@
+"""A KVSender and a KVReceiver with a real connection between them, in one process."""
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvtransfer import (
+    SERVICE_NAME,
+    KVReceiver,
+    KVSender,
+    KvTransferServicer,
+    OutgoingTransfer,
+    Reservation,
+    TransferSettings,
+    TransferSpec,
+)
+from kvtransfer.transports import open_send_transports
+from kvtransfer.transports.shm import ShmSendTransport
+from mesh.domain.errors import MeshError
+from mesh.rpc.credentials import Credentials, MeshKey
+from mesh.rpc.server import Listen, Server
+from tandem.v1 import kvtransfer_pb2_grpc
+from tests.fakes.kv_store import TINY, FakeKVStore
+from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, Outcomes
+
+KEY = MeshKey("a mesh key for tests")
+SOURCE_IDS = (1, 2, 3)
+RESERVATION = Reservation("transfer", 1, (4, 9, 2), 0, 11)
+WAIT_S = 15
+
+
+def arenas(directory: str | Path) -> list[str]:
+    return [name for name in os.listdir(directory) if name.startswith("tandem-kv-")]
+
+
+async def turn_until(condition: Callable[[], bool]) -> None:
+    """Let the event loop turn."""
+    for _ in range(1_000_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise TimeoutError
+
+
+async def until(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, WAIT_S)
+
+
+@asynccontextmanager
+async def serving(servicer: Any, key: MeshKey = KEY) -> AsyncIterator[Server]:
+    server = Server(Listen("127.0.0.1", 0, key))
+    kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(servicer, server.grpc)
+    await server.start([SERVICE_NAME])
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+class Pair:
+    """A prefill worker's sender and a decode worker's receiver, with a real connection between them."""
+
+    def __init__(self, directory: Path, transport: str, **settings: Any) -> None:
+        # One layer of one block per chunk: 9 chunks; 3 slots.
+        self.settings = TransferSettings(
+            transports=(transport,),
+            chunk_bytes=TINY.layer_block_bytes,
+            arena_bytes=4 * 4096,
+            credit_chunks=2,
+            shm_dir=str(directory),
+            **settings,
+        )
+        self.source, self.target = FakeKVStore(seed=1), FakeKVStore()
+        self.outcomes = Outcomes()
+        self.server: Server
+
+    @asynccontextmanager
+    async def running(
+        self, *, receive: TransferSettings | None = None, key: MeshKey | None = KEY
+    ) -> AsyncIterator["Pair"]:
+        self.receiver = KVReceiver(self.target, INCARNATION, self.outcomes.callbacks(), receive or self.settings)
+        async with serving(KvTransferServicer(self.receiver)) as self.server:
+            self.transports = open_send_transports(self.settings, TINY.layer_block_bytes)
+            self.sender = KVSender(self.source, "prefill-0", Credentials(key), self.settings, self.transports)
+            try:
+                yield self
+            finally:
+                for gate in (self.source.reading, self.target.writing):
+                    gate.open()
+                self.require_slots_back()
+                await self.sender.close()
+                await self.receiver.close()
+                assert arenas(self.settings.shm_dir) == []
+
+    def require_slots_back(self) -> None:
+        for transport in self.transports:
+            if isinstance(transport, ShmSendTransport):
+                assert transport.num_free_slots == transport.num_slots
+
+    def open(self, reservation: Reservation = RESERVATION, **change: object) -> OutgoingTransfer:
+        spec = TransferSpec(
+            reservation.transfer_id,
+            reservation.attempt,
+            self.server.address,
+            INCARNATION,
+            SOURCE_IDS,
+            reservation.first_block,
+        )
+        return self.sender.open(replace(spec, **change))  # type: ignore[arg-type]
+
+    def start(self, reservation: Reservation = RESERVATION) -> OutgoingTransfer:
+        """Expected, opened, and all pushed."""
+        self.receiver.expect(reservation)
+        transfer = self.open(reservation)
+        push_all(transfer)
+        return transfer
+
+    async def require_working(self) -> None:
+        """A fresh transfer of the same blocks goes through."""
+        before = len(self.outcomes.committed)
+        reservation = replace(RESERVATION, transfer_id=f"probe-{before}")
+        await self.start(reservation).commit(11, FIRST_TOKEN)
+        assert self.outcomes.committed[before:] == [(reservation.transfer_id, FIRST_TOKEN)]
+        assert self.target.blocks(RESERVATION.block_ids) == self.source.blocks(SOURCE_IDS)
+
+    async def failure(self) -> MeshError:
+        """What on_failed was told, once."""
+        await asyncio.wait_for(self.outcomes.changed.wait(), WAIT_S)
+        ((transfer_id, error),) = self.outcomes.failed
+        assert transfer_id == "transfer"
+        return error
+
+
+def push_all(transfer: OutgoingTransfer) -> None:
+    for layer in range(TINY.num_layers):
+        transfer.push(0, 3, layer, 1)

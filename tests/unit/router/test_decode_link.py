@@ -1,0 +1,17 @@
+"""What a decode worker's reasons mean for a request."""
+
+import pytest
+
+from mesh import wire
+from mesh.domain.errors import DeadlineExceeded, InvalidRequest, Replayable
+from mesh.domain.tokens import SequenceFailure
+from router.decode_link import _error_of
+from tandem.v1 import decode_pb2
+
+FINAL = {SequenceFailure.TOO_LARGE: InvalidRequest, SequenceFailure.DEADLINE: DeadlineExceeded}
+
+
+@pytest.mark.parametrize("reason", SequenceFailure)
+def test_every_reason_is_replayed_or_ends_the_request(reason: SequenceFailure) -> None:
+    error = _error_of(decode_pb2.SequenceFailed(reason=wire.failure_to_proto(reason)))
+    assert isinstance(error, FINAL.get(reason, Replayable))

@@ -1,6 +1,6 @@
 """The engine without a mesh, in a process of its own on chosen cores: what the mesh is compared with.
 
-`python -m bench.engine_alone MODEL_DIR CORES none|int8 NUM_CLIENTS...` prints a line of JSON for each number of clients.
+`python -m bench.engine_alone MODEL_DIR CORES none|int8 NUM_CLIENTS...`: a line of JSON for each number of clients.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Throughput and time to first token of the mesh, beside the same engine without a mesh.
 
-    python -m bench.serving [--shape 135m] [--clients 1 8 32] [--repeats 3]
+    python -m bench.serving [--shape 135m] [--quantize none] [--clients 1 8 32] [--repeats 3]
 
 Four arms, run in turn, `repeats` times; medians are printed. `engine, 1 core` against `colocated, 1 core` shows what
 the mesh costs: the same engine on the same core, with and without router, gRPC and client. `separated` has prefill on
@@ -34,6 +34,14 @@ class Arm:
     engine_cores: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served: a folder of a shape, and the arithmetic."""
+
+    folder: Path
+    quantize: str
+
+
 def arms() -> list[Arm]:
     """The four arms, on the first two cores allowed."""
     first, second = [*sorted(os.sched_getaffinity(0)), 0, 0][:2]
@@ -45,13 +53,14 @@ def arms() -> list[Arm]:
     ]
 
 
-async def measure(arm: Arm, model_dir: Path, clients: Sequence[int]) -> list[Measured]:
+async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
     """One run for each number of clients."""
     if arm.engine_cores:
-        return await _measure_engine(arm, model_dir, clients)
-    command = [sys.executable, "-m", "cli", "up", "--model", str(model_dir), "--load-format", "dummy", "--port", "0"]
+        return await _measure_engine(arm, model, clients)
+    flags = ["--model", str(model.folder), "--load-format", "dummy", "--quantize", model.quantize, "--port", "0"]
+    command = [sys.executable, "-m", "cli", "up", *flags, *arm.flags]
     process = await asyncio.create_subprocess_exec(
-        *command, *arm.flags, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     assert process.stdout is not None
     try:
@@ -75,8 +84,9 @@ async def measure(arm: Arm, model_dir: Path, clients: Sequence[int]) -> list[Mea
         await process.wait()
 
 
-async def _measure_engine(arm: Arm, model_dir: Path, clients: Sequence[int]) -> list[Measured]:
-    command = [sys.executable, "-m", "bench.engine_alone", str(model_dir), arm.engine_cores, *map(str, clients)]
+async def _measure_engine(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
+    given = (str(model.folder), arm.engine_cores, model.quantize, *map(str, clients))
+    command = [sys.executable, "-m", "bench.engine_alone", *given]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
@@ -112,13 +122,11 @@ async def main(options: argparse.Namespace) -> None:
     """Run all arms in turn, several times."""
     runs: dict[tuple[str, int], list[Measured]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = write_shape(options.shape, Path(folder))
+        model = Model(write_shape(options.shape, Path(folder)), options.quantize)
         for repeat in range(options.repeats):
             for arm in arms():
                 print(f"round {repeat + 1} of {options.repeats}: {arm.name}", file=sys.stderr, flush=True)
-                for number, measured in zip(
-                    options.clients, await measure(arm, model_dir, options.clients), strict=True
-                ):
+                for number, measured in zip(options.clients, await measure(arm, model, options.clients), strict=True):
                     runs.setdefault((arm.name, number), []).append(measured)
             print_table(runs, options.clients)  # after each round: a long run may be cut short
 
@@ -126,6 +134,7 @@ async def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__.split("\n\n")[0])
     parser.add_argument("--shape", default="135m")
+    parser.add_argument("--quantize", default="none", help="none or int8")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=3)
     asyncio.run(main(parser.parse_args()))

@@ -9,6 +9,7 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 from tandem._channel import ChannelFactory, Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
+from tandem.exceptions import Cancelled
 from tandem.models import Mesh, Model, Result, Token, TokenEvent, Worker
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class _BackgroundLoop:
         if not is_open:
             work.close()
             raise RuntimeError("this client is closed")
+        if tasks[0].cancelled():
+            raise Cancelled("the client was closed while it waited")
         return tasks[0].result()
 
     def stop(self) -> None:

@@ -25,7 +25,7 @@ from decode_worker.session import Entry, Event, Failed, Reserved, Session, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import Sequence, SequenceKey
 from kvtransfer import KVReceiver, Reservation
-from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
+from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, TransferCorrupt, WorkerBusy
 from mesh.domain.request import Request
 from mesh.domain.tokens import SampledToken, SequenceFailure
 
@@ -172,7 +172,8 @@ class DecodeService:
         """The KV will not come, or cannot be trusted."""
         key = self._by_transfer.get(transfer_id)
         if key is not None:
-            self._fail(key, SequenceFailure.KV_REFUSED, str(error))
+            is_wrong = isinstance(error, TransferCorrupt | LayoutMismatch)
+            self._fail(key, SequenceFailure.KV_REFUSED if is_wrong else SequenceFailure.KV_MISSING, str(error))
 
     def _time_is_up(self, key: SequenceKey) -> None:
         self._fail(key, SequenceFailure.DEADLINE, "its time is up")

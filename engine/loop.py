@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner, on_layers: LayerHook | None = None) -> None:
         self.scheduler = scheduler
         self.num_step_tokens = 0
-        """Tokens the current step computes; 0 between steps. Any thread may read it."""
+        """Tokens the current step computes, or the last one did. Any thread may read it."""
         self._runner = runner
         self._on_layers = on_layers
 
@@ -65,7 +65,6 @@ class Engine:
         if batch.items:
             self.num_step_tokens = batch.num_tokens
             outputs = self.scheduler.update(batch, self._runner.run(batch, self._on_layers))
-            self.num_step_tokens = 0
         for item in batch.items:
             if item.sequence.is_over:
                 self._runner.forget(item.sequence)
@@ -199,6 +198,7 @@ class EngineLoop:
                 queued = self._commands.get(block=wait)
             except queue.Empty:
                 return
+            self._engine.num_step_tokens = 0
             self._timed(partial(queued.run, self._engine.scheduler))
             wait = False
 

@@ -27,6 +27,7 @@ _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 _FAILURE = {
     SequenceFailure.NO_CAPACITY: decode_pb2.SEQUENCE_FAILURE_NO_CAPACITY,
     SequenceFailure.PREEMPTED: decode_pb2.SEQUENCE_FAILURE_PREEMPTED,
+    SequenceFailure.KV_MISSING: decode_pb2.SEQUENCE_FAILURE_KV_MISSING,
     SequenceFailure.KV_REFUSED: decode_pb2.SEQUENCE_FAILURE_KV_REFUSED,
     SequenceFailure.DRAINING: decode_pb2.SEQUENCE_FAILURE_DRAINING,
     SequenceFailure.TOO_LARGE: decode_pb2.SEQUENCE_FAILURE_TOO_LARGE,

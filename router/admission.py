@@ -24,8 +24,10 @@ class Admission(Protocol):
         """Permits this router holds now."""
         ...
 
-    async def admit(self, count: int, tenant: Tenant = ANONYMOUS) -> list["Permit"]:
-        """All of `count` permits, or Overloaded. When cancelled, none stays taken."""
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, most: int | None = None) -> list["Permit"]:
+        """All of `count` permits, or Overloaded; with `most`, as if that were the cap. When cancelled, none stays
+        taken.
+        """
         ...
 
     def give_back(self, tenant: Tenant) -> None:
@@ -51,20 +53,21 @@ class Permits:
         """Permits held now."""
         return self._num_held
 
-    async def admit(self, count: int, tenant: Tenant = ANONYMOUS) -> list["Permit"]:
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, most: int | None = None) -> list["Permit"]:
         """`acquire`, as Admission has it."""
-        return self.acquire(count, tenant)
+        return self.acquire(count, tenant, most)
 
-    def acquire(self, count: int, tenant: Tenant = ANONYMOUS) -> list["Permit"]:
+    def acquire(self, count: int, tenant: Tenant = ANONYMOUS, most: int | None = None) -> list["Permit"]:
         """All of `count` permits, or Overloaded."""
+        most = self._max_permits if most is None else most
         cap, held = tenant.max_concurrent_requests, self._held_by[tenant.name]
         if cap is not None and held + count > cap:
             raise Overloaded(
                 f"{held} of your {cap} requests are in service; try again later", retry_after_s=_RETRY_AFTER_S
             )
-        if self._num_held + count > self._max_permits:
+        if self._num_held + count > most:
             raise Overloaded(
-                f"{self._num_held} of {self._max_permits} requests are in service; try again later",
+                f"{self._num_held} of {most} requests are in service; try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._num_held += count

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from mesh.domain.errors import MeshError, TransferCorrupt, TransferFailed, WorkerBusy, WorkerLost
+from mesh.domain.errors import MeshError, TransferCorrupt, TransferFailed, WorkerLost
 from mesh.domain.request import Request, mint_id
 from mesh.domain.tokens import StepOutput
 from mesh.domain.worker import WorkerInfo
@@ -102,7 +102,7 @@ class Attempt:
     def on_failed(self, error: MeshError) -> None:
         """The decode worker has given up or is lost."""
         placement = self.placement
-        sender = placement.prefill if isinstance(error, TransferCorrupt) else None
+        sender = placement.prefill if isinstance(error, TransferCorrupt | TransferFailed) else None
         self._end(error, sender or placement.decode)
 
     def _on_abandoned(self, worker: WorkerInfo) -> None:
@@ -139,7 +139,7 @@ class Attempt:
             async with asyncio.timeout(self._patience.reserve_s):
                 return await self._reserved
         except TimeoutError:
-            self._end(WorkerBusy("the decode worker did not reserve memory in time"), self.placement.decode)
+            self._end(WorkerLost("the decode worker said nothing about its memory in time"), self.placement.decode)
             return None
 
     async def _wait_ended(self) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import time
 from dataclasses import replace
 
-from mesh.domain.errors import DeadlineExceeded, WorkerLost
+from mesh.domain.errors import DeadlineExceeded, WorkerBusy, WorkerLost
 from mesh.domain.request import mint_id
 from mesh.domain.sampling import SamplingParams
 from router.attempt import Attempt, Dispatched, Patience
@@ -25,6 +25,7 @@ NAMESPACE = "\ncanary\n"
 """Part of the namespaces of all canaries. Tenants' names have no line breaks."""
 
 _NUM_GENERATED = 2
+_ROOM_AGAIN_S = 0.05
 
 
 class CanaryRunner:
@@ -37,7 +38,20 @@ class CanaryRunner:
         self._timeout_s = timeout_s
 
     async def run(self, placement: Placement) -> None:
-        """Until both tokens are there. Raises a MeshError if they do not come."""
+        """Until both tokens are there. Raises a MeshError if they do not come. Want of room is waited out: a worker
+        that is full of work is not a bad one.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    try:
+                        return await self._try_once(placement)
+                    except WorkerBusy:
+                        await asyncio.sleep(_ROOM_AGAIN_S)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no two tokens within {self._timeout_s:g} s") from None
+
+    async def _try_once(self, placement: Placement) -> None:
         link = self._paths.links.find(placement.decode)
         if link is None:
             raise WorkerLost("the decode worker has just been lost")
@@ -51,11 +65,7 @@ class CanaryRunner:
             Timeline(asyncio.get_running_loop().time),
         )
         patience = Patience(self._timeout_s, self._timeout_s, self._timeout_s)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await Attempt(choice, dispatched, self._paths.prefills, patience).run()
-        except TimeoutError:
-            raise DeadlineExceeded(f"no two tokens within {self._timeout_s:g} s") from None
+        await Attempt(choice, dispatched, self._paths.prefills, patience).run()
 
     def _request(self, placement: Placement) -> ValidRequest:
         """More than a block of prompt, so that whole and partly filled blocks move; less where a worker is tiny."""

@@ -107,7 +107,8 @@ class Choice:
     @property
     def claim(self) -> Claim:
         """What it may ask of the queue."""
-        return self._valid.claim
+        claim = self._valid.claim
+        return claim if self.index == 0 else replace(claim, first_token_by_s=None)
 
     def next_request(self, attempt: int, *, eos_token_ids: frozenset[int], namespace: str) -> Request:
         """What to dispatch now: the prompt and all that has been generated."""

@@ -33,6 +33,7 @@ class MeshView:
         """For placement."""
         views = self._sources.registry.workers()
         proofs = [(view.info, self._sources.proving.proof(view.info)) for view in views]
+        can_transfer = any(view.info.role is WorkerRole.PREFILL for view in views)
         return Snapshot(
             views=views,
             model=self._model.name,
@@ -40,7 +41,7 @@ class MeshView:
             in_flight=self._sources.ledger.in_flight(views),
             unreachable=self._sources.links.unreachable(views),
             unproven=frozenset(info.incarnation for info, proof in proofs if proof is Proof.NONE),
-            local_only=frozenset(info.incarnation for info, proof in proofs if proof is Proof.LOCAL),
+            local_only=frozenset(info.incarnation for info, proof in proofs if proof is Proof.LOCAL and can_transfer),
             prefill_threshold=self._prefill_threshold,
         )
 

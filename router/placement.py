@@ -19,6 +19,9 @@ from router.limits import capacity_tokens
 
 # A prefill worker gets work for this many passes ahead, so that it never idles and never hoards.
 _PREFILL_PASSES_AHEAD = 2
+# While workers wait to be proven, clients leave so many seats of a decode worker to canaries; it keeps one of them for
+# prompts that wait for room there.
+_CANARY_SEATS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,11 @@ class Snapshot:
     local_only: frozenset[str] = frozenset()
     prefill_threshold: int = 0
 
+    @property
+    def num_canary_seats(self) -> int:
+        """Seats of each decode worker that canaries may need."""
+        return _CANARY_SEATS if self.unproven or self.local_only else 0
+
 
 Cost = Callable[[PlacementQuery, Candidate], float]
 """A policy: the candidate with the lowest cost is chosen."""
@@ -131,7 +139,9 @@ def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
         known = (view.info for view in snapshot.views if view.info.role is WorkerRole.DECODE)
         could_hold = any(capacity_tokens(info) >= query.max_total_tokens for info in known)
         return NoPlacement.AWAY if could_hold else NoPlacement.TOO_LARGE
-    decode = _choose(query, [c for c in big_enough if decode_has_room(query, c)], decode_cost)
+    decode = _choose(
+        query, [c for c in big_enough if decode_has_room(query, c, snapshot.num_canary_seats)], decode_cost
+    )
     if decode is None:
         return NoPlacement.NO_ROOM
     prefillers = [c for c in healthy(snapshot, WorkerRole.PREFILL) if capacity_tokens(c.info) >= query.num_tokens]
@@ -164,8 +174,8 @@ def healthy(snapshot: Snapshot, role: WorkerRole) -> list[Candidate]:
     ]
 
 
-def decode_has_room(query: PlacementQuery, candidate: Candidate) -> bool:
-    """A slot, and blocks for the prompt and one more.
+def decode_has_room(query: PlacementQuery, candidate: Candidate, num_canary_seats: int = 0) -> bool:
+    """A seat, beside those for canaries, and blocks for the prompt and one more.
 
     Two bounds hold for the free blocks: what the worker last reported minus what was sent since, and all blocks minus
     what this router has there. The first lags behind finished sequences, the second does not see shared prefixes; the
@@ -175,7 +185,8 @@ def decode_has_room(query: PlacementQuery, candidate: Candidate) -> bool:
     reported = candidate.view.load.free_blocks - mine.num_unreported_blocks
     free = max(reported, info.num_blocks - mine.num_blocks)
     needed = min(info.layout.num_blocks_for(query.num_tokens) + 1, info.num_blocks)
-    return mine.num_seqs < info.max_num_seqs and free >= needed
+    num_seats = info.max_num_seqs - min(num_canary_seats, info.max_num_seqs // 2)
+    return mine.num_seqs < num_seats and free >= needed
 
 
 def prefill_has_room(query: PlacementQuery, candidate: Candidate) -> bool:

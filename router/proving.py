@@ -65,6 +65,7 @@ class _Record:
     is_tried: bool = False
     next_try_s: float = 0.0
     proven_at_s: float = 0.0
+    failed_at_s: float = 0.0
 
 
 class Proving:
@@ -144,8 +145,8 @@ class Proving:
         """Count a failure in; returns those that it trips.
 
         No room, preemption and draining are no failures. Neither end of a transfer can say that the other is at fault,
-        so a broken one counts against both. An attempt that began before a worker's last proof says nothing about it:
-        all streams that break with a worker are one event.
+        so a broken one counts against both. An attempt that began before a worker's last proof, or its last failure,
+        says nothing new about it: all streams that break with a worker are one event.
         """
         is_transfer = placement.prefill is not None and isinstance(error, _TRANSFER_ERRORS)
         if is_transfer:
@@ -160,9 +161,10 @@ class Proving:
     def _count(self, info: WorkerInfo, begun_s: float, *, is_transfer: bool) -> Trip | None:
         record = self._record(info)
         keeps = Proof.LOCAL if is_transfer and info.role is WorkerRole.DECODE else Proof.NONE
-        if record.proof <= keeps or begun_s < record.proven_at_s:
+        if record.proof <= keeps or begun_s < max(record.proven_at_s, record.failed_at_s):
             return None
         record.num_failures += 1
+        record.failed_at_s = self._clock()
         if record.num_failures < self._trip_after:
             return None
         trip = Trip(info, keeps, record.num_failures)

@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
+from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded, WorkerBusy
 from router.claim import Claim
 from router.forecast import Forecast, retry_after_s
 from router.ledger import Booking, Ledger
@@ -31,6 +31,7 @@ class _Waiter:
     query: PlacementQuery
     claim: Claim
     booking: asyncio.Future[Booking]
+    is_replay: bool = False
     timer: asyncio.TimerHandle | None = None
 
 
@@ -96,7 +97,7 @@ class PlacementQueue:
         goes to the front), NoWorkers, InvalidRequest if the request can never fit. When cancelled, nothing stays
         behind.
         """
-        waiter = _Waiter(query, claim, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(query, claim, asyncio.get_running_loop().create_future(), is_replay)
         if is_replay:
             self._waiters.add_first(waiter)
             self._pump()
@@ -125,12 +126,15 @@ class PlacementQueue:
         """Placed at once, or in the line. Raises Overloaded if neither is any use."""
         loop, claim = asyncio.get_running_loop(), waiter.claim
         expected_s = self._expected_s(waiter)
+        is_first = next(iter(self._waiters.ahead_of(claim.lane)), None) is None
         self._require_place(claim.lane, expected_s)
         self._waiters.add(claim.lane, waiter)
         self._pump()
         if waiter.booking.done():
             return
-        if expected_s is not None and (late_s := loop.time() + expected_s - claim.worthless_after_s) > 0:
+        # Whoever is first in line is not judged: how else would a forecast that is too dark be corrected?
+        late_s = 0.0 if expected_s is None else loop.time() + expected_s - claim.worthless_after_s
+        if expected_s is not None and late_s > 0 and not is_first:
             self._leave(waiter)
             raise Overloaded(
                 f"the first token is to be expected in {expected_s:.1f} s, which is too late; try again later",
@@ -222,8 +226,8 @@ class PlacementQueue:
             total = waiter.query.max_total_tokens
             waiter.booking.set_exception(InvalidRequest(f"no worker can hold a sequence of {total} tokens"))
         elif placed is NoPlacement.AWAY:
-            total = waiter.query.max_total_tokens
-            waiter.booking.set_exception(NoWorkers(f"workers that can hold {total} tokens are away; try again later"))
+            message = f"workers that can hold {waiter.query.max_total_tokens} tokens are away; try again later"
+            waiter.booking.set_exception(WorkerBusy(message) if waiter.is_replay else NoWorkers(message))
         else:
             waiter.booking.set_exception(
                 NoWorkers(f"no decode worker has been there for {self._outage.patience_s:g} s; try again later")

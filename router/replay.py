@@ -10,7 +10,15 @@ Those after it draw on one budget of the router, and wait for their turn rather 
 import asyncio
 from collections.abc import Callable
 
-from mesh.domain.errors import MeshError, NoWorkers, Overloaded, Replayable, SequencePreempted, WorkerBusy, WorkerLost
+from mesh.domain.errors import (
+    AttemptsFailed,
+    MeshError,
+    Overloaded,
+    Replayable,
+    SequencePreempted,
+    WorkerBusy,
+    WorkerLost,
+)
 from mesh.domain.worker import WorkerInfo
 from router.settings import RouterSettings
 
@@ -67,7 +75,7 @@ class Replay:
     def _final(self, error: Replayable) -> MeshError:
         if isinstance(error, WorkerBusy | SequencePreempted):
             return Overloaded(f"no worker had room in {self._num_failures} attempts; try again later")
-        return NoWorkers(f"the workers failed this request {self._num_failures} times in a row; try again later")
+        return AttemptsFailed(f"workers failed this request {self._num_failures} times in a row")
 
 
 class ReplayBudget:

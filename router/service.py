@@ -150,15 +150,13 @@ class GenerationService:
         )
 
     async def _admit(self, asked: GenerateInput, most: int) -> list[Permit]:
-        """Permits, if no more than `most` are then held here. Raises Overloaded.
+        """Permits, if no more than `most` are then in service. Raises Overloaded.
 
         Who refuses knows the cap; when it makes sense to come back is the forecast's to say.
         """
         permits = self._parts.permits
         try:
-            if permits.num_held + asked.num_choices > most:
-                raise Overloaded(f"{permits.num_held} of {most} requests are in service; try again later")
-            return await permits.admit(asked.num_choices, asked.tenant)
+            return await permits.admit(asked.num_choices, asked.tenant, most)
         except Overloaded as error:
             wait_s = retry_after_s(self._parts.forecast.permits_s(asked.num_choices), error.retry_after_s)
             raise Overloaded(str(error), retry_after_s=wait_s) from None

@@ -23,9 +23,9 @@ class LeasedPermits:
         """Permits this router holds now."""
         return self._shared.num_held
 
-    async def admit(self, count: int, tenant: Tenant = ANONYMOUS) -> list[Permit]:
-        """All of `count` permits, or Overloaded. When cancelled, none stays taken."""
-        await self._shared.acquire(count, tenant.name, tenant.max_concurrent_requests)
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, most: int | None = None) -> list[Permit]:
+        """See Admission.admit."""
+        await self._shared.acquire(count, tenant.name, tenant.max_concurrent_requests, most)
         return [Permit(self, tenant) for _ in range(count)]
 
     def give_back(self, tenant: Tenant) -> None:

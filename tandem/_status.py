@@ -20,6 +20,7 @@ ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
         "PermissionDenied": exceptions.PermissionDenied,
         "Overloaded": exceptions.Overloaded,
         "NoWorkers": exceptions.NoWorkers,
+        "AttemptsFailed": exceptions.InternalError,
         "DeadlineExceeded": exceptions.DeadlineExceeded,
         "LayoutMismatch": exceptions.ServerMisconfigured,
         "ConfigurationError": exceptions.ServerMisconfigured,

@@ -8,7 +8,7 @@
     ├── Overloaded            a cap is reached, or the first token would come too late; retry after `retry_after_s`
     ├── NoWorkers             no healthy workers can serve this now
     ├── DeadlineExceeded      out of time
-    ├── Cancelled             the server ended the call as cancelled
+    ├── Cancelled             the server ended the call as cancelled, or the client was closed meanwhile
     ├── ConnectionFailed      the server cannot be reached, or the connection broke
     ├── ServerMisconfigured   the server's parts do not fit together; its operator has to act
     └── InternalError         anything else that went wrong on the server

@@ -9,6 +9,7 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack
 from tandem._channel import ChannelFactory, Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
+from tandem.exceptions import Cancelled
 from tandem.models import Mesh, Model, Result, Token, TokenEvent, Worker
 
 T = TypeVar("T")
@@ -29,14 +30,13 @@ class _BackgroundLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._open = threading.Lock()  # between "is it closed?" and starting work
+        self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The outcome of `work`. An interrupt (Ctrl-C) cancels it, and is raised once it has ended."""
-        if self._loop.is_closed():
-            work.close()
-            raise RuntimeError("this client is closed")
         tasks: list[asyncio.Task[T]] = []
         ended = threading.Event()
 
@@ -52,20 +52,40 @@ class _BackgroundLoop:
                 ended.set()
 
         try:
-            self._loop.call_soon_threadsafe(start)
-            ended.wait()
+            with self._open:
+                is_open = not self._closed
+                if is_open:
+                    self._loop.call_soon_threadsafe(start)
+            if is_open:
+                ended.wait()
         except BaseException:
             self._loop.call_soon_threadsafe(cancel)
             ended.wait()
             raise
+        if not is_open:
+            work.close()
+            raise RuntimeError("this client is closed")
+        if tasks[0].cancelled():
+            raise Cancelled("the client was closed while it waited")
         return tasks[0].result()
 
     def stop(self) -> None:
-        """End the thread. May be called twice."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Cancel what other threads wait for, and end the thread. May be called twice."""
+        with self._open:
+            if self._closed:
+                return
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class Client:

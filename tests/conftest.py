@@ -1,4 +1,6 @@
-"""For all tests: figures of the requirements, and the table they make."""
+"""For all tests: figures of the requirements, the table they make, and which tests share a process."""
+
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "evidence" in getattr(item, "fixturenames", ()):
             item.add_marker("evidence")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one cluster, which are those of a file in tests/chaos, run in one process; all others wherever."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.startswith("tests/chaos/") else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

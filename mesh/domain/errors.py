@@ -7,6 +7,7 @@
     ├── PermissionDenied        known, but not allowed
     ├── Overloaded              over a cap, or too late; the client retries after `retry_after_s`
     ├── NoWorkers               nobody can serve this now
+    ├── AttemptsFailed          workers fail this request again and again; clients should not repeat it
     ├── DeadlineExceeded        out of time
     ├── LayoutMismatch          two workers disagree about KV or model; the operator's to fix
     ├── ConfigurationError      a setting, checkpoint or port is wrong; the operator's to fix
@@ -53,6 +54,10 @@ class Overloaded(MeshError):
 
 class NoWorkers(MeshError):
     """No healthy workers form a path for this request."""
+
+
+class AttemptsFailed(MeshError):
+    """Workers have failed this request so often that it may be the cause."""
 
 
 class DeadlineExceeded(MeshError):

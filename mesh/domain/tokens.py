@@ -62,6 +62,7 @@ class SequenceFailure(Enum):
     NO_CAPACITY = "no_capacity"
     PREEMPTED = "preempted"
     KV_REFUSED = "kv_refused"
+    KV_MISSING = "kv_missing"
     DRAINING = "draining"
     TOO_LARGE = "too_large"
     INTERNAL = "internal"

@@ -44,6 +44,7 @@ class _Ask:
 
     tenant: str
     tenant_cap: int | None
+    cap: int
     ids: list[str]
     reply: asyncio.Future[Taken | None]
 
@@ -89,7 +90,7 @@ class SharedPermits:
         self._url = url
         self._cap = cap
         self._times = times or LeaseTimes()
-        self._store = PermitStore(router_id, cap, self._times)
+        self._store = PermitStore(router_id, self._times)
         self._holdings = _Holdings()
         self._asks: list[_Ask] = []
         self._wake = asyncio.Event()
@@ -109,11 +110,15 @@ class SharedPermits:
         """What this router may hold when it cannot ask."""
         return max(1, self._cap // self._num_routers)
 
-    async def acquire(self, count: int, tenant: str = "", tenant_cap: int | None = None) -> None:
-        """Take `count` permits, or raise Overloaded. When cancelled, nothing stays taken."""
-        self._require_room(count, tenant, tenant_cap, share_of=1)
+    async def acquire(
+        self, count: int, tenant: str = "", tenant_cap: int | None = None, cap: int | None = None
+    ) -> None:
+        """Take `count` permits, or raise Overloaded; `cap`: as if the cap were lower. When cancelled, nothing stays
+        taken.
+        """
+        ask = _Ask(tenant, tenant_cap, self._cap if cap is None else cap, [mint_id() for _ in range(count)], _reply())
+        self._require_room(ask, share_of=1)
         if self.connected.is_set():
-            ask = _Ask(tenant, tenant_cap, [mint_id() for _ in range(count)], asyncio.Future())
             self._asks.append(ask)
             self._wake.set()
             try:
@@ -124,11 +129,11 @@ class SharedPermits:
                 raise
             if taken is not None:
                 if not taken.granted:
-                    raise _overloaded(taken.num_held, tenant_cap if taken.by_tenant else self._cap, taken.by_tenant)
+                    raise _overloaded(taken.num_held, tenant_cap if taken.by_tenant else ask.cap, taken.by_tenant)
                 return
             # Redis may have granted these, unheard.
             self._holdings.released[tenant].extend(ask.ids)
-        self._require_room(count, tenant, tenant_cap, share_of=self._num_routers)
+        self._require_room(ask, share_of=self._num_routers)
         self._holdings.add(tenant, [mint_id() for _ in range(count)])
 
     def release(self, tenant: str = "") -> None:
@@ -198,7 +203,7 @@ class SharedPermits:
     def _takes(self, asks: list[_Ask]) -> list[Take]:
         takes, held = list[Take](), self.num_held
         for ask in asks:
-            takes.append(Take(ask.tenant, ask.tenant_cap, ask.ids, self._allowance, held))
+            takes.append(Take(ask.tenant, ask.tenant_cap, ask.cap, ask.ids, self._allowance, held))
             held += len(ask.ids)
         return takes
 
@@ -236,13 +241,18 @@ class SharedPermits:
             else:
                 ask.reply.set_result(None)
 
-    def _require_room(self, count: int, tenant: str, tenant_cap: int | None, *, share_of: int) -> None:
+    def _require_room(self, ask: _Ask, *, share_of: int) -> None:
         """Raise Overloaded if this router alone is at a cap, of which it may use one part in `share_of`."""
-        held_by_tenant = len(self._holdings.held.get(tenant, ()))
+        count, tenant_cap = len(ask.ids), ask.tenant_cap
+        held_by_tenant = len(self._holdings.held.get(ask.tenant, ()))
         if tenant_cap is not None and held_by_tenant + count > max(1, tenant_cap // share_of):
             raise _overloaded(held_by_tenant, tenant_cap, True)
-        if self.num_held + count > max(1, self._cap // share_of):
-            raise _overloaded(self.num_held, self._cap, False)
+        if self.num_held + count > max(1, ask.cap // share_of):
+            raise _overloaded(self.num_held, ask.cap, False)
+
+
+def _reply() -> "asyncio.Future[Taken | None]":
+    return asyncio.get_running_loop().create_future()
 
 
 def _overloaded(num_held: int, cap: int | None, by_tenant: bool) -> Overloaded:

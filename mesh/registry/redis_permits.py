@@ -112,6 +112,7 @@ class Take:
 
     tenant: str
     tenant_cap: int | None
+    cap: int
     ids: Sequence[str]
     allowance: int
     held: int
@@ -151,9 +152,8 @@ class Exchange:
 class PermitStore:
     """One router's way to the shared permits. Raises redis's errors as they come."""
 
-    def __init__(self, router_id: str, cap: int, times: LeaseTimes) -> None:
+    def __init__(self, router_id: str, times: LeaseTimes) -> None:
         self._router_id = router_id
-        self._cap = cap
         self._times = times
 
     async def exchange(self, redis: Redis, exchange: Exchange) -> tuple[Known | None, list[Taken]]:
@@ -183,7 +183,7 @@ class PermitStore:
 
     def _take_args(self, take: Take) -> list[str | int]:
         tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
-        return [self._times.lease_ms, self._cap, tenant_cap, self._router_id, take.allowance, take.held, *take.ids]
+        return [self._times.lease_ms, take.cap, tenant_cap, self._router_id, take.allowance, take.held, *take.ids]
 
 
 def _keys(tenant: str) -> tuple[str, str, str, str]:

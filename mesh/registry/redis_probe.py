@@ -51,8 +51,9 @@ class DirectChecks:
         now = self._membership.find(view.info.worker_id)
         if now is None or now.last_seen_s != view.last_seen_s:
             return  # it has been heard of in the meantime
-        draining = not serving or now.state is WorkerState.DRAINING
-        state = WorkerState.DRAINING if draining else WorkerState.READY
+        # Drained workers never serve again; of those that do not serve, the last beat has said why.
+        told = now.state if now.state in (WorkerState.STALLED, WorkerState.DRAINING) else WorkerState.DRAINING
+        state = WorkerState.READY if serving else told
         self._membership.heartbeat(view.info.worker_id, view.info.incarnation, load, state)
 
     async def _load(self, channel: grpc.aio.Channel, view: WorkerView) -> WorkerLoad | None:

@@ -92,6 +92,7 @@ class RedisRegistry:
         expired = [name for name, record in zip(ids, records, strict=True) if record is None]
         if expired:
             await redis.zrem(WORKERS, *expired)
+        self._misfits = {name: incarnation for name, incarnation in self._misfits.items() if name in ids}
         self._guard.forget_stale(int(time.time() * 1e6))
 
     async def _send_letters(self, redis: Redis) -> None:

@@ -40,7 +40,8 @@ class Watched(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """`stall_after_s` is for a step of up to 64 tokens. After `wedged_exit_s` there is no hope; 0: there always is."""
+    """Both are for a step of up to 64 tokens, and longer in proportion for larger ones. After `wedged_exit_s` there is
+    no hope; 0: there always is."""
 
     stall_after_s: float
     wedged_exit_s: float
@@ -59,18 +60,16 @@ class StallWatch:
         """Watch until cancelled. Returns if the engine is beyond hope."""
         while True:
             busy = self._engine.busy()
-            if self._is_too_long(busy) != self._is_stalled:
+            if self._is_over(busy, self._limits.stall_after_s) != self._is_stalled:
                 self._is_stalled = not self._is_stalled
                 self._log(busy)
                 await self._on_change(self._is_stalled)
-            if busy is not None and 0 < self._limits.wedged_exit_s <= busy.for_s:
+            if self._is_over(busy, self._limits.wedged_exit_s or float("inf")):
                 return
             await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._limits.stall_after_s / 10))
 
-    def _is_too_long(self, busy: Busy | None) -> bool:
-        if busy is None:
-            return False
-        return busy.for_s >= self._limits.stall_after_s * max(1.0, busy.num_tokens / _PLAIN_STEP_TOKENS)
+    def _is_over(self, busy: Busy | None, limit_s: float) -> bool:
+        return busy is not None and busy.for_s >= limit_s * max(1.0, busy.num_tokens / _PLAIN_STEP_TOKENS)
 
     def _log(self, busy: Busy | None) -> None:
         if self._is_stalled and busy is not None:

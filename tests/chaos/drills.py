@@ -162,9 +162,10 @@ async def _open_and_leave(client: tandem.AsyncClient, number: int, mood: float) 
 async def permits_return_s(cluster: Cluster, within_s: float = 20.0) -> float:
     """Seconds until no permit is leased any more. AssertionError if that takes too long."""
     began_s = time.monotonic()
-    while await leased(cluster) != 0:
-        assert time.monotonic() - began_s < within_s, await leased(cluster)
-        await asyncio.sleep(0.05)
+    async with cluster.redis.client(timeout_s=0.5) as redis:
+        while (count := await leased(redis)) != 0:
+            assert time.monotonic() - began_s < within_s, count
+            await asyncio.sleep(0.05)
     return time.monotonic() - began_s
 
 

@@ -13,7 +13,6 @@ from tests.evidence import Evidence
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.xdist_group("chaos"),
     pytest.mark.timeout(300),
 ]
 

@@ -34,7 +34,6 @@ REDIS_AWAY_S = 60.0
 pytestmark = [
     pytest.mark.soak,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.xdist_group("chaos"),
     pytest.mark.timeout(900 + REQUESTS + SOAK_S),
 ]
 

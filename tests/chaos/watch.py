@@ -11,9 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 import tandem
+from mesh.registry.redis_connection import require_not_cancelled
 from tests.chaos.cluster import Cluster, Usage
 from tests.chaos.history import Disturbance, History
 
@@ -48,10 +50,12 @@ class CapWatch:
             clients = [
                 await stack.enter_async_context(self.cluster.client(name, direct=True)) for name in self.cluster.routers
             ]
+            redis = await stack.enter_async_context(self.cluster.redis.client(timeout_s=0.5))
             while True:
+                require_not_cancelled()
                 with contextlib.suppress(tandem.TandemError):
                     held = await _held(clients)
-                    self.samples.append(InService(time.monotonic(), held, await leased(self.cluster)))
+                    self.samples.append(InService(time.monotonic(), held, await leased(redis)))
                 await asyncio.sleep(_CAP_INTERVAL_S)
 
     def breaches(self, excused: Iterable[Disturbance] = ()) -> list[InService]:
@@ -78,13 +82,11 @@ async def _held(clients: list[tandem.AsyncClient]) -> int | None:
     return sum(first) if first == second else None
 
 
-async def leased(cluster: Cluster) -> int | None:
+async def leased(redis: Redis) -> int | None:
     """Permits leased in Redis now; None while it is away."""
     try:
-        async with cluster.redis.client(timeout_s=0.5) as redis:
-            seconds, micros = await redis.time()
-            now_ms = seconds * 1000 + micros // 1000
-            return int(await redis.zcount(_PERMITS, now_ms, "+inf"))
+        seconds, micros = await redis.time()
+        return int(await redis.zcount(_PERMITS, seconds * 1000 + micros // 1000, "+inf"))
     except (RedisError, OSError):
         return None
 
@@ -102,6 +104,7 @@ class UsageWatch:
         started_s = time.monotonic()
         async with self.cluster.redis.client() as redis:
             while True:
+                require_not_cancelled()
                 num_keys = 0
                 with contextlib.suppress(RedisError, OSError):
                     num_keys = int(await redis.dbsize())

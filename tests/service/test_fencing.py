@@ -18,6 +18,8 @@ from tests.service.fake_router import FakeRouter, fake_router
 from tests.service.raw_sender import honest_messages, raw_sender
 from tests.service.worker_rig import MESH_KEY, WorkerRig, until, worker_rig
 
+KV_FAILURES = (decode_pb2.SEQUENCE_FAILURE_KV_REFUSED, decode_pb2.SEQUENCE_FAILURE_KV_MISSING)
+
 PROMPT = list(range(3, 40))
 NUM_TOKENS = 6
 Spoil = Callable[[list[SenderMessage]], Sequence[SenderMessage]]
@@ -135,7 +137,7 @@ async def one_fault(rig: WorkerRig, router: FakeRouter, fault: Fault) -> tuple[b
         refused = refused and honest is grpc.StatusCode.OK
     else:
         message = await router.box(fault.name).get()
-        refused = refused and message.failed.reason == decode_pb2.SEQUENCE_FAILURE_KV_REFUSED
+        refused = refused and message.failed.reason in KV_FAILURES
         ids = await router.run(replace(request, attempt=2))
     return refused, ids == fake_continuation(PROMPT, NUM_TOKENS)
 

@@ -164,7 +164,7 @@ async def test_a_silent_sender_frees_the_decode_workers_blocks_and_the_router_is
         silent_since = clock()
         failed = (await router.box("a").get()).failed
         told_s = clock() - silent_since
-        assert failed.reason == decode_pb2.SEQUENCE_FAILURE_KV_REFUSED
+        assert failed.reason == decode_pb2.SEQUENCE_FAILURE_KV_MISSING
         assert "nothing has come from the sender" in failed.detail
         await rig.decode.wait_whole(rig.decode_engine, WAIT_S)
         replay = make_request("a", prompt, attempt=1, max_new_tokens=6)

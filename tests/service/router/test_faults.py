@@ -209,7 +209,7 @@ async def test_what_never_works_ends(make_mesh: Any) -> None:
     mesh = await make_mesh(max_attempts=3)
     decode = await mesh.decode()
     decode.scripts = [DecodeScript(refuse=SequenceFailure.KV_REFUSED)] * 3
-    await assert_refused(mesh, grpc.StatusCode.UNAVAILABLE, "3 times in a row")
+    await assert_refused(mesh, grpc.StatusCode.INTERNAL, "3 times in a row")
 
 
 async def test_no_room_for_ever_is_overload(make_mesh: Any) -> None:
@@ -225,7 +225,7 @@ async def test_a_request_that_kills_workers_is_not_handed_round(make_mesh: Any) 
     workers = [await mesh.decode(f"decode-{n}") for n in range(4)]
     for worker in workers:
         worker.scripts = [DecodeScript(break_link_after=0)]
-    await assert_refused(mesh, grpc.StatusCode.UNAVAILABLE, "in a row")
+    await assert_refused(mesh, grpc.StatusCode.INTERNAL, "in a row")
     assert sum(len(worker.started.items) for worker in workers) == 2
 
 

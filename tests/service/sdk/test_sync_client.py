@@ -77,3 +77,21 @@ def test_a_closed_client_says_so(threaded_router: FakeRouter) -> None:
     client.close()
     with pytest.raises(RuntimeError, match="closed"):
         client.models()
+
+
+@pytest.mark.parametrize("retry_after_ms", [None, "60000"], ids=["in a call", "between two tries"])
+def test_closing_ends_what_other_threads_wait_for(threaded_router: FakeRouter, retry_after_ms: str | None) -> None:
+    client = tandem.Client(threaded_router.address, timeout=120)
+    client.wait_ready(10)
+    script = threaded_router.script
+    script.hold_after_messages = 1
+    if retry_after_ms is not None:
+        trailing = (("tandem-error", "Overloaded"), ("retry-after-ms", retry_after_ms))
+        script.refusals = deque([Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", trailing)])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.generate, prompt="")
+        while not script.requests:
+            client.models()
+        client.close()
+        with pytest.raises(tandem.Cancelled):
+            waiting.result(timeout=20)

@@ -47,6 +47,13 @@ def test_filters(views: list[Any], expected: Any) -> None:
     assert names(place(query(8), snapshot(*views))) == expected
 
 
+def test_seats_are_left_to_canaries_while_workers_wait_to_be_proven() -> None:
+    nearly_full = InFlight(num_seqs=3)
+    for unproven, expected in ((frozenset(), (None, "d0")), (frozenset({"p0"}), NoPlacement.NO_ROOM)):
+        mesh = snapshot(decode(max_num_seqs=4), in_flight={"d0": nearly_full}, unproven=unproven)
+        assert names(place(query(), mesh)) == expected
+
+
 def test_unreachable_workers_get_nothing() -> None:
     mesh = snapshot(decode(), decode("d1"), unreachable=frozenset({"d0"}))
     assert names(place(query(), mesh)) == (None, "d1")

@@ -248,6 +248,21 @@ async def test_what_would_come_too_late_is_refused_at_once() -> None:
     assert mesh.ledger.in_flight([]) == {}
 
 
+async def test_the_first_in_line_is_not_judged_by_a_dark_forecast() -> None:
+    mesh = Measured()
+    mesh.forecast.queue.begin()
+    mesh.now_s += 100.0  # a gap, now over
+    mesh.forecast.queue.did(8)
+    mesh.forecast.queue.end()
+    running = await mesh.wait()
+    first = asyncio.create_task(mesh.wait(ttft_s=3.0))
+    await settled()
+    with pytest.raises(Overloaded, match="expected in"):
+        await mesh.wait(ttft_s=3.0)
+    running.release()
+    (await first).release()
+
+
 async def test_while_nothing_is_known_everybody_may_try() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
     running = await mesh.queue.place(query(), CLAIM)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.domain.errors import NoWorkers, Overloaded, Replayable, TransferFailed, WorkerBusy, WorkerLost
+from mesh.domain.errors import AttemptsFailed, Overloaded, Replayable, TransferFailed, WorkerBusy, WorkerLost
 from router.replay import Replay, ReplayBudget
 from router.settings import RouterSettings
 from tests.fakes.router_views import decode
@@ -24,7 +24,11 @@ def fail(replay: Replay, error: Replayable, count: int, num_tokens: int = 0) -> 
 
 @pytest.mark.parametrize(
     ("error", "last", "num_before"),
-    [(WorkerBusy("no room"), Overloaded, 5), (TransferFailed("cut"), NoWorkers, 5), (WorkerLost("gone"), NoWorkers, 2)],
+    [
+        (WorkerBusy("no room"), Overloaded, 5),
+        (TransferFailed("cut"), AttemptsFailed, 5),
+        (WorkerLost("gone"), AttemptsFailed, 2),
+    ],
 )
 def test_it_ends(replay: Replay, error: Replayable, last: type[Exception], num_before: int) -> None:
     fail(replay, error, num_before)

@@ -7,8 +7,23 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+import tandem
+
 Send = Callable[[list[int], int, Callable[[], None]], Awaitable[int]]
 """`send(prompt, max_new_tokens, on_token)` runs one request and returns its number of tokens."""
+
+
+def through(client: tandem.AsyncClient) -> Send:
+    """Send requests to a mesh."""
+
+    async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
+        count = 0
+        async for _ in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True):
+            on_token()
+            count += 1
+        return count
+
+    return send
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.load import Measured, Workload, median_run, percentile, run_closed_loop
+from bench.load import Measured, Workload, median_run, percentile, run_closed_loop, through
 from bench.paced import PACE_ENV
 from bench.shapes import BUNDLED
 
@@ -89,17 +89,9 @@ async def measure(num_clients: list[int], tokens: int) -> list[Carried]:
 
 async def carry(client: tandem.AsyncClient, router: psutil.Process, num_clients: int, tokens: int) -> Carried:
     """One closed loop."""
-
-    async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
-        count = 0
-        async for _ in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True):
-            on_token()
-            count += 1
-        return count
-
     before = router.cpu_times()
     load = Workload(num_clients, 3, _INPUT_TOKENS, tokens, vocab_size=250)
-    measured = await run_closed_loop(load, send)
+    measured = await run_closed_loop(load, through(client))
     after = router.cpu_times()
     return Carried(num_clients, measured, after.user + after.system - before.user - before.system)
 

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.load import Measured, Workload, median_run, percentile, run_closed_loop, workload
+from bench.load import Measured, Workload, median_run, percentile, run_closed_loop, through, workload
 from bench.shapes import write_shape
 
 
@@ -69,14 +69,7 @@ async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measur
             raise SystemExit(f"{arm.name}: the mesh did not start: {' '.join(command)}")
         address = ready[1]
         async with tandem.AsyncClient(address) as client:
-
-            async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
-                count = 0
-                async for _ in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True):
-                    on_token()
-                    count += 1
-                return count
-
+            send = through(client)
             await run_closed_loop(Workload(1, 1, 32, 8), send)
             return [await run_closed_loop(workload(number), send) for number in clients]
     finally:

@@ -34,7 +34,7 @@ protos: .venv/.installed  ## Generate tandem/v1 from protos/.
 test-gpu:  ## Parity on CUDA, with the machine's own Python packages: PYTHON=python3 make test-gpu
 	$(PYTHON) -m pytest -q -m gpu tests/gpu
 
-chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~10 minutes).
+chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~25 minutes).
 	$(BIN)/pytest -q -m '(evidence or soak) and not gpu'
 
 bench: .venv/.installed  ## Speed of the mesh, of its engine alone, and of each KV transport.

@@ -12,7 +12,8 @@ least 1. What it already holds, it keeps. So routers together can be above the c
 shares when Redis went, and only until that work ends; when Redis returns, each writes its leases anew.
 
 A Redis that is there but has lost its data (wiped, failed over) does not know all leases until every router has
-renewed. Until then a router takes no more than it held when it last knew the sum, and its part of what was free then.
+renewed. Until then, some two seconds, a router takes no more than it held when it last knew the sum, and its part of
+what was free then: one that has just started, nothing.
 """
 
 import asyncio

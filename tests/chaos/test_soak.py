@@ -110,6 +110,7 @@ async def test_cap_holds_while_redis_and_a_router_go(
 async def test_nothing_grows(cluster: Cluster, catalogue: Catalogue, evidence: Evidence) -> None:
     """Undisturbed load, while silent streams with keepalive are held at a router and, as routers do, at a worker."""
     await cluster.wait_whole()
+    await drills.permits_settled(cluster)
     load, usage = Load(cluster, catalogue), UsageWatch(cluster)
     keepalive = (("grpc.keepalive_time_ms", KEEPALIVE_MS), ("grpc.http2.max_pings_without_data", 0))
     addresses = [f"127.0.0.1:{cluster.proxies[name].port}" for name in ("router-0", "decode-0", "prefill-0")]

@@ -18,11 +18,10 @@ from engine.models.int8 import Int8Ops
 from engine.models.layers import FloatOps
 from engine.models.ops import Ops
 from engine.models.parameters import parameter_specs
-from engine.weights import LOAD_FORMATS, Progress, WeightsTarget, dummy_weights, load_weights
+from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, KVLayout
-
-QUANTIZATIONS = ("none", "int8")
+from mesh.worker.settings import LOAD_FORMATS, QUANTIZATIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from engine.checkpoint import StoredTensor, open_checkpoint
 from engine.models.parameters import ParameterSpec
 from mesh.domain.errors import ConfigurationError
 
-LOAD_FORMATS = ("auto", "dummy")
 Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
 

@@ -17,7 +17,8 @@ def fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0, quant
     """
     config = load_config(model_dir)
     weights = f"dummy:{seed}".encode() if load_format == "dummy" else _sample(open_checkpoint(model_dir))
-    return _digest(config, weights if quantize == "none" else weights + quantize.encode())
+    digest = _digest(config, weights)
+    return digest if quantize == "none" else f"{digest}-{quantize}"  # for people who read why two workers differ
 
 
 def _digest(config: ModelConfig, weights: bytes) -> str:

@@ -6,6 +6,7 @@ kernels, and return when the bytes are there.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,13 @@ class KVCache:
     def tensor(self) -> Tensor:
         """The whole cache."""
         return self._tensor
+
+    @property
+    def elements(self) -> NDArray[Any]:
+        """The whole cache on CPU, flat: fp32, or the bits of 16-bit floats as uint16."""
+        if self._tensor.element_size() == 2:
+            return self._tensor.view(-1).view(torch.uint16).numpy()
+        return self._tensor.view(-1).numpy()
 
     def layer(self, layer: int) -> Tensor:
         """One layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""

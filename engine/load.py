@@ -8,11 +8,12 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.attention.select import select_backend
+from engine.cpu.decoder import CompiledDecoder, why_not_compiled
 from engine.kv_cache import KVCache, num_blocks_for_memory
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig, load_config
-from engine.models.decoder import Decoder
+from engine.models.decoder import Decoder, DecoderMemory
 from engine.models.fingerprint import fingerprint
 from engine.models.int8 import Int8Ops
 from engine.models.layers import FloatOps
@@ -67,12 +68,24 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     config = load_config(settings.model_dir)
     settings = replace(settings, device=str(device), dtype=_dtype(settings, config))
     layout = kv_layout(config, settings)
-    decoder = Decoder(config, _parameters(settings, config, device, on_progress), _ops(settings))
+    parameters = _parameters(settings, config, device, on_progress)
     cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
+    decoder = _decoder(settings, config, parameters, cache)
+    return ModelRunner(decoder, cache, layers_per_group=settings.layers_per_group)
+
+
+def _decoder(
+    settings: RunnerSettings, config: ModelConfig, parameters: dict[str, Tensor], cache: KVCache
+) -> Decoder | CompiledDecoder:
+    int8 = settings.quantize == "int8"
+    if settings.device == "cpu" and settings.dtype == "float32":
+        reason = why_not_compiled(config, settings.block_size, int8=int8)
+        if reason is None:
+            return CompiledDecoder(config, parameters, cache, int8=int8)
     shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
     dtype = getattr(torch, settings.dtype)
-    attention = select_backend(device, dtype, shape, settings.block_size, settings.attention)
-    return ModelRunner(decoder, cache, attention, layers_per_group=settings.layers_per_group)
+    attention = select_backend(cache.tensor.device, dtype, shape, settings.block_size, settings.attention)
+    return Decoder(config, parameters, _ops(settings), DecoderMemory(cache, attention))
 
 
 def kv_layout(config: ModelConfig, settings: RunnerSettings) -> KVLayout:

@@ -1,12 +1,14 @@
 """ModelRunner: executes scheduled batches on the model. One thread calls it; the KV cache may be read by others."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.batch_inputs import build_inputs
 from engine.kv_cache import KVCache
+from engine.layer_groups import LayerGroups
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.sampler import Sampler, score
@@ -24,12 +26,9 @@ class ModelRunner:
     computes with as many threads as torch was set to when it was made.
     """
 
-    def __init__(
-        self, decoder: Decoder, kv_cache: KVCache, attention: AttentionBackend, *, layers_per_group: int = 4
-    ) -> None:
+    def __init__(self, decoder: Decoder, kv_cache: KVCache, *, layers_per_group: int = 4) -> None:
         self.kv_cache = kv_cache
         self._decoder = decoder
-        self._attention = attention
         self._layers_per_group = layers_per_group
         self._sampler = Sampler()
         self._device = kv_cache.tensor.device
@@ -43,7 +42,7 @@ class ModelRunner:
     @property
     def attention_backend(self) -> str:
         """Name of the attention backend in use."""
-        return self._attention.name
+        return self._decoder.attention_backend
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
@@ -51,10 +50,9 @@ class ModelRunner:
         if not batch.items:
             return []
         inputs = build_inputs(batch, self.kv_cache.layout.block_size, self._device)
-        groups = _LayerGroups(batch, on_layers, self.config.num_layers, self._layers_per_group)
-        hidden = self._decoder.forward(
-            inputs.token_ids, inputs.metadata, self.kv_cache, self._attention, groups.layer_written
-        )
+        announce = partial(on_layers, batch) if on_layers is not None else None
+        groups = LayerGroups(self.config.num_layers, self._layers_per_group, announce)
+        hidden = self._decoder.forward(inputs.token_ids, inputs.metadata, groups)
         tokens = self._sample(batch, hidden, inputs.starts)
         return [
             RunnerOutput(token, self._prompt_logprobs(item, hidden[start : start + item.num_tokens]))
@@ -97,20 +95,3 @@ class ModelRunner:
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
 
-
-class _LayerGroups:
-    """Turns layers that are written one by one into calls of the layer hook."""
-
-    def __init__(self, batch: ScheduledBatch, hook: LayerHook | None, num_layers: int, group_size: int) -> None:
-        self._batch = batch
-        self._hook = hook
-        self._num_layers = num_layers
-        self._group_size = group_size
-        self._first = 0
-
-    def layer_written(self, layer: int) -> None:
-        """Announce the layers since the last call, if the group is full or the model ends."""
-        count = layer + 1 - self._first
-        if self._hook is not None and (count == self._group_size or layer + 1 == self._num_layers):
-            self._hook(self._batch, self._first, count)
-            self._first = layer + 1

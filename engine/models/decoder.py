@@ -3,8 +3,8 @@
 It does not know sequences, blocks or sampling: tokens and metadata come in, hidden states and logits go out.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend
 from engine.attention.metadata import ForwardMetadata
 from engine.kv_cache import KVCache
+from engine.layer_groups import LayerGroups
 from engine.models.config import ModelConfig
 from engine.models.layers import ACTIVATIONS, rms_norm
 from engine.models.ops import LinearLayer, Ops, Rows
@@ -32,14 +33,22 @@ class Layer:
     k_norm: Tensor | None
 
 
+class DecoderMemory(NamedTuple):
+    """Where KV is, and what attends to it."""
+
+    cache: KVCache
+    attention: AttentionBackend
+
+
 class Decoder:
     """A decoder-only transformer, ready to run.
 
     It takes the parameters over, emptying the dictionary, so that each can be freed once it is in its final layout.
     """
 
-    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], ops: Ops, memory: DecoderMemory) -> None:
         self.config = config
+        self._cache, self._attention = memory
         self._ops = ops
         self._embed = parameters.pop("embed")
         self._final_norm = parameters.pop("final_norm")
@@ -48,30 +57,31 @@ class Decoder:
         self._activation = ACTIVATIONS[config.activation]
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, self._embed.dtype)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        metadata: ForwardMetadata,
-        cache: KVCache,
-        attention: AttentionBackend,
-        on_layer: Callable[[int], None],
-    ) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] before the final norm; the tokens' KV is in the cache afterwards.
+    @property
+    def attention_backend(self) -> str:
+        """Name of the attention backend in use."""
+        return self._attention.name
 
-        `on_layer(layer)` is called once the KV of that layer is written.
-        """
-        config, ops = self.config, self._ops
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] before the final norm; the tokens' KV is in the cache afterwards."""
         cos, sin = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
         residual = self._embed[token_ids]  # [num_tokens, hidden_size]
-        for index, layer in enumerate(self._layers):
-            x = ops.norm(residual, layer.input_norm, config.norm_eps)
-            queries, keys, values = self._project(x, layer, cos, sin)
-            mixed = attention.attend(queries, keys, values, cache.layer(index), config.windows[index], metadata)
-            on_layer(index)
-            residual = layer.o.add_to(residual, ops.rows(mixed.flatten(1)))
-            x = ops.norm(residual, layer.post_norm, config.norm_eps)
-            residual = layer.down.add_to(residual, ops.gated(self._activation, layer.gate_up(x)))
+        for first, end in groups:
+            for index in range(first, end):
+                residual = self._run_layer(index, residual, (cos, sin), metadata)
         return residual
+
+    def _run_layer(
+        self, index: int, residual: Tensor, rotation: tuple[Tensor, Tensor], metadata: ForwardMetadata
+    ) -> Tensor:
+        config, ops, layer = self.config, self._ops, self._layers[index]
+        x = ops.norm(residual, layer.input_norm, config.norm_eps)
+        queries, keys, values = self._project(x, layer, *rotation)
+        layer_cache, window = self._cache.layer(index), config.windows[index]
+        mixed = self._attention.attend(queries, keys, values, layer_cache, window, metadata)
+        residual = layer.o.add_to(residual, ops.rows(mixed.flatten(1)))
+        x = ops.norm(residual, layer.post_norm, config.norm_eps)
+        return layer.down.add_to(residual, ops.gated(self._activation, layer.gate_up(x)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, vocab_size] for rows of `forward`'s result."""

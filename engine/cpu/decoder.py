@@ -1,0 +1,170 @@
+"""CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX-512.
+
+In int8, weights are scaled per output channel and activations per row; sums are exact integers.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.metadata import ForwardMetadata
+from engine.cpu.attention import KEY_TILE, QUERY_BLOCK, AttentionScratch, HeadShape, Queries
+from engine.cpu.features import amx_shapes, cpu_flags
+from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
+from engine.cpu.memory import aligned
+from engine.cpu.packing import MatrixShape, Packer
+from engine.cpu.scalars import LOG2_E
+from engine.cpu.step import Activations, Batch, Model, output_rows, run_layers
+from engine.kv_cache import KVCache
+from engine.layer_groups import LayerGroups
+from engine.models.config import ModelConfig
+from engine.models.rope import RotaryEmbedding
+
+_PART_NAMES = ("qkv", "o", "gate_up", "down")
+_NO_WINDOW = int(np.iinfo(np.int32).max)
+
+
+def why_not_compiled(config: ModelConfig, block_size: int, *, int8: bool) -> str | None:
+    """What keeps a model from being compiled here; None if nothing does."""
+    needed = {"avx512f", "avx512bw", "avx512vl"} | ({"avx512_vnni"} if int8 else set())
+    if missing := needed - cpu_flags():
+        return f"the CPU has no {', '.join(sorted(missing))}"
+    if config.activation != "silu":
+        return f"activation {config.activation}"
+    if config.head_dim % 16:
+        return f"heads of {config.head_dim}, not a multiple of 16"
+    if block_size % 16:
+        return f"blocks of {block_size} tokens, not a multiple of 16"
+    return None
+
+
+class CompiledDecoder:
+    """A decoder-only transformer on CPU. Takes the parameters over, emptying the dictionary."""
+
+    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], cache: KVCache, *, int8: bool) -> None:
+        self.config = config
+        self.attention_backend = "compiled"
+        self._int8 = int8
+        self._embed = parameters.pop("embed")
+        self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
+        self._cache = cache.elements
+        self._model = self._build(parameters, cache)
+        self._buffers: dict[str, np.ndarray[Any, Any]] = {}
+
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
+        """See Decoder.forward. The result is valid until the next call."""
+        config, num_tokens = self.config, token_ids.shape[0]
+        acts = self._activations(num_tokens)
+        residual = torch.from_numpy(acts.residual)
+        torch.index_select(self._embed, 0, token_ids, out=residual)
+        operand = self._operand(num_tokens)
+        scratch = self._attention_scratch(metadata)
+        batch = self._batch(metadata)
+        counter = np.zeros(1, np.int64)
+        for first, end in groups:
+            run_layers(self._model, batch, self._cache, acts, operand, scratch, (0, 1, counter), (first, end))
+        del config
+        return residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [rows, vocab_size] for rows of `forward`'s result."""
+        logits = torch.empty(hidden.shape[0], self.config.vocab_size)
+        counter = np.zeros(1, np.int64)
+        output_rows(self._model, hidden.contiguous().numpy(), logits.numpy(), self._operand(hidden.shape[0]), (0, 1, counter))
+        return logits
+
+    def _build(self, parameters: dict[str, Tensor], cache: KVCache) -> Model:
+        config = self.config
+        packer = Packer(_matrix_shapes(config), int8=self._int8)
+        layers = [f"layers.{layer}" for layer in range(config.num_layers)]
+        for index, name in enumerate(f"{layer}.{part}" for layer in layers for part in _PART_NAMES):
+            packer.put(index, parameters.pop(name), parameters.pop(f"{name}_bias", None))
+        packer.put(len(layers) * len(_PART_NAMES), self._embed if config.tied else parameters.pop("lm_head"), None)
+        head_norms = np.empty((config.num_layers, 2 if config.qk_norm else 0, config.head_dim), np.float32)
+        if config.qk_norm:
+            for i, layer in enumerate(layers):
+                head_norms[i, 0], head_norms[i, 1] = parameters.pop(f"{layer}.q_norm"), parameters.pop(f"{layer}.k_norm")
+        shape = HeadShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, cache.layout.block_size,
+            cache.num_blocks * cache.layout.block_size, np.float32(config.head_dim**-0.5) * LOG2_E,
+        )
+        return Model(
+            weights=packer.weights,
+            input_norms=np.stack([parameters.pop(f"{layer}.input_norm").numpy() for layer in layers]),
+            post_norms=np.stack([parameters.pop(f"{layer}.post_norm").numpy() for layer in layers]),
+            final_norm=parameters.pop("final_norm").numpy(),
+            head_norms=head_norms,
+            windows=np.array([_NO_WINDOW if window is None else window for window in config.windows], np.int64),
+            eps=np.float32(config.norm_eps),
+            shape=shape,
+        )
+
+    def _batch(self, metadata: ForwardMetadata) -> Batch:
+        cos, sin = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
+        return Batch(
+            slots=metadata.slot_mapping.numpy(),
+            tables=metadata.block_tables.numpy(),
+            context_lens=metadata.context_lens.numpy(),
+            query_starts=metadata.query_starts.numpy(),
+            num_decodes=metadata.num_decodes,
+            cos=cos[:, 0].numpy(),
+            sin=sin[:, 0].numpy(),
+        )
+
+    def _activations(self, rows: int) -> Activations:
+        config = self.config
+        q_width = config.num_heads * config.head_dim
+        qkv_width = q_width + 2 * config.num_kv_heads * config.head_dim
+        qkv = self._buffer("qkv", (rows + QUERY_BLOCK) * qkv_width, np.float32)
+        mixed = self._buffer("mixed", rows * q_width, np.float32)[: rows * q_width]
+        inner = self._buffer("inner", rows * config.intermediate_size, np.float32)
+        residual = self._buffer("residual", rows * config.hidden_size, np.float32)
+        return Activations(
+            residual=residual[: rows * config.hidden_size].reshape(rows, -1),
+            inner=inner[: rows * config.intermediate_size].reshape(rows, -1),
+            mixed=mixed.reshape(rows, -1),
+            qkv=qkv[: rows * qkv_width].reshape(rows, -1),
+            queries=Queries(qkv, qkv_width, mixed),
+        )
+
+    def _operand(self, rows: int) -> Operand:
+        depth = int(self._model.weights.matrices[:, 2].max())
+        return Operand(
+            a=self._buffer("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32),
+            factors=self._buffer("factors", rows, np.float32),
+            sums=self._buffer("sums", TILE_ROWS * UNIT, np.int32 if self._int8 else np.float32),
+            amx=amx_shapes(),
+        )
+
+    def _attention_scratch(self, metadata: ForwardMetadata) -> AttentionScratch:
+        config, context = self.config, int(metadata.context_lens.max()) + 2 * KEY_TILE
+        group = config.num_heads // config.num_kv_heads
+        rows = max(QUERY_BLOCK if metadata.chunks else 0, group)
+        packed = context * (config.head_dim + 16) if metadata.chunks else 0
+        return AttentionScratch(
+            scores=self._buffer("scores", rows * context, np.float32),
+            keys=self._buffer("keys", packed, np.float32),
+            values=self._buffer("values", packed, np.float32),
+            tile=self._buffer("tile", 12 * 32 + config.head_dim, np.float32),
+            factors=self._buffer("query_factors", QUERY_BLOCK, np.float32),
+        )
+
+    def _buffer(self, name: str, size: int, dtype: Any) -> np.ndarray[Any, Any]:
+        """Scratch of at least `size` elements, kept between steps."""
+        found = self._buffers.get(name)
+        if found is None or found.size < size:
+            found = self._buffers[name] = aligned(size + size // 2, dtype)
+        return found
+
+
+def _matrix_shapes(config: ModelConfig) -> list[MatrixShape]:
+    q_width = config.num_heads * config.head_dim
+    layer = [
+        MatrixShape(q_width + 2 * config.num_kv_heads * config.head_dim, config.hidden_size),
+        MatrixShape(config.hidden_size, q_width),
+        MatrixShape(2 * config.intermediate_size, config.hidden_size, gated=True),
+        MatrixShape(config.hidden_size, config.intermediate_size),
+    ]
+    return layer * config.num_layers + [MatrixShape(config.vocab_size, config.hidden_size)]

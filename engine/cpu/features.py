@@ -1,0 +1,46 @@
+"""What this CPU can do, and Linux's permission to use AMX."""
+
+import ctypes
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+_CPUINFO = Path("/proc/cpuinfo")
+_SYS_ARCH_PRCTL = 158
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_XFEATURE_XTILEDATA = 18
+_NUM_TILES = 8
+_TILE_ROWS = 16
+_TILE_ROW_BYTES = 64
+
+
+@lru_cache(maxsize=1)
+def cpu_flags() -> frozenset[str]:
+    """Names of the instruction sets, as Linux calls them; empty elsewhere."""
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+@lru_cache(maxsize=1)
+def has_amx() -> bool:
+    """True if AMX multiplies bytes here and the kernel lets this process use it (asked for now)."""
+    if sys.platform != "linux" or not {"amx_tile", "amx_int8"} <= cpu_flags():
+        return False
+    return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+
+
+def amx_shapes() -> NDArray[np.uint8]:
+    """What configures the tile registers (palette 1): all 16 rows of 64 bytes. Empty without AMX."""
+    if not has_amx():
+        return np.empty(0, np.uint8)
+    shapes = np.zeros(64, np.uint8)
+    shapes[0] = 1
+    shapes[16 : 16 + 2 * _NUM_TILES : 2] = _TILE_ROW_BYTES
+    shapes[48 : 48 + _NUM_TILES] = _TILE_ROWS
+    return shapes

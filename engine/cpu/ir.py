@@ -1,0 +1,110 @@
+"""Words for writing LLVM code: pointers from arrays, vectors of 16 lanes, counted loops."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+INT8, INT32, INT64, FLOAT, HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
+LANES = 16
+INTS, FLOATS, HALVES = (ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF))
+FAST = ("fast",)
+_ZEROS = ir.Constant(INTS, [0] * LANES)
+
+declare: Callable[..., Any] = cgutils.get_or_insert_function
+
+
+def constant(vector: Any, value: float) -> Any:
+    """A vector with the same value in all lanes."""
+    return ir.Constant(vector, [value] * LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """Writes code at the builder's place."""
+
+    context: Any
+    builder: Any
+
+    def place(self, kind: Any, value: Any) -> Any:
+        """Byte pointer of a place: a tuple of an array and an offset in elements."""
+        array, offset = self.builder.extract_value(value, 0), self.builder.extract_value(value, 1)
+        return self.at(self._data(kind[0], array), self.bytes_of(kind[0], offset))
+
+    def array(self, kind: Any, value: Any) -> Any:
+        """Byte pointer of an array's first element."""
+        return self._data(kind, value)
+
+    def bytes_of(self, kind: Any, count: Any) -> Any:
+        """Elements of an array type in bytes."""
+        return self.builder.mul(count, INT64(kind.dtype.bitwidth // 8))
+
+    def at(self, pointer: Any, offset: Any) -> Any:
+        """A byte pointer moved on; `offset` in bytes, an int or a value."""
+        return self.builder.gep(pointer, [INT64(offset) if isinstance(offset, int) else offset])
+
+    def load(self, pointer: Any, kind: Any, align: int = 4) -> Any:
+        """A value of `kind` from a byte pointer."""
+        value = self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()))
+        value.align = align
+        return value
+
+    def store(self, value: Any, pointer: Any, align: int = 4) -> None:
+        """A value to a byte pointer."""
+        self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer())).align = align
+
+    def floats(self, pointer: Any, element: Any) -> Any:
+        """16 fp32 lanes from a byte pointer to fp32, or to fp16 kept in arrays of uint16."""
+        if element.bitwidth == 16:
+            return self.builder.fpext(self.load(pointer, HALVES, 2), FLOATS)
+        return self.load(pointer, FLOATS)
+
+    def broadcast(self, pointer: Any, scalar: Any, vector: Any) -> Any:
+        """All lanes from one scalar at a byte pointer."""
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = self.builder.insert_element(undefined, self.load(pointer, scalar), INT32(0))
+        return self.builder.shuffle_vector(first, undefined, _ZEROS)
+
+    def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
+        """x * y + total of fp32 vectors."""
+        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+        return self.builder.call(declare(self.builder.module, kind, "llvm.fma.v16f32"), [x, y, total])
+
+    @contextmanager
+    def loop(self, count: Any, carried: list[Any]) -> Iterator["Loop"]:
+        """A loop that runs at least once; set `next` to the carried values' successors, read `result` afterwards."""
+        builder = self.builder
+        before = builder.block
+        body, after = builder.append_basic_block("body"), builder.append_basic_block("after")
+        builder.branch(body)
+        builder.position_at_end(body)
+        index = builder.phi(INT64)
+        index.add_incoming(INT64(0), before)
+        phis = []
+        for value in carried:
+            phis.append(builder.phi(value.type))
+            phis[-1].add_incoming(value, before)
+        loop = Loop(index, phis, [])
+        yield loop
+        following = builder.add(index, INT64(1))
+        index.add_incoming(following, builder.block)
+        for phi, value in zip(phis, loop.next, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+        builder.position_at_end(after)
+
+    def _data(self, kind: Any, value: Any) -> Any:
+        data = self.context.make_array(kind)(self.context, self.builder, value).data
+        return self.builder.bitcast(data, INT8.as_pointer())
+
+
+@dataclass(slots=True)
+class Loop:
+    """Inside `Emitter.loop`."""
+
+    index: Any
+    carried: list[Any]
+    next: list[Any]

@@ -1,0 +1,134 @@
+"""Matrix tiles in registers: the innermost loops of every matrix product on CPU.
+
+A place is a tuple of an array and an offset; offsets and steps count elements. B is packed in panels of 16 columns:
+fp32 as [depth][16], int8 as [depth / 4][16][4], which is what both VNNI (`vpdpbusd`) and AMX (`tdpbusd`) read, so one
+packed weight serves batches of all sizes. Nothing is checked: a wrong offset reads or writes foreign memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from engine.cpu.ir import FLOAT, FLOATS, INT8, INT32, INT64, INTS, Emitter, constant, declare
+
+PANEL = 16
+_VECTOR_BYTES = 64
+_AMX_ROWS = 16
+_AMX_PANEL_BYTES = 1024
+_emit: Callable[[Callable[..., Any]], Any] = intrinsic(prefer_literal=True)
+
+
+@_emit
+def multiply_tile(
+    typing: Any, a: Any, a_step: Any, b: Any, b_step: Any, depth: Any, c: Any, c_step: Any, rows: Any, panels: Any
+) -> Any:
+    """c[rows, panels * 16] = a[rows, depth] @ b, kept in registers until it is whole.
+
+    `rows` and `panels` are compile-time constants. int8: `a` unsigned bytes, `depth` in groups of 4, sums int32.
+    """
+    signature = types.void(a, types.intp, b, types.intp, types.intp, c, types.intp, rows, panels)
+    num_rows, num_panels = rows.literal_value, panels.literal_value
+    is_int8 = a[0].dtype == types.uint8
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        a_at, b_at, c_at = (emit.place(signature.args[i], args[i]) for i in (0, 2, 5))
+        a_step, b_step = emit.bytes_of(a[0], args[1]), emit.bytes_of(b[0], args[3])
+        scalar, vector = (INT32, INTS) if is_int8 else (FLOAT, FLOATS)
+        totals = [constant(vector, 0)] * (num_rows * num_panels)
+        with emit.loop(args[4], totals) as loop:
+            b_row = builder.mul(loop.index, INT64(_VECTOR_BYTES))
+            a_column = builder.mul(loop.index, INT64(4))
+            columns = [
+                emit.load(emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))), vector, _VECTOR_BYTES)
+                for j in range(num_panels)
+            ]
+            for row in range(num_rows):
+                at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(row))))
+                left = emit.broadcast(at, scalar, vector)
+                for j, right in enumerate(columns):
+                    total = loop.carried[row * num_panels + j]
+                    loop.next.append(_dot_bytes(emit, left, right, total) if is_int8 else emit.multiply_add(left, right, total))
+        for i, total in enumerate(loop.next):
+            row_at = builder.mul(emit.bytes_of(c[0], args[6]), INT64(i // num_panels))
+            emit.store(total, emit.at(c_at, builder.add(row_at, INT64(i % num_panels * _VECTOR_BYTES))))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _dot_bytes(emit: Emitter, left: Any, right: Any, total: Any) -> Any:
+    kind = ir.FunctionType(INTS, [INTS] * 3)
+    return emit.builder.call(declare(emit.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512"), [total, left, right])
+
+
+@_emit
+def multiply_amx_tile(
+    typing: Any, a: Any, a_step: Any, b: Any, b_step: Any, depth: Any, c: Any, c_step: Any, halves: Any
+) -> Any:
+    """c[16 * halves, 32] = a @ b in int8 with AMX's tile registers; `depth` in groups of 64, `halves` 1 or 2.
+
+    The thread has called `configure_amx`. Registers: 0-3 sums, 4-5 rows of a, 6-7 panels of b.
+    """
+    signature = types.void(a, types.intp, b, types.intp, types.intp, c, types.intp, halves)
+    num_halves = halves.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        a_at, b_at, c_at = (emit.place(signature.args[i], args[i]) for i in (0, 2, 5))
+        byte_pointer, void = INT8.as_pointer(), ir.VoidType()
+
+        def call(name: str, kinds: list[Any], *values: Any) -> None:
+            builder.call(declare(builder.module, ir.FunctionType(void, kinds), f"llvm.x86.{name}"), values)
+
+        def load(register: int, at: Any, step: Any) -> None:
+            call("tileloadd64", [INT8, byte_pointer, INT64], INT8(register), at, step)
+
+        for register in range(2 * num_halves):
+            call("tilezero", [INT8], INT8(register))
+        with emit.loop(args[4], []) as loop:
+            a_column = builder.mul(loop.index, INT64(_VECTOR_BYTES))
+            b_row = builder.mul(loop.index, INT64(_AMX_PANEL_BYTES))
+            for j in range(2):
+                load(6 + j, emit.at(b_at, builder.add(b_row, builder.mul(args[3], INT64(j)))), INT64(_VECTOR_BYTES))
+            for half in range(num_halves):
+                row_at = builder.mul(args[1], INT64(_AMX_ROWS * half))
+                load(4 + half, emit.at(a_at, builder.add(a_column, row_at)), args[1])
+                for j in range(2):
+                    call("tdpbusd", [INT8] * 3, INT8(2 * half + j), INT8(4 + half), INT8(6 + j))
+        c_step = emit.bytes_of(c[0], args[6])
+        for register in range(2 * num_halves):
+            row_at = builder.mul(c_step, INT64(_AMX_ROWS * (register // 2)))
+            at = emit.at(c_at, builder.add(row_at, INT64(register % 2 * _VECTOR_BYTES)))
+            call("tilestored64", [INT8, byte_pointer, INT64], INT8(register), at, c_step)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@_emit
+def configure_amx(typing: Any, shapes: Any) -> Any:
+    """Set this thread's tile registers up; `shapes`: 64 bytes, see `packing.AMX_SHAPES`."""
+    signature = types.void(shapes)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [INT8.as_pointer()])
+        data = Emitter(context, builder).array(signature.args[0], args[0])
+        builder.call(declare(builder.module, kind, "llvm.x86.ldtilecfg"), [data])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@_emit
+def release_amx(typing: Any) -> Any:
+    """Give the tile registers back, so that switching threads does not save them."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.call(declare(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.tilerelease"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate

@@ -103,6 +103,8 @@ def build_host(
         dtype=settings.dtype,
         load_format=settings.load_format,
         quantize=settings.quantize,
+        kv_dtype=settings.kv_dtype,
+        enforce_eager=settings.enforce_eager,
         block_size=settings.block_size,
         memory_fraction=settings.kv_memory_fraction,
         layers_per_group=settings.layers_per_group,

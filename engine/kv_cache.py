@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.cpu.memory import aligned
 from mesh.domain.kv import KVLayout
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
-_CACHE_LINE_BYTES = 64
 
 
 def num_blocks_for_memory(layout: KVLayout, memory_bytes: int) -> int:
@@ -26,7 +26,8 @@ def num_blocks_for_memory(layout: KVLayout, memory_bytes: int) -> int:
 
 
 class KVCache:
-    """Keys and values of all layers: `[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]`.
+    """Keys and values of all layers: `[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]`; in int8, the 4
+    bytes of each row's scale come behind its head_dim.
 
     It starts as zeros, because masked attention multiplies stale values by 0, which must not be NaN or infinite.
     """
@@ -35,8 +36,9 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         heads = layout.num_kv_heads // layout.tp_size
-        shape = (layout.num_layers, 2, num_blocks, layout.block_size, heads, layout.head_dim)
-        self._tensor = _zeros(num_blocks * layout.block_bytes, device).view(getattr(torch, layout.dtype)).view(shape)
+        dtype: torch.dtype = getattr(torch, layout.dtype)
+        shape = (layout.num_layers, 2, num_blocks, layout.block_size, heads, layout.row_bytes // dtype.itemsize)
+        self._tensor = _zeros(num_blocks * layout.block_bytes, device).view(dtype).view(shape)
         self._layers = list(self._tensor.unbind(0))
         # [num_layers, 2, num_blocks, bytes of one layer's keys or values in a block]
         self._rows = self._tensor.flatten(3).view(torch.uint8)
@@ -48,10 +50,8 @@ class KVCache:
 
     @property
     def elements(self) -> NDArray[Any]:
-        """The whole cache on CPU, flat: fp32, or the bits of 16-bit floats as uint16."""
-        if self._tensor.element_size() == 2:
-            return self._tensor.view(-1).view(torch.uint16).numpy()
-        return self._tensor.view(-1).numpy()
+        """The whole cache on CPU, see `elements`."""
+        return elements(self._tensor)
 
     def layer(self, layer: int) -> Tensor:
         """One layer: [2, num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -104,13 +104,18 @@ class KVCache:
         return flat.reshape(num_layers, 2, len(block_ids), -1) if needed else flat.reshape(num_layers, 2, 0, 1)
 
 
+def elements(cache: Tensor) -> NDArray[Any]:
+    """A cache, or a part of it, on CPU as a flat array: fp32, int8, or the bits of 16-bit floats as uint16."""
+    flat = cache.view(-1)
+    array: NDArray[Any] = flat.view(torch.uint16).numpy() if flat.element_size() == 2 else flat.numpy()
+    return array
+
+
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeros [num_bytes] uint8. On CPU the system hands pages out as they are first written."""
+    """Zeros [num_bytes] uint8."""
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    memory = np.zeros(num_bytes + _CACHE_LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % _CACHE_LINE_BYTES
-    return torch.from_numpy(memory[start : start + num_bytes])
+    return torch.from_numpy(aligned(num_bytes, np.uint8))
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

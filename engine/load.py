@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import structlog
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
-from engine.attention.select import select_backend
+from engine.attention.select import AttentionPlace, select_backend
 from engine.cpu.decoder import CompiledDecoder, why_not_compiled
 from engine.kv_cache import KVCache, num_blocks_for_memory
 from engine.memory import available_bytes
@@ -21,8 +22,10 @@ from engine.models.ops import Ops
 from engine.models.parameters import parameter_specs
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import DTYPE_BYTES, KVLayout
-from mesh.worker.settings import LOAD_FORMATS, QUANTIZATIONS
+from mesh.domain.kv import KVLayout
+from mesh.worker.settings import require_known
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,11 @@ class RunnerSettings:
     attention: str = "auto"
     layers_per_group: int = 4
     quantize: str = "none"
+    kv_dtype: str = "auto"
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
-        if self.load_format not in LOAD_FORMATS:
-            raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
-        if self.dtype != "auto" and self.dtype not in DTYPE_BYTES:
-            raise ConfigurationError(f"dtype must be auto or one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
-        if self.quantize not in QUANTIZATIONS:
-            raise ConfigurationError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {self.quantize!r}")
+        require_known(self)
         if self.block_size < 1 or self.layers_per_group < 1:
             raise ConfigurationError("block_size and layers_per_group must be at least 1")
         if self.num_blocks is not None and self.num_blocks < 1:
@@ -78,14 +78,26 @@ def _decoder(
     settings: RunnerSettings, config: ModelConfig, parameters: dict[str, Tensor], cache: KVCache
 ) -> Decoder | CompiledDecoder:
     int8 = settings.quantize == "int8"
-    if settings.device == "cpu" and settings.dtype == "float32":
-        reason = why_not_compiled(config, settings.block_size, int8=int8)
-        if reason is None:
-            return CompiledDecoder(config, parameters, cache, int8=int8)
-    shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    dtype = getattr(torch, settings.dtype)
-    attention = select_backend(cache.tensor.device, dtype, shape, settings.block_size, settings.attention)
+    reason = _why_eager(settings, config, cache.layout, int8=int8)
+    if reason is None:
+        return CompiledDecoder(config, parameters, cache, int8=int8)
+    log.info("decoder not compiled", reason=reason)
+    attention = select_backend(
+        AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim),
+        AttentionPlace(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
+        settings.attention,
+    )
     return Decoder(config, parameters, _ops(settings), DecoderMemory(cache, attention))
+
+
+def _why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
+    if settings.enforce_eager:
+        return "enforce_eager is set"
+    if settings.attention != "auto":
+        return f"attention backend {settings.attention} is asked for"
+    if (settings.device, settings.dtype) != ("cpu", "float32"):
+        return f"{settings.dtype} on {settings.device}"
+    return why_not_compiled(config, layout, int8=int8)
 
 
 def kv_layout(config: ModelConfig, settings: RunnerSettings) -> KVLayout:
@@ -96,7 +108,7 @@ def kv_layout(config: ModelConfig, settings: RunnerSettings) -> KVLayout:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=settings.block_size,
-        dtype=_dtype(settings, config),
+        dtype=_kv_dtype(settings, config),
     )
 
 
@@ -134,6 +146,12 @@ def _dtype(settings: RunnerSettings, config: ModelConfig) -> str:
     if settings.dtype != "auto":
         return settings.dtype
     return "float32" if _device(settings.device).type == "cpu" else config.dtype
+
+
+def _kv_dtype(settings: RunnerSettings, config: ModelConfig) -> str:
+    if settings.kv_dtype != "auto":
+        return settings.kv_dtype
+    return "float16" if settings.quantize == "int8" else _dtype(settings, config)
 
 
 def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.device) -> int:

@@ -53,5 +53,5 @@ class AttentionBackend(Protocol):
 def write_slots(keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
     """Put keys and values [num_tokens, num_kv_heads, head_dim] into their slots."""
     slots = layer_cache.view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, head_dim]
-    slots[0].index_copy_(0, slot_mapping, keys)
-    slots[1].index_copy_(0, slot_mapping, values)
+    slots[0].index_copy_(0, slot_mapping, keys.to(slots.dtype))
+    slots[1].index_copy_(0, slot_mapping, values.to(slots.dtype))

@@ -47,7 +47,7 @@ class TorchAttention:
         num_blocks = -(-metadata.max_decode_context // block_size)
         tables = metadata.block_tables[:num_decodes, :num_blocks]
         # [num_decodes, num_blocks, block_size, num_kv_heads, head_dim] -> [num_decodes, num_kv_heads, keys, head_dim]
-        keys, values = (layer_cache[i][tables].flatten(1, 2).transpose(1, 2) for i in range(2))
+        keys, values = (layer_cache[i][tables].flatten(1, 2).transpose(1, 2).to(queries.dtype) for i in range(2))
         out = scaled_dot_product_attention(
             queries[:num_decodes, :, None],
             keys,
@@ -74,6 +74,7 @@ def attend_chunk(
     first_key = 0
     if chunk.first_position > 0:
         keys, values, first_key = _gather(layer_cache, window, chunk, metadata)
+        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
     tile = max(1, MAX_MASK_ELEMENTS // keys.shape[1])
     outs = []
     for start in range(0, chunk.num_queries, tile):

@@ -13,7 +13,7 @@ import numpy as np
 from engine.cpu.jit import jit
 from engine.cpu.scalars import power_of_two
 from engine.cpu.tiles import multiply_tile
-from engine.cpu.vectors import KEYS, add_values, dot_keys, prefetch_rows, store_floats
+from engine.cpu.vectors import KEYS, add_values, dot_keys, prefetch_rows, read_row, write_row
 
 TILE_ROWS = 12
 QUERY_BLOCK = 4 * TILE_ROWS
@@ -22,11 +22,14 @@ KEY_TILE = 2 * KEYS
 
 
 class HeadShape(NamedTuple):
-    """Heads of a model and slots of its cache. `scale` has log2(e) in it; head_dim is a multiple of 16."""
+    """Heads of a model and slots of its cache. `scale` has log2(e) in it; head_dim is a multiple of 16; `row` is how
+    many elements of the cache hold one head of one token.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    row: int
     block_size: int
     num_slots: int
     scale: Any
@@ -53,12 +56,35 @@ class AttentionScratch(NamedTuple):
 
 
 @jit
-def attend_decode(seq: int, kv_head: int, queries: Any, cache: Any, layer: int, window: int, shape: Any, batch: Any, scratch: Any) -> None:
+def attend(queries: Any, cache: Any, layer: int, window: int, shape: Any, batch: Any, scratch: Any, share: Any) -> None:
+    """Attention of one layer: a thread's share (index, count) of all sequences' heads. `batch`: engine.cpu.batch.Batch."""
+    for item in range(share[0], batch.num_decodes * shape.num_kv_heads, share[1]):
+        seq, kv_head = item // shape.num_kv_heads, item % shape.num_kv_heads
+        _attend_decode(seq, kv_head, queries, cache, layer, window, shape, batch, scratch)
+    for seq in range(batch.num_decodes, len(batch.context_lens)):
+        _attend_chunk(seq, queries, cache, layer, window, shape, batch, scratch, share)
+
+
+@jit
+def write_heads(keys: Any, values: Any, slots: Any, cache: Any, shape: Any) -> None:
+    """Keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
+    half_layer = shape.num_slots * shape.num_kv_heads * shape.row
+    keys, values = keys.reshape(-1), values.reshape(-1)
+    for token in range(len(slots)):
+        for head in range(shape.num_kv_heads):
+            at = (token * shape.num_kv_heads + head) * shape.head_dim
+            to = (slots[token] * shape.num_kv_heads + head) * shape.row
+            write_row((keys, at), shape.head_dim // 16, (cache, to))
+            write_row((values, at), shape.head_dim // 16, (cache, to + half_layer))
+
+
+@jit
+def _attend_decode(seq: int, kv_head: int, queries: Any, cache: Any, layer: int, window: int, shape: Any, batch: Any, scratch: Any) -> None:
     """The query of sequence `seq` for the query heads that share `kv_head`."""
     dim, size = shape.head_dim, shape.block_size
-    group, token_step = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads * dim
+    group, token_step = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads * shape.row
     half_layer = shape.num_slots * token_step
-    keys_at = 2 * layer * half_layer + kv_head * dim
+    keys_at = 2 * layer * half_layer + kv_head * shape.row
     end = np.int64(batch.context_lens[seq])
     start = max(0, end - window)
     first, last = start // KEYS, (end + KEYS - 1) // KEYS
@@ -67,7 +93,7 @@ def attend_decode(seq: int, kv_head: int, queries: Any, cache: Any, layer: int, 
     for part in range(first, last):
         at = keys_at + _slot(batch, seq, part * KEYS, size) * token_step
         following = keys_at + _slot(batch, seq, min(part + 1, last - 1) * KEYS, size) * token_step
-        prefetch_rows((cache, following), token_step, dim)
+        prefetch_rows((cache, following), token_step, shape.row)
         for g in range(group):
             score_at = g * width + (part - first) * KEYS
             dot_keys((queries.queries, head_at + g * dim), (cache, at), token_step, dim // 16, (scratch.scores, score_at))
@@ -81,7 +107,7 @@ def attend_decode(seq: int, kv_head: int, queries: Any, cache: Any, layer: int, 
     for part in range(first, last):
         at = keys_at + half_layer + _slot(batch, seq, part * KEYS, size) * token_step
         following = keys_at + half_layer + _slot(batch, seq, min(part + 1, last - 1) * KEYS, size) * token_step
-        prefetch_rows((cache, following), token_step, dim)
+        prefetch_rows((cache, following), token_step, shape.row)
         for g in range(group):
             score_at = g * width + (part - first) * KEYS
             add_values((scratch.scores, score_at), (cache, at), token_step, dim // 16, (queries.out, out_at + g * dim))
@@ -110,7 +136,7 @@ def _weigh(scores: Any, start: int, end: int, scale: Any) -> Any:
 
 
 @jit
-def attend_chunk(seq: int, queries: Any, cache: Any, layer: int, window: int, shape: Any, batch: Any, scratch: Any, share: Any) -> None:
+def _attend_chunk(seq: int, queries: Any, cache: Any, layer: int, window: int, shape: Any, batch: Any, scratch: Any, share: Any) -> None:
     """All queries of sequence `seq`, causally; `share` (index, count) says which part of the work is this thread's."""
     dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
     row, end_row = np.int64(batch.query_starts[seq]), np.int64(batch.query_starts[seq + 1])
@@ -134,9 +160,9 @@ def attend_chunk(seq: int, queries: Any, cache: Any, layer: int, window: int, sh
 @jit
 def _pack_head(seq: int, kv_head: int, first: int, cache: Any, layer: int, shape: Any, batch: Any, scratch: Any) -> None:
     """Keys of one head as panels [keys / 16][head_dim][16], values as panels [head_dim / 16][keys][16], from `first` on."""
-    dim, token_step = shape.head_dim, shape.num_kv_heads * shape.head_dim
+    dim, token_step = shape.head_dim, shape.num_kv_heads * shape.row
     half_layer = shape.num_slots * token_step
-    at = 2 * layer * half_layer + kv_head * dim
+    at = 2 * layer * half_layer + kv_head * shape.row
     end = np.int64(batch.context_lens[seq])
     num_keys = _padded(end - first)
     for token in range(first, first + num_keys, KEYS):
@@ -144,12 +170,13 @@ def _pack_head(seq: int, kv_head: int, first: int, cache: Any, layer: int, shape
         for key in range(KEYS):
             j = token - first + key
             place = at + (slot + key) * token_step
-            store_floats((cache, place), (scratch.tile, 0), dim // 16)
+            read_row((cache, place), dim // 16, (scratch.tile, 0))
             panel = scratch.keys[(token - first) * dim : (token - first + KEYS) * dim]
             for d in range(dim):
                 panel[d * KEYS + key] = scratch.tile[d]
+            read_row((cache, place + half_layer), dim // 16, (scratch.tile, 0))
             for p in range(dim // 16):
-                store_floats((cache, place + half_layer + p * 16), (scratch.values, (p * num_keys + j) * 16), 1)
+                scratch.values[(p * num_keys + j) * 16 : (p * num_keys + j + 1) * 16] = scratch.tile[p * 16 : p * 16 + 16]
 
 
 @jit

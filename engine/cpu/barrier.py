@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.cpu.ir import INT64, Emitter, declare
+from engine.cpu.ir import INT64, VOID, Emitter
 from engine.cpu.jit import jit
 
 
@@ -26,9 +25,9 @@ def _look(typing: Any, counter: Any) -> Any:
     """counter[0] as other threads left it, after a short pause."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(declare(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        at = builder.bitcast(Emitter(context, builder).array(counter, args[0]), INT64.as_pointer())
+        emit = Emitter(context, builder)
+        emit.call("llvm.x86.sse2.pause", VOID)
+        at = builder.bitcast(emit.array(counter, args[0]), INT64.as_pointer())
         return builder.load_atomic(at, "acquire", 8)
 
     return types.int64(counter), generate

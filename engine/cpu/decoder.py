@@ -3,41 +3,36 @@
 In int8, weights are scaled per output channel and activations per row; sums are exact integers.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata
-from engine.cpu.attention import KEY_TILE, QUERY_BLOCK, AttentionScratch, HeadShape, Queries
+from engine.cpu.attention import QUERY_BLOCK, Queries
+from engine.cpu.batch import NO_WINDOW, Batch, head_shape, why_not_paged
+from engine.cpu.buffers import Buffers
 from engine.cpu.features import amx_shapes, cpu_flags
 from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
-from engine.cpu.memory import aligned
 from engine.cpu.packing import MatrixShape, Packer
-from engine.cpu.scalars import LOG2_E
-from engine.cpu.step import Activations, Batch, Model, output_rows, run_layers
+from engine.cpu.step import Activations, Model, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.layer_groups import LayerGroups
 from engine.models.config import ModelConfig
 from engine.models.rope import RotaryEmbedding
+from mesh.domain.kv import KVLayout
 
 _PART_NAMES = ("qkv", "o", "gate_up", "down")
-_NO_WINDOW = int(np.iinfo(np.int32).max)
 
 
-def why_not_compiled(config: ModelConfig, block_size: int, *, int8: bool) -> str | None:
+def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
     """What keeps a model from being compiled here; None if nothing does."""
     needed = {"avx512f", "avx512bw", "avx512vl"} | ({"avx512_vnni"} if int8 else set())
     if missing := needed - cpu_flags():
         return f"the CPU has no {', '.join(sorted(missing))}"
     if config.activation != "silu":
         return f"activation {config.activation}"
-    if config.head_dim % 16:
-        return f"heads of {config.head_dim}, not a multiple of 16"
-    if block_size % 16:
-        return f"blocks of {block_size} tokens, not a multiple of 16"
-    return None
+    return why_not_paged(layout)
 
 
 class CompiledDecoder:
@@ -51,21 +46,20 @@ class CompiledDecoder:
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
         self._cache = cache.elements
         self._model = self._build(parameters, cache)
-        self._buffers: dict[str, np.ndarray[Any, Any]] = {}
+        self._buffers = Buffers()
 
     def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
         """See Decoder.forward. The result is valid until the next call."""
-        config, num_tokens = self.config, token_ids.shape[0]
+        num_tokens = token_ids.shape[0]
         acts = self._activations(num_tokens)
         residual = torch.from_numpy(acts.residual)
         torch.index_select(self._embed, 0, token_ids, out=residual)
         operand = self._operand(num_tokens)
-        scratch = self._attention_scratch(metadata)
-        batch = self._batch(metadata)
+        scratch = self._buffers.attention(self._model.shape, metadata)
+        batch = Batch.of(metadata, self._rope.cos_sin(metadata.positions, metadata.rope_lengths))
         counter = np.zeros(1, np.int64)
         for first, end in groups:
             run_layers(self._model, batch, self._cache, acts, operand, scratch, (0, 1, counter), (first, end))
-        del config
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -86,41 +80,25 @@ class CompiledDecoder:
         if config.qk_norm:
             for i, layer in enumerate(layers):
                 head_norms[i, 0], head_norms[i, 1] = parameters.pop(f"{layer}.q_norm"), parameters.pop(f"{layer}.k_norm")
-        shape = HeadShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, cache.layout.block_size,
-            cache.num_blocks * cache.layout.block_size, np.float32(config.head_dim**-0.5) * LOG2_E,
-        )
         return Model(
             weights=packer.weights,
             input_norms=np.stack([parameters.pop(f"{layer}.input_norm").numpy() for layer in layers]),
             post_norms=np.stack([parameters.pop(f"{layer}.post_norm").numpy() for layer in layers]),
             final_norm=parameters.pop("final_norm").numpy(),
             head_norms=head_norms,
-            windows=np.array([_NO_WINDOW if window is None else window for window in config.windows], np.int64),
+            windows=np.array([NO_WINDOW if window is None else window for window in config.windows], np.int64),
             eps=np.float32(config.norm_eps),
-            shape=shape,
-        )
-
-    def _batch(self, metadata: ForwardMetadata) -> Batch:
-        cos, sin = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
-        return Batch(
-            slots=metadata.slot_mapping.numpy(),
-            tables=metadata.block_tables.numpy(),
-            context_lens=metadata.context_lens.numpy(),
-            query_starts=metadata.query_starts.numpy(),
-            num_decodes=metadata.num_decodes,
-            cos=cos[:, 0].numpy(),
-            sin=sin[:, 0].numpy(),
+            shape=head_shape(AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim), cache.layer(0)),
         )
 
     def _activations(self, rows: int) -> Activations:
         config = self.config
         q_width = config.num_heads * config.head_dim
         qkv_width = q_width + 2 * config.num_kv_heads * config.head_dim
-        qkv = self._buffer("qkv", (rows + QUERY_BLOCK) * qkv_width, np.float32)
-        mixed = self._buffer("mixed", rows * q_width, np.float32)[: rows * q_width]
-        inner = self._buffer("inner", rows * config.intermediate_size, np.float32)
-        residual = self._buffer("residual", rows * config.hidden_size, np.float32)
+        qkv = self._buffers.get("qkv", (rows + QUERY_BLOCK) * qkv_width, np.float32)
+        mixed = self._buffers.get("mixed", rows * q_width, np.float32)[: rows * q_width]
+        inner = self._buffers.get("inner", rows * config.intermediate_size, np.float32)
+        residual = self._buffers.get("residual", rows * config.hidden_size, np.float32)
         return Activations(
             residual=residual[: rows * config.hidden_size].reshape(rows, -1),
             inner=inner[: rows * config.intermediate_size].reshape(rows, -1),
@@ -132,31 +110,11 @@ class CompiledDecoder:
     def _operand(self, rows: int) -> Operand:
         depth = int(self._model.weights.matrices[:, 2].max())
         return Operand(
-            a=self._buffer("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32),
-            factors=self._buffer("factors", rows, np.float32),
-            sums=self._buffer("sums", TILE_ROWS * UNIT, np.int32 if self._int8 else np.float32),
+            a=self._buffers.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32),
+            factors=self._buffers.get("factors", rows, np.float32),
+            sums=self._buffers.get("sums", TILE_ROWS * UNIT, np.int32 if self._int8 else np.float32),
             amx=amx_shapes(),
         )
-
-    def _attention_scratch(self, metadata: ForwardMetadata) -> AttentionScratch:
-        config, context = self.config, int(metadata.context_lens.max()) + 2 * KEY_TILE
-        group = config.num_heads // config.num_kv_heads
-        rows = max(QUERY_BLOCK if metadata.chunks else 0, group)
-        packed = context * (config.head_dim + 16) if metadata.chunks else 0
-        return AttentionScratch(
-            scores=self._buffer("scores", rows * context, np.float32),
-            keys=self._buffer("keys", packed, np.float32),
-            values=self._buffer("values", packed, np.float32),
-            tile=self._buffer("tile", 12 * 32 + config.head_dim, np.float32),
-            factors=self._buffer("query_factors", QUERY_BLOCK, np.float32),
-        )
-
-    def _buffer(self, name: str, size: int, dtype: Any) -> np.ndarray[Any, Any]:
-        """Scratch of at least `size` elements, kept between steps."""
-        found = self._buffers.get(name)
-        if found is None or found.size < size:
-            found = self._buffers[name] = aligned(size + size // 2, dtype)
-        return found
 
 
 def _matrix_shapes(config: ModelConfig) -> list[MatrixShape]:

@@ -1,6 +1,6 @@
 """Words for writing LLVM code: pointers from arrays, vectors of 16 lanes, counted loops."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +9,10 @@ from llvmlite import ir
 from numba.core import cgutils
 
 INT8, INT32, INT64, FLOAT, HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
+VOID, BYTE_POINTER = ir.VoidType(), INT8.as_pointer()
 LANES = 16
-INTS, FLOATS, HALVES = (ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF))
-FAST = ("fast",)
+INTS, FLOATS, HALVES, BYTES = (ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF, INT8))
 _ZEROS = ir.Constant(INTS, [0] * LANES)
-
-declare: Callable[..., Any] = cgutils.get_or_insert_function
 
 
 def constant(vector: Any, value: float) -> Any:
@@ -57,21 +55,28 @@ class Emitter:
         self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer())).align = align
 
     def floats(self, pointer: Any, element: Any) -> Any:
-        """16 fp32 lanes from a byte pointer to fp32, or to fp16 kept in arrays of uint16."""
+        """16 fp32 lanes from a byte pointer to fp32, to fp16 kept in arrays of uint16, or to int8."""
         if element.bitwidth == 16:
             return self.builder.fpext(self.load(pointer, HALVES, 2), FLOATS)
+        if element.bitwidth == 8:
+            return self.builder.sitofp(self.load(pointer, BYTES, 1), FLOATS)
         return self.load(pointer, FLOATS)
 
-    def broadcast(self, pointer: Any, scalar: Any, vector: Any) -> Any:
-        """All lanes from one scalar at a byte pointer."""
+    def splat(self, scalar: Any) -> Any:
+        """16 lanes of one value."""
+        vector = ir.VectorType(scalar.type, LANES)
         undefined = ir.Constant(vector, ir.Undefined)
-        first = self.builder.insert_element(undefined, self.load(pointer, scalar), INT32(0))
+        first = self.builder.insert_element(undefined, scalar, INT32(0))
         return self.builder.shuffle_vector(first, undefined, _ZEROS)
+
+    def call(self, name: str, result: Any, *values: Any) -> Any:
+        """An intrinsic of LLVM."""
+        kind = ir.FunctionType(result, [value.type for value in values])
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), values)
 
     def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         """x * y + total of fp32 vectors."""
-        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
-        return self.builder.call(declare(self.builder.module, kind, "llvm.fma.v16f32"), [x, y, total])
+        return self.call("llvm.fma.v16f32", FLOATS, x, y, total)
 
     @contextmanager
     def loop(self, count: Any, carried: list[Any]) -> Iterator["Loop"]:

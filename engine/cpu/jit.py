@@ -1,10 +1,14 @@
 """How loops are compiled here: for threads without the GIL, machine code kept on disk.
 
-Compiled code on disk is keyed by the file of the outermost function and not by what it calls: `code_version` below goes
-into that key.
+numba knows code on disk by the file of the outermost function and not by what it calls; so the folder's name has a digest
+of all files of this package. The folder is in numba's own (NUMBA_CACHE_DIR) if that is set, else in the user's cache.
 """
 
+import os
 from collections.abc import Callable
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -12,9 +16,25 @@ import numba
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": True, "error_model": "numpy"}
 
 
+@lru_cache(maxsize=1)
+def _cache_dir() -> str:
+    digest = blake2b(numba.__version__.encode(), digest_size=8)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    base = numba.config.CACHE_DIR or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tandem"
+    )
+    return os.path.join(base, f"compiled-{digest.hexdigest()}")
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """Compile at the first call with each combination of types."""
+    usual = numba.config.CACHE_DIR
+    folder = _cache_dir()
+    numba.config.CACHE_DIR = folder  # looked at while decorating only
     try:
         return numba.njit(cache=True, **OPTIONS)(function)
-    except RuntimeError:  # no directory for the cache can be written
+    except RuntimeError:  # the folder cannot be written
         return numba.njit(**OPTIONS)(function)
+    finally:
+        numba.config.CACHE_DIR = usual

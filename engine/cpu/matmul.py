@@ -20,7 +20,7 @@ UNIT = 64
 """Columns of a unit."""
 TILE_ROWS = 32
 """Most rows of a tile; rows beyond the last are read, and their results dropped."""
-_AMX_MIN_ROWS = 9
+_AMX_MIN_ROWS = 5
 
 
 class Weights(NamedTuple):

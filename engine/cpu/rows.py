@@ -12,7 +12,7 @@ from numba.extending import overload
 
 from engine.cpu.jit import OPTIONS, jit
 from engine.cpu.scalars import float_of_bits
-from engine.cpu.vectors import store_floats
+from engine.cpu.vectors import write_row
 
 ZERO_POINT = 128
 _LEVELS = np.float32(127)
@@ -100,7 +100,7 @@ def place_heads(qkv: Any, head_norms: Any, eps: Any, batch: Any, cache: Any, sha
     """
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     row_step = (num_heads + 2 * num_kv_heads) * dim
-    half_layer = shape.num_slots * num_kv_heads * dim
+    half_layer = shape.num_slots * num_kv_heads * shape.row
     for r in range(rows[0], rows[1]):
         for head in range(num_heads + num_kv_heads):
             at = r * row_step + head * dim
@@ -108,7 +108,8 @@ def place_heads(qkv: Any, head_norms: Any, eps: Any, batch: Any, cache: Any, sha
             if len(head_norms):
                 _norm_head(values, head_norms[0 if head < num_heads else 1], eps)
             _rotate(values, batch.cos[r], batch.sin[r])
-        slot = 2 * layer * half_layer + batch.slots[r] * num_kv_heads * dim
-        keys_at = r * row_step + num_heads * dim
-        store_floats((qkv, keys_at), (cache, slot), num_kv_heads * dim // 16)
-        store_floats((qkv, keys_at + num_kv_heads * dim), (cache, slot + half_layer), num_kv_heads * dim // 16)
+        slot = 2 * layer * half_layer + batch.slots[r] * num_kv_heads * shape.row
+        for head in range(num_kv_heads):
+            key_at, to = r * row_step + (num_heads + head) * dim, slot + head * shape.row
+            write_row((qkv, key_at), dim // 16, (cache, to))
+            write_row((qkv, key_at + num_kv_heads * dim), dim // 16, (cache, to + half_layer))

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from engine.cpu.attention import attend_chunk, attend_decode
+from engine.cpu.attention import attend
 from engine.cpu.barrier import meet
 from engine.cpu.jit import jit
 from engine.cpu.matmul import add_product, begin_products, end_products, gated_product, product
@@ -23,18 +23,6 @@ class Model(NamedTuple):
     windows: Any  # [num_layers] int64
     eps: Any
     shape: Any  # attention.HeadShape
-
-
-class Batch(NamedTuple):
-    """A step's tokens; see attention.metadata.ForwardMetadata."""
-
-    slots: Any  # [num_tokens] int64
-    tables: Any  # [num_seqs, max_blocks] int32
-    context_lens: Any  # [num_seqs] int32
-    query_starts: Any  # [num_seqs + 1] int32
-    num_decodes: int
-    cos: Any  # [num_tokens, head_dim]
-    sin: Any  # the same; the first half negated
 
 
 class Activations(NamedTuple):
@@ -81,16 +69,6 @@ def run_layers(model: Any, batch: Any, cache: Any, acts: Any, operand: Any, scra
         add_product(operand, num_rows, weights, at + DOWN, acts.residual, share)
         meet(barrier, share[1])
     end_products(operand)
-
-
-@jit
-def attend(queries: Any, cache: Any, layer: int, window: int, shape: Any, batch: Any, scratch: Any, share: Any) -> None:
-    """Attention of one layer: this thread's share of all sequences' heads."""
-    for item in range(share[0], batch.num_decodes * shape.num_kv_heads, share[1]):
-        seq, kv_head = item // shape.num_kv_heads, item % shape.num_kv_heads
-        attend_decode(seq, kv_head, queries, cache, layer, window, shape, batch, scratch)
-    for seq in range(batch.num_decodes, len(batch.context_lens)):
-        attend_chunk(seq, queries, cache, layer, window, shape, batch, scratch, share)
 
 
 @jit

@@ -8,11 +8,10 @@ packed weight serves batches of all sizes. Nothing is checked: a wrong offset re
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.cpu.ir import FLOAT, FLOATS, INT8, INT32, INT64, INTS, Emitter, constant, declare
+from engine.cpu.ir import FLOAT, FLOATS, INT8, INT32, INT64, INTS, VOID, Emitter, constant
 
 PANEL = 16
 _VECTOR_BYTES = 64
@@ -48,21 +47,19 @@ def multiply_tile(
             ]
             for row in range(num_rows):
                 at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(row))))
-                left = emit.broadcast(at, scalar, vector)
+                left = emit.splat(emit.load(at, scalar))
                 for j, right in enumerate(columns):
                     total = loop.carried[row * num_panels + j]
-                    loop.next.append(_dot_bytes(emit, left, right, total) if is_int8 else emit.multiply_add(left, right, total))
+                    if is_int8:  # the left operand's bytes are unsigned: 4 products for each lane
+                        loop.next.append(emit.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, left, right))
+                    else:
+                        loop.next.append(emit.multiply_add(left, right, total))
         for i, total in enumerate(loop.next):
             row_at = builder.mul(emit.bytes_of(c[0], args[6]), INT64(i // num_panels))
             emit.store(total, emit.at(c_at, builder.add(row_at, INT64(i % num_panels * _VECTOR_BYTES))))
         return context.get_dummy_value()
 
     return signature, generate
-
-
-def _dot_bytes(emit: Emitter, left: Any, right: Any, total: Any) -> Any:
-    kind = ir.FunctionType(INTS, [INTS] * 3)
-    return emit.builder.call(declare(emit.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512"), [total, left, right])
 
 
 @_emit
@@ -79,16 +76,12 @@ def multiply_amx_tile(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
         a_at, b_at, c_at = (emit.place(signature.args[i], args[i]) for i in (0, 2, 5))
-        byte_pointer, void = INT8.as_pointer(), ir.VoidType()
-
-        def call(name: str, kinds: list[Any], *values: Any) -> None:
-            builder.call(declare(builder.module, ir.FunctionType(void, kinds), f"llvm.x86.{name}"), values)
 
         def load(register: int, at: Any, step: Any) -> None:
-            call("tileloadd64", [INT8, byte_pointer, INT64], INT8(register), at, step)
+            emit.call("llvm.x86.tileloadd64", VOID, INT8(register), at, step)
 
         for register in range(2 * num_halves):
-            call("tilezero", [INT8], INT8(register))
+            emit.call("llvm.x86.tilezero", VOID, INT8(register))
         with emit.loop(args[4], []) as loop:
             a_column = builder.mul(loop.index, INT64(_VECTOR_BYTES))
             b_row = builder.mul(loop.index, INT64(_AMX_PANEL_BYTES))
@@ -98,12 +91,12 @@ def multiply_amx_tile(
                 row_at = builder.mul(args[1], INT64(_AMX_ROWS * half))
                 load(4 + half, emit.at(a_at, builder.add(a_column, row_at)), args[1])
                 for j in range(2):
-                    call("tdpbusd", [INT8] * 3, INT8(2 * half + j), INT8(4 + half), INT8(6 + j))
+                    emit.call("llvm.x86.tdpbusd", VOID, INT8(2 * half + j), INT8(4 + half), INT8(6 + j))
         c_step = emit.bytes_of(c[0], args[6])
         for register in range(2 * num_halves):
             row_at = builder.mul(c_step, INT64(_AMX_ROWS * (register // 2)))
             at = emit.at(c_at, builder.add(row_at, INT64(register % 2 * _VECTOR_BYTES)))
-            call("tilestored64", [INT8, byte_pointer, INT64], INT8(register), at, c_step)
+            emit.call("llvm.x86.tilestored64", VOID, INT8(register), at, c_step)
         return context.get_dummy_value()
 
     return signature, generate
@@ -115,9 +108,8 @@ def configure_amx(typing: Any, shapes: Any) -> Any:
     signature = types.void(shapes)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [INT8.as_pointer()])
-        data = Emitter(context, builder).array(signature.args[0], args[0])
-        builder.call(declare(builder.module, kind, "llvm.x86.ldtilecfg"), [data])
+        emit = Emitter(context, builder)
+        emit.call("llvm.x86.ldtilecfg", VOID, emit.array(signature.args[0], args[0]))
         return context.get_dummy_value()
 
     return signature, generate
@@ -128,7 +120,7 @@ def release_amx(typing: Any) -> Any:
     """Give the tile registers back, so that switching threads does not save them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.call(declare(builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.tilerelease"), [])
+        Emitter(context, builder).call("llvm.x86.tilerelease", VOID)
         return context.get_dummy_value()
 
     return types.void(), generate

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.attention.decode_kernel import jit
+from engine.cpu.jit import jit
 
 ZERO_POINT = 128
 _TINY_BITS = int(np.float32(1e-20).view(np.int32))

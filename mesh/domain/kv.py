@@ -5,6 +5,10 @@ from dataclasses import dataclass, fields
 from mesh.domain.errors import LayoutMismatch
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Types of weights."""
+KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1}
+"""Types of KV. An int8 row (one head of one token) is followed by its scale, in fp32."""
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +16,7 @@ class KVLayout:
     """KV shape and the model it belongs to.
 
     One block of one layer is two arrays (keys, then values) of shape
-    `[block_size, kv_heads of this rank, head_dim]`, C order.
+    `[block_size, kv_heads of this rank, head_dim]`, C order; in int8 each head_dim is followed by a scale.
     """
 
     model_fingerprint: str
@@ -27,8 +31,13 @@ class KVLayout:
     @property
     def layer_block_bytes(self) -> int:
         """Bytes of one block in one layer, keys and values."""
-        heads = self.num_kv_heads // self.tp_size
-        return 2 * self.block_size * heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.block_size * (self.num_kv_heads // self.tp_size) * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one head of one token, keys or values."""
+        row_bytes = self.head_dim * KV_DTYPE_BYTES[self.dtype]
+        return row_bytes + _SCALE_BYTES if self.dtype == "int8" else row_bytes
 
     @property
     def block_bytes(self) -> int:

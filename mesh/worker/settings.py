@@ -5,13 +5,22 @@ import socket
 from dataclasses import dataclass
 
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import DTYPE_BYTES
+from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES
 from mesh.rpc.settings import MemberSettings
 from mesh.settings import setting
 
 DTYPES = ("auto", *DTYPE_BYTES)
+KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
 QUANTIZATIONS = ("none", "int8")
 LOAD_FORMATS = ("auto", "dummy")
+_KNOWN = {"dtype": DTYPES, "kv_dtype": KV_DTYPES, "load_format": LOAD_FORMATS, "quantize": QUANTIZATIONS}
+
+
+def require_known(settings: object) -> None:
+    """ConfigurationError if a setting of these names has a value that does not exist."""
+    for name, known in _KNOWN.items():
+        if (value := getattr(settings, name)) not in known:
+            raise ConfigurationError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +41,10 @@ class WorkerSettings(MemberSettings):
         f"type of weights and KV: {', '.join(DTYPES)}; auto: float32 on CPU, the checkpoint's on GPU",
         env=("DTYPE",),
     )
+    kv_dtype: str = setting(
+        "auto", f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or float16 with quantize=int8", env=("KV_DTYPE",)
+    )
+    enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX-512)", env=("ENFORCE_EAGER",))
     quantize: str = setting(
         "none", f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only)", env=("QUANTIZE",)
     )
@@ -55,12 +68,7 @@ class WorkerSettings(MemberSettings):
         super().__post_init__()
         if not self.registry_address and not self.registry_url:
             raise ConfigurationError("registry_address is not set: give --registry-address, or TANDEM_REGISTRY_URL")
-        if self.dtype not in DTYPES:
-            raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.load_format not in LOAD_FORMATS:
-            raise ConfigurationError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}")
-        if self.quantize not in QUANTIZATIONS:
-            raise ConfigurationError(f"quantize must be one of {', '.join(QUANTIZATIONS)}, got {self.quantize!r}")
+        require_known(self)
         if not self.stall_after_s > 0:
             raise ConfigurationError(f"stall_after_s must be > 0, got {self.stall_after_s}")
         if not self.wedged_exit_s >= 0:

@@ -15,7 +15,7 @@ Checkpoint = Callable[[str], Path]
 
 
 def settings(model_dir: Path, **changes: object) -> RunnerSettings:
-    return RunnerSettings(model_dir, **{"num_blocks": 64, "block_size": 4, "layers_per_group": 2} | changes)  # type: ignore[arg-type]
+    return RunnerSettings(model_dir, **{"num_blocks": 64, "block_size": 16, "layers_per_group": 2} | changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

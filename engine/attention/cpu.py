@@ -7,9 +7,10 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata
-from engine.cpu.attention import QUERY_BLOCK, Queries, attend, write_heads
+from engine.cpu.attention import TILE_ROWS, Queries, attend
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape
 from engine.cpu.buffers import Buffers
+from engine.cpu.rows import write_tokens
 from engine.kv_cache import elements
 
 
@@ -36,13 +37,13 @@ class CpuAttention:
         """See AttentionBackend.attend."""
         shape, cache = head_shape(self._shape, layer_cache), elements(layer_cache)
         new = (keys.contiguous().numpy(), values.contiguous().numpy())
-        write_heads(*new, metadata.slot_mapping.numpy(), cache, shape)
+        write_tokens(*new, metadata.slot_mapping.numpy(), cache, shape)
         out = torch.empty(queries.shape)
         rows, step = queries.shape[0], shape.num_heads * shape.head_dim
-        padded = self._buffers[0].get("queries", (rows + QUERY_BLOCK) * step)
+        padded = self._buffers[0].get("queries", (rows + TILE_ROWS) * step)
         padded[: rows * step] = queries.reshape(-1).numpy()
         flat = Queries(padded, step, out.view(-1).numpy())
-        batch = Batch.of(metadata, None)
+        batch = Batch.of(metadata, shape.block_size)
         given = (flat, cache, 0, NO_WINDOW if window is None else window, shape, batch)
         scratch = [buffers.attention(shape, metadata) for buffers in self._buffers]
         if self._threads is None:

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     """See attention.metadata.ForwardMetadata."""
 
     slots: Any  # [num_tokens] int64
-    tables: Any  # [num_seqs, max_blocks] int32
+    parts: Any  # [num_seqs, max_blocks * block_size / KEYS] int64: first slot of each KEYS tokens
     context_lens: Any  # [num_seqs] int32
     query_starts: Any  # [num_seqs + 1] int32
     num_decodes: int
@@ -30,12 +30,14 @@ class Batch(NamedTuple):
     sin: Any  # the same; the first half negated
 
     @classmethod
-    def of(cls, metadata: ForwardMetadata, rotation: tuple[Tensor, Tensor] | None) -> "Batch":
+    def of(cls, metadata: ForwardMetadata, block_size: int, rotation: tuple[Tensor, Tensor] | None = None) -> "Batch":
         """`rotation`: as `RotaryEmbedding.cos_sin` gives it."""
+        starts = metadata.block_tables.numpy().astype(np.int64) * block_size
+        parts = starts[:, :, None] + np.arange(0, block_size, KEYS)
         cos, sin = (_NOTHING, _NOTHING) if rotation is None else (part[:, 0].numpy() for part in rotation)
         return cls(
             slots=metadata.slot_mapping.numpy(),
-            tables=metadata.block_tables.numpy(),
+            parts=parts.reshape(len(parts), -1),
             context_lens=metadata.context_lens.numpy(),
             query_starts=metadata.query_starts.numpy(),
             num_decodes=metadata.num_decodes,
@@ -49,7 +51,7 @@ def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
     _, num_blocks, block_size, _, row = layer_cache.shape
     scale = np.float32(shape.scale) * LOG2_E
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    return HeadShape(*heads, row, block_size, num_blocks * block_size, scale)
+    return HeadShape(*heads, row * layer_cache.element_size(), block_size, num_blocks * block_size, scale)
 
 
 def why_not_paged(layout: KVLayout) -> str | None:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.metadata import ForwardMetadata
-from engine.cpu.attention import KEY_TILE, QUERY_BLOCK, TILE_ROWS, AttentionScratch, HeadShape
+from engine.cpu.attention import KEY_TILE, KEYS, QUERY_BLOCK, TILE_ROWS, AttentionScratch, HeadShape
 from engine.cpu.memory import aligned
 
 
@@ -33,6 +33,6 @@ class Buffers:
             scores=self.get("scores", rows * context),
             keys=self.get("keys", packed),
             values=self.get("values", packed),
-            tile=self.get("tile", TILE_ROWS * KEY_TILE + shape.head_dim),
-            factors=self.get("query_factors", QUERY_BLOCK),
+            tile=self.get("tile", max(TILE_ROWS * KEY_TILE, KEYS * shape.head_dim)),
+            factors=self.get("query_factors", max(QUERY_BLOCK, group)),
         )

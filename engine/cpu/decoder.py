@@ -9,13 +9,15 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata
-from engine.cpu.attention import QUERY_BLOCK, Queries
+from engine.cpu.attention import Queries
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape, why_not_paged
 from engine.cpu.buffers import Buffers
 from engine.cpu.features import amx_shapes, cpu_flags
+from engine.cpu.laps import PHASES
 from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
 from engine.cpu.packing import MatrixShape, Packer
-from engine.cpu.step import Activations, Model, output_rows, run_layers
+from engine.cpu.step import Activations, Model, Team, output_rows, run_layers
+from engine.cpu.tiles import PANEL
 from engine.kv_cache import KVCache
 from engine.layer_groups import LayerGroups
 from engine.models.config import ModelConfig
@@ -32,6 +34,9 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> st
         return f"the CPU has no {', '.join(sorted(missing))}"
     if config.activation != "silu":
         return f"activation {config.activation}"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % PANEL:
+            return f"{name} {getattr(config, name)}, not a multiple of {PANEL}"
     return why_not_paged(layout)
 
 
@@ -41,6 +46,8 @@ class CompiledDecoder:
     def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], cache: KVCache, *, int8: bool) -> None:
         self.config = config
         self.attention_backend = "compiled"
+        self.laps = np.zeros(len(PHASES) + 1, np.int64)
+        """Cycles of each phase so far; see engine.cpu.laps."""
         self._int8 = int8
         self._embed = parameters.pop("embed")
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
@@ -56,18 +63,19 @@ class CompiledDecoder:
         torch.index_select(self._embed, 0, token_ids, out=residual)
         operand = self._operand(num_tokens)
         scratch = self._buffers.attention(self._model.shape, metadata)
-        batch = Batch.of(metadata, self._rope.cos_sin(metadata.positions, metadata.rope_lengths))
-        counter = np.zeros(1, np.int64)
+        batch = Batch.of(metadata, self._model.shape.block_size, self._rope.cos_sin(metadata.positions, metadata.rope_lengths))
+        team = Team(0, 1, np.zeros(1, np.int64), self.laps)
         for first, end in groups:
-            run_layers(self._model, batch, self._cache, acts, operand, scratch, (0, 1, counter), (first, end))
+            run_layers(self._model, batch, self._cache, acts, operand, scratch, team, (first, end))
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, vocab_size] for rows of `forward`'s result."""
-        logits = torch.empty(hidden.shape[0], self.config.vocab_size)
-        counter = np.zeros(1, np.int64)
-        output_rows(self._model, hidden.contiguous().numpy(), logits.numpy(), self._operand(hidden.shape[0]), (0, 1, counter))
-        return logits
+        # Written in whole panels; what is beyond the vocabulary is cut off.
+        logits = torch.empty(hidden.shape[0], -(-self.config.vocab_size // PANEL) * PANEL)
+        team = Team(0, 1, np.zeros(1, np.int64), self.laps)
+        output_rows(self._model, hidden.contiguous().numpy(), logits.numpy(), self._operand(hidden.shape[0]), team)
+        return logits[:, : self.config.vocab_size]
 
     def _build(self, parameters: dict[str, Tensor], cache: KVCache) -> Model:
         config = self.config
@@ -95,7 +103,7 @@ class CompiledDecoder:
         config = self.config
         q_width = config.num_heads * config.head_dim
         qkv_width = q_width + 2 * config.num_kv_heads * config.head_dim
-        qkv = self._buffers.get("qkv", (rows + QUERY_BLOCK) * qkv_width, np.float32)
+        qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * qkv_width, np.float32)
         mixed = self._buffers.get("mixed", rows * q_width, np.float32)[: rows * q_width]
         inner = self._buffers.get("inner", rows * config.intermediate_size, np.float32)
         residual = self._buffers.get("residual", rows * config.hidden_size, np.float32)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -12,6 +13,11 @@ INT8, INT32, INT64, FLOAT, HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64),
 VOID, BYTE_POINTER = ir.VoidType(), INT8.as_pointer()
 LANES = 16
 INTS, FLOATS, HALVES, BYTES = (ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF, INT8))
+# 2^x on [-0.5, 0.5], highest power first; float32 constants, exact in double.
+_POWERS = tuple(
+    float(np.float32(c))
+    for c in (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
+)
 _ZEROS = ir.Constant(INTS, [0] * LANES)
 
 
@@ -35,6 +41,10 @@ class Emitter:
     def array(self, kind: Any, value: Any) -> Any:
         """Byte pointer of an array's first element."""
         return self._data(kind, value)
+
+    def pointer(self, address: Any) -> Any:
+        """Byte pointer of an address."""
+        return self.builder.inttoptr(address, BYTE_POINTER)
 
     def bytes_of(self, kind: Any, count: Any) -> Any:
         """Elements of an array type in bytes."""
@@ -70,13 +80,30 @@ class Emitter:
         return self.builder.shuffle_vector(first, undefined, _ZEROS)
 
     def call(self, name: str, result: Any, *values: Any) -> Any:
-        """An intrinsic of LLVM."""
+        """An intrinsic of LLVM; sums may be reordered."""
         kind = ir.FunctionType(result, [value.type for value in values])
-        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), values)
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return self.builder.call(function, values, fastmath=("reassoc",) if result in (FLOAT, FLOATS) else ())
 
     def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         """x * y + total of fp32 vectors."""
         return self.call("llvm.fma.v16f32", FLOATS, x, y, total)
+
+    def power_of_two(self, x: Any) -> Any:
+        """2^x of a vector, for x in [-126, 126], beyond which it stays.
+
+        The whole part goes into the exponent's bits, and a polynomial gives the rest, in [-0.5, 0.5].
+        """
+        builder = self.builder
+        x = self.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, -126.0))
+        x = self.call("llvm.minnum.v16f32", FLOATS, x, constant(FLOATS, 126.0))
+        whole = self.call("llvm.rint.v16f32", FLOATS, x)
+        rest = builder.fsub(x, whole)
+        power = constant(FLOATS, _POWERS[0])
+        for coefficient in _POWERS[1:]:
+            power = self.multiply_add(power, rest, constant(FLOATS, coefficient))
+        exponent = builder.shl(builder.fptosi(whole, INTS), constant(INTS, 23))
+        return builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
 
     @contextmanager
     def loop(self, count: Any, carried: list[Any]) -> Iterator["Loop"]:

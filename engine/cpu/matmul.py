@@ -7,14 +7,13 @@ depend on the batch it is in.
 
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba import types
 from numba.extending import overload
 
+from engine.cpu.finish import finish, finish_gated
 from engine.cpu.jit import OPTIONS, jit
-from engine.cpu.rows import ZERO_POINT
-from engine.cpu.scalars import silu
-from engine.cpu.tiles import configure_amx, multiply_amx_tile, multiply_tile, release_amx
+from engine.cpu.tiles import PANEL, configure_amx, multiply_amx_tile, multiply_tile, release_amx
+from engine.cpu.vectors import address
 
 UNIT = 64
 """Columns of a unit."""
@@ -103,24 +102,6 @@ def _sum_float(operand: Any, row: int, rows: int, weights: Any, at: Any) -> Any:
     return 1
 
 
-def _without(total: Any, offset: Any) -> Any:
-    """A sum without its column's offset, as fp32."""
-    raise NotImplementedError
-
-
-@overload(_without, jit_options=OPTIONS)
-def _overload_without(total: Any, offset: Any) -> Any:
-    return _without_offset if total == types.int32 else _as_it_is
-
-
-def _without_offset(total: Any, offset: Any) -> Any:
-    return np.float32(np.int32(total - offset))
-
-
-def _as_it_is(total: Any, offset: Any) -> Any:
-    return total
-
-
 @jit
 def sum_tile(operand: Any, row: int, rows: int, weights: Any, at: Any) -> Any:
     """See `_sum_tile`; compiled once for all products."""
@@ -149,40 +130,32 @@ def _units(columns: int, share: Any) -> Any:
 
 
 @jit
-def product(operand: Any, rows: int, weights: Any, matrix: int, out: Any, share: Any) -> None:
-    """out [rows, columns] = operand @ matrix + bias, the columns of this thread's share (index, count)."""
-    weight_at, column_at, depth, columns = weights.matrices[matrix]
-    first, end = _units(columns, share)
-    for unit in range(first, end):
-        at, width = column_at + unit * UNIT, min(UNIT, columns - unit * UNIT)
-        scales, offsets, biases = weights.scales[at : at + UNIT], weights.offsets[at : at + UNIT], weights.biases[at : at + UNIT]
-        row = 0
-        while row < rows:
-            done = sum_tile(operand, row, rows - row, weights, (weight_at + unit * UNIT * depth, depth))
-            for r in range(min(done, rows - row)):
-                sums, factor = operand.sums[r * UNIT : r * UNIT + width], operand.factors[row + r]
-                target = out[row + r, unit * UNIT : unit * UNIT + width]
-                for j in range(len(sums)):
-                    target[j] = _without(sums[j], offsets[j]) * scales[j] * factor + biases[j]
-            row += done
+def _columns(weights: Any, at: int) -> Any:
+    """Addresses of the columns' offsets, scales and biases from column `at` on."""
+    skipped = at * 4
+    return address(weights.offsets) + skipped, address(weights.scales) + skipped, address(weights.biases) + skipped
 
 
 @jit
-def add_product(operand: Any, rows: int, weights: Any, matrix: int, out: Any, share: Any) -> None:
-    """out += operand @ matrix + bias, as `product`."""
+def product(operand: Any, rows: int, weights: Any, matrix: int, out: Any, adds: Any, share: Any) -> None:
+    """out [rows, columns] = operand @ matrix + bias, or out += that if `adds`; the columns of this thread's share (index,
+    count).
+    """
     weight_at, column_at, depth, columns = weights.matrices[matrix]
     first, end = _units(columns, share)
+    sums, kind, out_at, out_step = address(operand.sums), operand.sums[0], address(out), out.shape[1] * 4
     for unit in range(first, end):
-        at, width = column_at + unit * UNIT, min(UNIT, columns - unit * UNIT)
-        scales, offsets, biases = weights.scales[at : at + UNIT], weights.offsets[at : at + UNIT], weights.biases[at : at + UNIT]
+        offsets, scales, biases = _columns(weights, column_at + unit * UNIT)
+        num_vectors = min(UNIT, columns - unit * UNIT) // PANEL
         row = 0
         while row < rows:
             done = sum_tile(operand, row, rows - row, weights, (weight_at + unit * UNIT * depth, depth))
             for r in range(min(done, rows - row)):
-                sums, factor = operand.sums[r * UNIT : r * UNIT + width], operand.factors[row + r]
-                target = out[row + r, unit * UNIT : unit * UNIT + width]
-                for j in range(len(sums)):
-                    target[j] += _without(sums[j], offsets[j]) * scales[j] * factor + biases[j]
+                to, factor = out_at + (row + r) * out_step + unit * UNIT * 4, operand.factors[row + r]
+                if adds:
+                    finish(sums + r * UNIT * 4, offsets, scales, biases, factor, to, num_vectors, 1, kind)
+                else:
+                    finish(sums + r * UNIT * 4, offsets, scales, biases, factor, to, num_vectors, 0, kind)
             row += done
 
 
@@ -191,29 +164,14 @@ def gated_product(operand: Any, rows: int, weights: Any, matrix: int, out: Any, 
     """out [rows, columns / 2] = silu(gate) * up, for a matrix whose panels of 16 columns are gate and up by turns."""
     weight_at, column_at, depth, columns = weights.matrices[matrix]
     first, end = _units(columns, share)
+    sums, kind, out_at, out_step = address(operand.sums), operand.sums[0], address(out), out.shape[1] * 4
     for unit in range(first, end):
-        at = column_at + unit * UNIT
+        offsets, scales, biases = _columns(weights, column_at + unit * UNIT)
+        num_vectors = min(UNIT, columns - unit * UNIT) // (2 * PANEL)
         row = 0
         while row < rows:
             done = sum_tile(operand, row, rows - row, weights, (weight_at + unit * UNIT * depth, depth))
             for r in range(min(done, rows - row)):
-                factor = operand.factors[row + r]
-                for pair in range(2):
-                    begun = unit * (UNIT // 2) + pair * 16
-                    if begun >= out.shape[1]:
-                        break
-                    gates, ups = _part(operand, weights, r, at, 2 * pair), _part(operand, weights, r, at, 2 * pair + 1)
-                    target = out[row + r, begun : begun + 16]
-                    for j in range(len(target)):
-                        gate = _without(gates[0][j], gates[1][j]) * gates[2][j] * factor + gates[3][j]
-                        up = _without(ups[0][j], ups[1][j]) * ups[2][j] * factor + ups[3][j]
-                        target[j] = silu(gate) * up
+                to = out_at + (row + r) * out_step + unit * UNIT * 2
+                finish_gated(sums + r * UNIT * 4, offsets, scales, biases, operand.factors[row + r], to, num_vectors, kind)
             row += done
-
-
-@jit
-def _part(operand: Any, weights: Any, r: int, at: int, panel: int) -> Any:
-    """16 sums of row `r`, with their columns' offsets, scales and biases."""
-    sums = operand.sums[r * UNIT + panel * 16 : r * UNIT + panel * 16 + 16]
-    begun, end = at + panel * 16, at + panel * 16 + 16
-    return sums, weights.offsets[begun:end], weights.scales[begun:end], weights.biases[begun:end]

@@ -28,8 +28,7 @@ class MatrixShape:
     @property
     def padded_columns(self) -> int:
         """Columns in whole units."""
-        columns = 2 * _up(self.columns // 2, PANEL) if self.gated else self.columns
-        return _up(columns, UNIT)
+        return _up(self.columns, UNIT)
 
 
 class Packer:
@@ -42,7 +41,7 @@ class Packer:
         columns = [shape.padded_columns for shape in shapes]
         column_ends = np.cumsum([0, *columns])
         weight_ends = np.cumsum([0, *(c * d for c, d in zip(columns, self._depths, strict=True))])
-        counts = [2 * _up(s.columns // 2, PANEL) if s.gated else s.columns for s in shapes]
+        counts = [_up(shape.columns, PANEL) for shape in shapes]
         self.weights = Weights(
             packed=aligned(int(weight_ends[-1]), np.int8 if int8 else np.float32),
             scales=np.ones(column_ends[-1], np.float32),

@@ -12,7 +12,7 @@ from numba.extending import overload
 
 from engine.cpu.jit import OPTIONS, jit
 from engine.cpu.scalars import float_of_bits
-from engine.cpu.vectors import write_row
+from engine.cpu.vectors import address, write_row
 
 ZERO_POINT = 128
 _LEVELS = np.float32(127)
@@ -100,7 +100,8 @@ def place_heads(qkv: Any, head_norms: Any, eps: Any, batch: Any, cache: Any, sha
     """
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     row_step = (num_heads + 2 * num_kv_heads) * dim
-    half_layer = shape.num_slots * num_kv_heads * shape.row
+    kind, cache_at = cache[0], address(cache)
+    half_layer = shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(rows[0], rows[1]):
         for head in range(num_heads + num_kv_heads):
             at = r * row_step + head * dim
@@ -108,8 +109,25 @@ def place_heads(qkv: Any, head_norms: Any, eps: Any, batch: Any, cache: Any, sha
             if len(head_norms):
                 _norm_head(values, head_norms[0 if head < num_heads else 1], eps)
             _rotate(values, batch.cos[r], batch.sin[r])
-        slot = 2 * layer * half_layer + batch.slots[r] * num_kv_heads * shape.row
-        for head in range(num_kv_heads):
-            key_at, to = r * row_step + (num_heads + head) * dim, slot + head * shape.row
-            write_row((qkv, key_at), dim // 16, (cache, to))
-            write_row((qkv, key_at + num_kv_heads * dim), dim // 16, (cache, to + half_layer))
+        slot = cache_at + 2 * layer * half_layer + batch.slots[r] * num_kv_heads * shape.row_bytes
+        keys_at = address(qkv) + (r * row_step + num_heads * dim) * 4
+        write_heads(keys_at, keys_at + num_kv_heads * dim * 4, slot, kind, shape)
+
+
+@jit
+def write_heads(keys: int, values: int, slot: int, kind: Any, shape: Any) -> None:
+    """One token's keys and values [num_kv_heads, head_dim], fp32 at these addresses, to its slot of the cache."""
+    half_layer = shape.num_slots * shape.num_kv_heads * shape.row_bytes
+    for head in range(shape.num_kv_heads):
+        at, to = head * shape.head_dim * 4, slot + head * shape.row_bytes
+        write_row(keys + at, shape.head_dim // 16, to, kind)
+        write_row(values + at, shape.head_dim // 16, to + half_layer, kind)
+
+
+@jit
+def write_tokens(keys: Any, values: Any, slots: Any, cache: Any, shape: Any) -> None:
+    """Keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
+    token_bytes = shape.num_kv_heads * shape.head_dim * 4
+    for token in range(len(slots)):
+        slot = address(cache) + slots[token] * shape.num_kv_heads * shape.row_bytes
+        write_heads(address(keys) + token * token_bytes, address(values) + token * token_bytes, slot, cache[0], shape)

@@ -1,0 +1,36 @@
+"""Where the time of a step goes: cycles of each phase, counted inside the compiled loop."""
+
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic
+
+from engine.cpu.ir import INT64, Emitter
+from engine.cpu.jit import jit
+
+PHASES = ("norm", "qkv", "rotate and store", "attention", "quantise", "output", "gate and up", "down", "logits")
+NORM, QKV, PLACE, ATTENTION, QUANTISE, OUTPUT, GATE_UP, DOWN, LOGITS = range(len(PHASES))
+
+
+@intrinsic
+def _cycles(typing: Any) -> Any:
+    """The CPU's counter."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return Emitter(context, builder).call("llvm.readcyclecounter", INT64)
+
+    return types.int64(), generate
+
+
+@jit
+def start_laps(laps: Any) -> None:
+    """`laps` [len(PHASES) + 1] int64: cycles of each phase, and when the last one ended."""
+    laps[-1] = _cycles()
+
+
+@jit
+def lap(laps: Any, phase: int) -> None:
+    """The time since the last call was this phase's."""
+    now = _cycles()
+    laps[phase] += now - laps[-1]
+    laps[-1] = now

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from engine.penalties import Penalties
 from engine.random_draws import uniform
-from engine.selection import argmax, take_rows
+from engine.selection import argmax, log_normalisers, take_rows
 from engine.sequence import Sequence
 from engine.truncation import Truncation
 from mesh.domain.tokens import SampledToken, TokenLogprob
@@ -48,7 +48,7 @@ class Sampler:
 
 def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> ScoredTokens:
     """Log-probs of `tokens` [rows] under logits [rows, vocab_size]; `num_top`: how many top tokens each row wants."""
-    normaliser = logits.logsumexp(1)
+    normaliser = log_normalisers(logits)
     logprobs = (logits.gather(1, tokens[:, None])[:, 0] - normaliser).tolist()
     top: list[tuple[TokenLogprob, ...]] = [()] * len(num_top)
     asking = [row for row, wanted in enumerate(num_top) if wanted > 0]

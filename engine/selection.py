@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cpu import normaliser
+
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:
     """The given rows, distinct and ascending; `values` itself if those are all, so not to be changed in place."""
@@ -17,6 +19,13 @@ def argmax(values: Tensor) -> Tensor:
     if values.is_cpu:
         return torch.from_numpy(values.numpy().argmax(1))
     return values.argmax(1)
+
+
+def log_normalisers(values: Tensor) -> Tensor:
+    """log(sum(exp(row))) of each row of fp32 values: [rows]."""
+    if values.is_cpu and values.stride(1) == 1:
+        return torch.from_numpy(normaliser.log_normalisers(values.numpy()))
+    return values.logsumexp(1)
 
 
 def descending(values: Tensor) -> Tensor:

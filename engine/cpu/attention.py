@@ -14,7 +14,7 @@ from numba.extending import overload
 
 from engine.cpu.jit import OPTIONS, jit
 from engine.cpu.tiles import multiply_tile
-from engine.cpu.vectors import KEYS, add_values, address, dot_keys, exponents, prefetch_rows, read_row
+from engine.cpu.vectors import KEYS, add_values, address, dot_keys, exponents, prefetch, read_rows
 
 TILE_ROWS = 12
 QUERY_BLOCK = 4 * TILE_ROWS
@@ -22,6 +22,8 @@ QUERY_BLOCK = 4 * TILE_ROWS
 KEY_TILE = 2 * KEYS
 _HIDDEN = np.float32(-np.inf)
 _FLOAT_BYTES = 4
+_AHEAD = 2
+"""Blocks of keys that are asked for before they are needed."""
 
 
 class HeadShape(NamedTuple):
@@ -64,45 +66,53 @@ def attend(queries: Any, cache: Any, layer: int, window: int, shape: Any, batch:
     half_bytes = shape.num_slots * shape.num_kv_heads * shape.row_bytes
     halves = (address(cache) + 2 * layer * half_bytes, address(cache) + (2 * layer + 1) * half_bytes)
     kind = cache[0]
-    for item in range(share[0], batch.num_decodes * shape.num_kv_heads, share[1]):
-        seq, kv_head = item // shape.num_kv_heads, item % shape.num_kv_heads
-        _attend_decode(seq, kv_head, queries, halves, kind, window, shape, batch, scratch)
+    num_heads = shape.num_kv_heads
+    num_items = batch.num_decodes * num_heads
+    item, end = num_items * share[0] // share[1], num_items * (share[0] + 1) // share[1]
+    while item < end:
+        heads = (item % num_heads, min(num_heads, item % num_heads + end - item))
+        _attend_decode(item // num_heads, heads, queries, halves, kind, window, shape, batch, scratch)
+        item += heads[1] - heads[0]
     for seq in range(batch.num_decodes, len(batch.context_lens)):
         _attend_chunk(seq, queries, halves, kind, window, shape, batch, scratch, share)
 
 
 @jit
-def _attend_decode(seq: int, kv_head: int, queries: Any, halves: Any, kind: Any, window: int, shape: Any, batch: Any, scratch: Any) -> None:
-    """The query of sequence `seq` for the query heads that share `kv_head`."""
+def _attend_decode(seq: int, heads: Any, queries: Any, halves: Any, kind: Any, window: int, shape: Any, batch: Any, scratch: Any) -> None:
+    """The query of sequence `seq` for the query heads that share key/value heads [heads[0], heads[1])."""
     dim, group = shape.head_dim, shape.num_heads // shape.num_kv_heads
-    step, head_at = shape.num_kv_heads * shape.row_bytes, kv_head * shape.row_bytes
+    step, num_kv_heads = shape.num_kv_heads * shape.row_bytes, heads[1] - heads[0]
     end = np.int64(batch.context_lens[seq])
     start = max(0, end - window)
     first, last = start // KEYS, (end + KEYS - 1) // KEYS
     width = (last - first) * KEYS
+    row_bytes, group_bytes, head_bytes = width * _FLOAT_BYTES, group * width * _FLOAT_BYTES, group * dim * _FLOAT_BYTES
     scores, tile, parts = address(scratch.scores), address(scratch.tile), batch.parts[seq, first:last]
-    query = address(queries.queries) + (seq * queries.step + kv_head * group * dim) * _FLOAT_BYTES
+    query = address(queries.queries) + seq * queries.step * _FLOAT_BYTES + heads[0] * head_bytes
+    skipped = heads[0] * shape.row_bytes
     for i in range(len(parts)):
-        ahead = parts[min(i + 1, len(parts) - 1)]
-        prefetch_rows(halves[0] + ahead * step + head_at, step, shape.row_bytes)
-        at = halves[0] + parts[i] * step + head_at
-        _score(query, at, step, dim, scores + i * KEYS * _FLOAT_BYTES, width * _FLOAT_BYTES, group, tile, kind)
-    for g in range(group):
+        prefetch(halves[0] + parts[min(i + _AHEAD, len(parts) - 1)] * step, KEYS * step)
+        at, out = halves[0] + parts[i] * step + skipped, scores + i * KEYS * _FLOAT_BYTES
+        for head in range(num_kv_heads):
+            given = (query + head * head_bytes, at + head * shape.row_bytes, out + head * group_bytes)
+            _score(given[0], given[1], step, dim, given[2], row_bytes, group, tile, kind)
+    num_rows = num_kv_heads * group
+    for g in range(num_rows):
         scratch.scores[g * width : g * width + start - first * KEYS] = _HIDDEN
         scratch.scores[g * width + end - first * KEYS : (g + 1) * width] = _HIDDEN
-        scratch.factors[g] = np.float32(1.0) / exponents(scores + g * width * _FLOAT_BYTES, width // KEYS, shape.scale)
-    out_at = (seq * shape.num_heads + kv_head * group) * dim
-    out = address(queries.out) + out_at * _FLOAT_BYTES
-    queries.out[out_at : out_at + group * dim] = np.float32(0.0)
+        scratch.factors[g] = np.float32(1.0) / exponents(scores + g * row_bytes, width // KEYS, shape.scale)
+    out_at = (seq * shape.num_heads + heads[0] * group) * dim
+    queries.out[out_at : out_at + num_rows * dim] = np.float32(0.0)
     for i in range(len(parts)):
-        ahead = parts[min(i + 1, len(parts) - 1)]
-        prefetch_rows(halves[1] + ahead * step + head_at, step, shape.row_bytes)
-        at = halves[1] + parts[i] * step + head_at
-        _add(scores + i * KEYS * _FLOAT_BYTES, width * _FLOAT_BYTES, at, step, dim, out, group, tile, kind)
-    for g in range(group):
-        head = queries.out[out_at + g * dim : out_at + (g + 1) * dim]
+        prefetch(halves[1] + parts[min(i + _AHEAD, len(parts) - 1)] * step, KEYS * step)
+        at, weights = halves[1] + parts[i] * step + skipped, scores + i * KEYS * _FLOAT_BYTES
+        for head in range(num_kv_heads):
+            out = address(queries.out) + out_at * _FLOAT_BYTES + head * head_bytes
+            _add(weights + head * group_bytes, row_bytes, at + head * shape.row_bytes, step, dim, out, group, tile, kind)
+    for g in range(num_rows):
+        values = queries.out[out_at + g * dim : out_at + (g + 1) * dim]
         for d in range(dim):
-            head[d] *= scratch.factors[g]
+            values[d] *= scratch.factors[g]
 
 
 def _score(query: int, rows: int, step: int, dim: int, out: int, out_step: int, group: int, tile: int, kind: Any) -> None:
@@ -122,8 +132,7 @@ def _score_floats(query: int, rows: int, step: int, dim: int, out: int, out_step
 
 def _score_small(query: int, rows: int, step: int, dim: int, out: int, out_step: int, group: int, tile: int, kind: Any) -> None:
     # Converted once for all query heads that share them.
-    for key in range(KEYS):
-        read_row(rows + key * step, dim // KEYS, tile + key * dim * _FLOAT_BYTES, kind)
+    read_rows(rows, step, dim // KEYS, tile, kind)
     for g in range(group):
         dot_keys(query + g * dim * _FLOAT_BYTES, tile, dim * _FLOAT_BYTES, dim // KEYS, out + g * out_step)
 
@@ -144,8 +153,7 @@ def _add_floats(weights: int, weight_step: int, rows: int, step: int, dim: int, 
 
 
 def _add_small(weights: int, weight_step: int, rows: int, step: int, dim: int, out: int, group: int, tile: int, kind: Any) -> None:
-    for key in range(KEYS):
-        read_row(rows + key * step, dim // KEYS, tile + key * dim * _FLOAT_BYTES, kind)
+    read_rows(rows, step, dim // KEYS, tile, kind)
     for g in range(group):
         add_values(weights + g * weight_step, tile, dim * _FLOAT_BYTES, dim // KEYS, out + g * dim * _FLOAT_BYTES)
 
@@ -184,15 +192,16 @@ def _pack_head(parts: Any, span: Any, kv_head: int, halves: Any, kind: Any, shap
     for token in range(first, first + num_keys, KEYS):
         place = parts[min(token, end - 1) // KEYS] * step + head_at
         panel = scratch.keys[(token - first) * dim : (token - first + KEYS) * dim]
-        for key in range(KEYS):
-            read_row(halves[0] + place + key * step, dim // KEYS, tile, kind)
-            for d in range(dim):
-                panel[d * KEYS + key] = scratch.tile[d]
-            read_row(halves[1] + place + key * step, dim // KEYS, tile, kind)
-            for p in range(dim // 16):
+        read_rows(halves[0] + place, step, dim // KEYS, tile, kind)
+        for d in range(dim):
+            for key in range(KEYS):
+                panel[d * KEYS + key] = scratch.tile[key * dim + d]
+        read_rows(halves[1] + place, step, dim // KEYS, tile, kind)
+        for p in range(dim // 16):
+            for key in range(KEYS):
                 at = (p * num_keys + token - first + key) * 16
                 for d in range(16):
-                    scratch.values[at + d] = scratch.tile[p * 16 + d]
+                    scratch.values[at + d] = scratch.tile[key * dim + p * 16 + d]
 
 
 @jit

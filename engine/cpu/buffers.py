@@ -26,13 +26,12 @@ class Buffers:
     def attention(self, shape: HeadShape, metadata: ForwardMetadata) -> AttentionScratch:
         """What one thread needs to attend in a step."""
         context = int(metadata.context_lens.max()) + 2 * KEY_TILE
-        group = shape.num_heads // shape.num_kv_heads
-        rows = max(QUERY_BLOCK if metadata.chunks else 0, group)
+        rows = max(QUERY_BLOCK if metadata.chunks else 0, shape.num_heads)
         packed = context * (shape.head_dim + 16) if metadata.chunks else 0
         return AttentionScratch(
             scores=self.get("scores", rows * context),
             keys=self.get("keys", packed),
             values=self.get("values", packed),
             tile=self.get("tile", max(TILE_ROWS * KEY_TILE, KEYS * shape.head_dim)),
-            factors=self.get("query_factors", max(QUERY_BLOCK, group)),
+            factors=self.get("query_factors", max(QUERY_BLOCK, shape.num_heads)),
         )

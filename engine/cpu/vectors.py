@@ -21,6 +21,7 @@ _VECTOR_BYTES = 64
 _CACHE_LINE_BYTES = 64
 _INT8_LEVELS = 127.0
 _TINY = 1e-20
+_LOG2_E = 1.4426950408889634
 _INTP = types.intp
 _emit: Callable[[Callable[..., Any]], Any] = intrinsic(prefer_literal=True)
 
@@ -36,22 +37,29 @@ def address(typing: Any, array: Any) -> Any:
 
 
 @_emit
-def read_row(typing: Any, row: Any, num_vectors: Any, out: Any, kind: Any) -> Any:
-    """A row of the cache as fp32."""
+def read_rows(typing: Any, rows: Any, step: Any, num_vectors: Any, out: Any, kind: Any) -> Any:
+    """16 rows of the cache as fp32, one behind the other."""
     bits = kind.bitwidth
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        row_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
-        scale = emit.splat(emit.load(_scale_at(emit, row_at, args[1]), FLOAT, 1)) if bits == 8 else None
-        with emit.loop(args[1], []) as loop:
-            values = emit.floats(emit.at(row_at, builder.mul(loop.index, INT64(LANES * bits // 8))), kind)
-            if scale is not None:
-                values = builder.fmul(values, scale)
-            emit.store(values, emit.at(out_at, builder.mul(loop.index, INT64(_VECTOR_BYTES))))
+        rows_at, out_at = emit.pointer(args[0]), emit.pointer(args[3])
+        rows = [emit.at(rows_at, builder.mul(args[1], INT64(key))) for key in range(KEYS)]
+        scales = []
+        if bits == 8:
+            scales = [emit.splat(emit.load(_scale_at(emit, row, args[2]), FLOAT, 1)) for row in rows]
+        out_step = builder.mul(args[2], INT64(_VECTOR_BYTES))
+        with emit.loop(args[2], []) as loop:
+            column = builder.mul(loop.index, INT64(LANES * bits // 8))
+            target = emit.at(out_at, builder.mul(loop.index, INT64(_VECTOR_BYTES)))
+            for key, row in enumerate(rows):
+                values = emit.floats(emit.at(row, column), kind)
+                if scales:
+                    values = builder.fmul(values, scales[key])
+                emit.store(values, emit.at(target, builder.mul(out_step, INT64(key))))
         return context.get_dummy_value()
 
-    return types.void(_INTP, _INTP, _INTP, kind), generate
+    return types.void(_INTP, _INTP, _INTP, _INTP, kind), generate
 
 
 @_emit
@@ -181,17 +189,31 @@ def exponents(typing: Any, scores: Any, num_vectors: Any, scale: Any) -> Any:
 
 
 @_emit
-def prefetch_rows(typing: Any, rows: Any, step: Any, num_bytes: Any) -> Any:
-    """Ask for 16 rows to be brought near; harmless wherever that is."""
+def prefetch(typing: Any, at: Any, num_bytes: Any) -> Any:
+    """Ask for memory to be brought near; harmless wherever that is."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        at, num_lines = emit.pointer(args[0]), builder.udiv(args[2], INT64(_CACHE_LINE_BYTES))
-        with emit.loop(num_lines, []) as loop:
-            line = builder.mul(loop.index, INT64(_CACHE_LINE_BYTES))
-            for key in range(KEYS):
-                row = emit.at(at, builder.add(line, builder.mul(args[1], INT64(key))))
-                emit.call("llvm.prefetch.p0", VOID, row, INT32(0), INT32(3), INT32(1))
+        at = emit.pointer(args[0])
+        with emit.loop(builder.udiv(args[1], INT64(_CACHE_LINE_BYTES)), []) as loop:
+            line = emit.at(at, builder.mul(loop.index, INT64(_CACHE_LINE_BYTES)))
+            emit.call("llvm.prefetch.p0", VOID, line, INT32(0), INT32(2), INT32(1))
         return context.get_dummy_value()
 
-    return types.void(*[_INTP] * 3), generate
+    return types.void(_INTP, _INTP), generate
+
+
+@_emit
+def sum_of_exponents(typing: Any, values: Any, num_vectors: Any, largest: Any) -> Any:
+    """The sum of e^(value - largest), fp32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        at, largest = emit.pointer(args[0]), emit.splat(args[2])
+        with emit.loop(args[1], [constant(FLOATS, 0.0)]) as total:
+            read = emit.load(emit.at(at, builder.mul(total.index, INT64(_VECTOR_BYTES))), FLOATS)
+            power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), constant(FLOATS, _LOG2_E)))
+            total.next.append(builder.fadd(total.carried[0], power))
+        return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])
+
+    return types.float32(_INTP, _INTP, types.float32), generate

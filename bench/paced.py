@@ -45,6 +45,9 @@ class PacedRunner:
     def prepare_thread(self) -> None:
         """Any thread will do."""
 
+    def use_cores(self, lent: tuple[int, ...]) -> None:
+        """Sleeping takes no core."""
+
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
         """Sleep; then all layers are there at once."""
         time.sleep(self._step_s + self._token_s * sum(item.end - item.start for item in batch.items))

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from cli.cores import CorePlan, Cores
+from cli.cores import CorePlan
 from cli.up_settings import UpSettings
 from decode_worker.settings import DecodeSettings
+from mesh.cores import Cores
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from prefill_worker.settings import PrefillSettings
@@ -30,6 +32,8 @@ _OWN = frozenset(
         "expect_prefill",
         "expect_decode",
         "cpu_list",
+        "core_table",
+        "lent_cores",
         "num_threads",
         "follow_stdin",
         "log_json",
@@ -89,6 +93,7 @@ class MeshPlan:
     model: str
     cores: CorePlan
     pin: bool = True
+    core_table: Path | None = None
     config: str | None = None
     values: Values = field(default_factory=dict)
 
@@ -97,13 +102,15 @@ class MeshPlan:
         settings = self.settings
         flags = self._flags("router", host=settings.host, port=settings.port, registry_port=0)
         expected = _flags(expect_prefill=settings.num_prefill, expect_decode=settings.decode)
-        return Service("router", "router", (*flags, *expected))
+        cores = self.cores.router if self.pin else ()
+        pinned = _flags(cpu_list=_listed(cores)) if cores else ()
+        return Service("router", "router", (*flags, *expected, *pinned), cores)
 
     def workers(self, registry_address: str) -> list[Service]:
         """The workers, prefill first."""
         placed = [("prefill", self.cores.prefill), ("decode", self.cores.decode)]
         return [
-            self._worker(role, f"{role}-{number}", cores, registry_address)
+            self._worker(role, number, cores, registry_address)
             for role, all_cores in placed
             for number, cores in enumerate(all_cores)
         ]
@@ -113,9 +120,13 @@ class MeshPlan:
         module, settings = ROLES[service.role]
         return load_settings(settings, service.flags, prog=module, environ=environ).values
 
-    def _worker(self, role: str, name: str, cores: Cores, registry_address: str) -> Service:
+    def _worker(self, role: str, number: int, cores: Cores, registry_address: str) -> Service:
+        name = f"{role}-{number}"
         flags = self._flags(role, worker_id=name, registry_address=registry_address, host="127.0.0.1", port=0)
-        placed = _flags(num_threads=len(cores)) + (_flags(cpu_list=",".join(map(str, cores))) if self.pin else ())
+        placed = _flags(num_threads=len(cores)) + (_flags(cpu_list=_listed(cores)) if self.pin else ())
+        lent = self.cores.lent_to(role, number)
+        if self.pin and self.core_table is not None and lent:
+            placed += _flags(core_table=self.core_table, lent_cores=_listed(lent))
         return Service(name, role, (*flags, *placed), cores if self.pin else ())
 
     def _flags(self, role: str, **own: Any) -> tuple[str, ...]:
@@ -127,3 +138,7 @@ class MeshPlan:
 
 def _flags(**values: Any) -> tuple[str, ...]:
     return tuple(f"--{name.replace('_', '-')}={value}" for name, value in values.items())
+
+
+def _listed(cores: Cores) -> str:
+    return ",".join(map(str, cores))

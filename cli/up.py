@@ -22,6 +22,7 @@ from cli.services import ROLES, MeshPlan, passed_on, split_by_role
 from cli.supervisor import MeshFailed, Supervisor
 from cli.trial import Trial
 from cli.up_settings import UpSettings, find_model
+from mesh.cores import make_core_table
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from router.api_keys import digest_of, new_key
@@ -61,12 +62,18 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     trial_key = new_key()
     environ = _child_environ(settings, trial_key)
-    plan = _plan(args, settings)
-    trial = _check(plan, environ, trial_key)
-    log_dir = _log_dir(settings)
-    display.line(f"logs: {log_dir}")
-    launch = Launch(args.programs, environ, log_dir, on_event=lambda _: None, on_warning=display.warning)
-    supervisor = Supervisor(plan, launch, display, trial)
+    with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
+        plan = _plan(args, settings, Path(folder) / "table")
+        trial = _check(plan, environ, trial_key)
+        log_dir = _log_dir(settings)
+        display.line(f"logs: {log_dir}")
+        if plan.pin:
+            display.line(plan.cores.describe())
+        launch = Launch(args.programs, environ, log_dir, on_event=lambda _: None, on_warning=display.warning)
+        return _serve(Supervisor(plan, launch, display, trial))
+
+
+def _serve(supervisor: Supervisor) -> int:
     try:
         asyncio.run(supervisor.run(_announce_ready))
     except MeshFailed as error:
@@ -82,7 +89,7 @@ def _settings(args: argparse.Namespace) -> UpSettings:
     return load_settings(UpSettings, [*flags, *config], prog=NAME).values
 
 
-def _plan(args: argparse.Namespace, settings: UpSettings) -> MeshPlan:
+def _plan(args: argparse.Namespace, settings: UpSettings, core_table: Path) -> MeshPlan:
     given = {name: getattr(args, name) for name in passed_on() if name in args}
     values = split_by_role(given, args.set)
     model = find_model(settings.model)
@@ -94,7 +101,8 @@ def _plan(args: argparse.Namespace, settings: UpSettings) -> MeshPlan:
         num_decode=settings.decode,
         max_per_worker=settings.threads_per_worker,
     )
-    return MeshPlan(settings, str(model), cores, pin=can_pin, config=args.config, values=values)
+    make_core_table(core_table, max(available) + 1)
+    return MeshPlan(settings, str(model), cores, can_pin, core_table, config=args.config, values=values)
 
 
 def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:

@@ -80,5 +80,8 @@ def event_to_proto(event: Event) -> decode_pb2.AttachResponse:
                 detail=event.detail,
             )
         )
-    outputs = [wire.output_to_proto(output) for output in event.outputs]
-    return decode_pb2.AttachResponse(step=decode_pb2.StepOutputs(outputs=outputs))
+    response = decode_pb2.AttachResponse()
+    messages = response.step.outputs
+    for output in event.outputs:
+        wire.write_output(output, messages.add())
+    return response

@@ -67,6 +67,11 @@ class Runner(Protocol):
         """Called once, before anything else, by the thread that will call `run`."""
         ...
 
+    def use_cores(self, lent: tuple[int, ...]) -> None:
+        """Called before each `run`, by the same thread: cores that this step may use beside the worker's own. They may
+        change from step to step; threads that are to compute on them start in mesh.cores.threads_born_on."""
+        ...
+
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
         """Compute one step; one output per item, in order. Does not change the sequences. Called by one thread."""
         ...

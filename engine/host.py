@@ -65,7 +65,7 @@ class EngineHost:
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
         """Scheduler and runner, joined."""
-        return Engine(self.scheduler, self.runner, on_layers)
+        return Engine(self.scheduler, self.runner, on_layers, self.settings.compute_cores())
 
     def worker_info(self, role: WorkerRole) -> WorkerInfo:
         """What the mesh is told. The address is known once the server listens."""

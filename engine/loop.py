@@ -22,6 +22,7 @@ import structlog
 from engine.batch import LayerHook, Runner
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from mesh.cores import ComputeCores, OwnCores
 from mesh.domain.errors import WorkerLost
 from mesh.domain.tokens import StepOutput
 from mesh.worker.stall import Busy
@@ -47,12 +48,19 @@ class StepResult:
 class Engine:
     """Scheduler and runner joined. Not thread-safe: EngineLoop gives it a thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, on_layers: LayerHook | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        on_layers: LayerHook | None = None,
+        cores: ComputeCores | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.num_step_tokens = 0
         """Tokens the current step computes, or the last one did. Any thread may read it."""
         self._runner = runner
         self._on_layers = on_layers
+        self._cores = cores or OwnCores()
 
     def prepare_thread(self) -> None:
         """Called once by the thread that will step."""
@@ -64,7 +72,10 @@ class Engine:
         outputs: list[StepOutput] = []
         if batch.items:
             self.num_step_tokens = batch.num_tokens
+            self._runner.use_cores(self._cores.begin_step())
             outputs = self.scheduler.update(batch, self._runner.run(batch, self._on_layers))
+        else:
+            self._cores.rest()
         for item in batch.items:
             if item.sequence.is_over:
                 self._runner.forget(item.sequence)

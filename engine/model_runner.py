@@ -63,6 +63,10 @@ class ModelRunner:
         """See Runner.prepare_thread. OpenMP keeps the number of threads for each calling thread on its own."""
         torch.set_num_threads(self._num_threads)
 
+    def use_cores(self, lent: tuple[int, ...]) -> None:
+        """See Runner.use_cores. None are used: OpenMP gives every thread the same share and waits for the slowest, and
+        others may need a lent core too."""
+
     def forget(self, sequence: Sequence) -> None:
         """See Runner.forget."""
         self._sampler.forget(sequence)

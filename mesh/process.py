@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import structlog
 
+from mesh.cores import parse_cores
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.settings import load_settings, setting
 from mesh.telemetry import LEVELS, configure_logging
@@ -28,11 +29,21 @@ class ProcessSettings:
 
     log_level: str = setting("info", "least severe log level", env=("LOG_LEVEL",))
     log_json: bool = setting(True, "JSON logs; false for people", env=("JSON_OUTPUT",))
+    cpu_list: str = setting("", "cores to stay on, such as 0,2-3; default: wherever the system likes")
     follow_stdin: bool = setting(False, "stop when standard input closes: the parent is gone")
 
     def __post_init__(self) -> None:
         if self.log_level not in LEVELS:
             raise ConfigurationError(f"log_level must be one of {', '.join(LEVELS)}, got {self.log_level!r}")
+
+    def pin_cores(self) -> None:
+        """Stay on the cores of `cpu_list`. Raises ConfigurationError if they cannot be had."""
+        if not self.cpu_list:
+            return
+        try:
+            os.sched_setaffinity(0, parse_cores(self.cpu_list))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"cpu_list {self.cpu_list!r} names no cores this process may use") from error
 
 
 S = TypeVar("S", bound=ProcessSettings)
@@ -53,6 +64,7 @@ class ServiceProgram(Generic[S]):
             settings = resolved.values
             configure_logging(self.name, level=settings.log_level, json=settings.log_json)
             structlog.get_logger(__name__).info("settings", **resolved.describe())
+            settings.pin_cores()
             asyncio.run(self.serve(settings))
         except ConfigurationError as error:
             sys.stderr.write(f"{self.name}: {error}\n")

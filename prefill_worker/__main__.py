@@ -19,7 +19,6 @@ from tandem.v1 import prefill_pb2_grpc
 
 async def serve(settings: PrefillSettings, load: Load = load_model_runner) -> None:
     """Load, register, serve, drain, stop."""
-    settings.pin_cores()
     limits = EngineLimits(settings.max_batch_prefill_tokens, settings.max_num_seqs)
     host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
     service = PrefillService(settings.block_size)

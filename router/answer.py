@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import NamedTuple
 
 from mesh.domain.tokens import PromptLogprob
 from router.choice import Choice, Chunk, TokenEvent, TopToken
@@ -21,8 +22,7 @@ class PromptInfo:
     tokens: list[TokenEvent]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """One message to the client. `echo` goes in front of the choice's first token."""
 
     chunk: Chunk

@@ -8,6 +8,7 @@ at the end goes with the last token, whatever that is: the texts of all events, 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
@@ -29,8 +30,7 @@ class TopToken:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """A token with the text it adds: none of its own for special tokens, and none while text is held back."""
 
     id: int
@@ -49,8 +49,7 @@ class Usage:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """New events of one choice; `finish_reason` and `usage` come with its last one."""
 
     index: int
@@ -176,9 +175,11 @@ class Choice:
         rest = self._text.flush()
         if rest and self._pending:  # the token that ends a sequence comes with the reason
             last = self._pending[-1]
-            self._pending[-1] = replace(last, text=last.text + rest)
+            self._pending[-1] = last._replace(text=last.text + rest)
         self.finish_reason = reason
 
     def _top(self, top: tuple[TokenLogprob, ...]) -> tuple[TopToken, ...]:
+        if not top:
+            return ()
         text_of = self._tokenizer.text_of
         return tuple(TopToken(entry.id, text_of(entry.id), entry.logprob) for entry in top)

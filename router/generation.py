@@ -14,8 +14,8 @@ from mesh.domain.errors import DeadlineExceeded
 from router.admission import Permit
 from router.choice import Choice, Chunk
 
-# About 1 MiB of events.
-_MAX_PENDING_EVENTS = 8192
+# Of a stream's choices together, alternatives counted too; one takes about 200 bytes, so they are less than 1 MiB.
+_MAX_PENDING_EVENTS = 4096
 
 RunChoice = Callable[[Choice], Awaitable[None]]
 
@@ -81,7 +81,7 @@ class GenerationStream:
 
     def _notify(self, choice: Choice) -> None:
         self._ready[choice] = None
-        if choice.num_pending > _MAX_PENDING_EVENTS:
+        if sum(each.num_pending for each in self._ready) > _MAX_PENDING_EVENTS:
             self._cut_off("the client reads too slowly")
         self._wake()
 

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
@@ -153,30 +153,39 @@ def _prompt_from_proto(request: generation_pb2.GenerateRequest | generation_pb2.
 
 
 def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:
+    """Made for every token: in place, and what is mostly absent only where it is there (see wire.write_output)."""
     chunk = delta.chunk
-    return generation_pb2.GenerateResponse(
-        index=chunk.index,
-        prompt=None if delta.prompt is None else _prompt_to_proto(delta.prompt),
-        tokens=_tokens_to_proto(chunk.tokens),
-        finish_reason=wire.finish_to_proto(chunk.finish_reason),
-        usage=None if chunk.usage is None else _usage_to_proto(chunk.usage),
-        echo=delta.echo,
-    )
+    message = generation_pb2.GenerateResponse()
+    message.index = chunk.index
+    _write_tokens(chunk.tokens, message.tokens)
+    if delta.echo:
+        message.echo = delta.echo
+    if delta.prompt is not None:
+        message.prompt.CopyFrom(_prompt_to_proto(delta.prompt))
+    if chunk.finish_reason is not None:
+        message.finish_reason = wire.finish_to_proto(chunk.finish_reason)
+    if chunk.usage is not None:
+        message.usage.CopyFrom(_usage_to_proto(chunk.usage))
+    return message
 
 
 def _prompt_to_proto(prompt: PromptInfo) -> generation_pb2.PromptInfo:
-    return generation_pb2.PromptInfo(
-        request_id=prompt.request_id, num_tokens=prompt.num_tokens, tokens=_tokens_to_proto(prompt.tokens)
-    )
+    message = generation_pb2.PromptInfo(request_id=prompt.request_id, num_tokens=prompt.num_tokens)
+    _write_tokens(prompt.tokens, message.tokens)
+    return message
 
 
-def _tokens_to_proto(tokens: Iterable[TokenEvent]) -> list[generation_pb2.Token]:
-    return [
-        generation_pb2.Token(
-            id=token.id, text=token.text, logprob=token.logprob, top=_top_to_proto(token.top), special=token.special
-        )
-        for token in tokens
-    ]
+def _write_tokens(tokens: Iterable[TokenEvent], messages: Any) -> None:
+    for token in tokens:
+        message = messages.add()
+        message.id = token.id
+        message.text = token.text
+        if token.logprob is not None:
+            message.logprob = token.logprob
+        if token.special:
+            message.special = True
+        if token.top:
+            message.top.extend(_top_to_proto(token.top))
 
 
 def _top_to_proto(top: Iterable[TopToken]) -> list[generation_pb2.TopToken]:

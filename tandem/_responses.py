@@ -1,6 +1,7 @@
 """Response messages to values, and streams of events to results."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import replace
 
 from tandem.exceptions import InternalError
 from tandem.models import Choice, FinishReason, Mesh, Model, Result, Token, TokenEvent, TopToken, Usage, Worker
@@ -32,38 +33,35 @@ class EventReader:
         self._echo: dict[int, str] = {}
         self._running = set(range(num_choices))
 
-    def read(self, message: generation_pb2.GenerateResponse) -> Iterator[TokenEvent]:
+    def read(self, message: generation_pb2.GenerateResponse) -> list[TokenEvent]:
         """The events of one message."""
+        index = message.index
         if message.HasField("prompt"):
             self._request_id = message.prompt.request_id
             self._prompt_tokens = tuple(map(token, message.prompt.tokens))
         if message.echo:
-            self._echo[message.index] = message.echo
-        tokens: list[Token | None] = list(map(token, message.tokens))
+            self._echo[index] = message.echo
+        tokens: list[Token | None] = [token(each) for each in message.tokens]
         if message.finish_reason and not tokens:
             tokens.append(None)
-        for position, each in enumerate(tokens, start=1):
-            yield self._event(message, each, is_last=position == len(tokens))
+        events = [TokenEvent(index, each, self._request_id) for each in tokens]
+        if events and (self._prompt_tokens or self._echo):
+            events[0] = self._with_prompt(events[0])
+        if message.finish_reason:
+            self._running.discard(index)
+            reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN)
+            events[-1] = replace(events[-1], finish_reason=reason, usage=usage(message.usage))
+        return events
 
     def check_complete(self) -> None:
         """Raise InternalError unless every choice has had its last event."""
         if self._running:
             raise InternalError(f"the stream of request {self._request_id!r} ended without a finish reason")
 
-    def _event(self, message: generation_pb2.GenerateResponse, each: Token | None, *, is_last: bool) -> TokenEvent:
-        is_final = is_last and bool(message.finish_reason)
-        if is_final:
-            self._running.discard(message.index)
+    def _with_prompt(self, event: TokenEvent) -> TokenEvent:
+        """The stream's first event has the prompt's tokens, the first of each choice the echo."""
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, ()
-        return TokenEvent(
-            index=message.index,
-            token=each,
-            request_id=self._request_id,
-            finish_reason=_FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN) if is_final else None,
-            usage=usage(message.usage) if is_final else None,
-            echo=self._echo.pop(message.index, ""),
-            prompt_tokens=prompt_tokens,
-        )
+        return replace(event, echo=self._echo.pop(event.index, ""), prompt_tokens=prompt_tokens)
 
 
 class ResultBuilder:
@@ -99,7 +97,8 @@ class ResultBuilder:
 def token(message: generation_pb2.Token) -> Token:
     """A token's value."""
     logprob = message.logprob if message.HasField("logprob") else None
-    top = tuple(TopToken(entry.id, entry.text, entry.logprob) for entry in message.top)
+    alternatives = message.top
+    top = tuple(TopToken(entry.id, entry.text, entry.logprob) for entry in alternatives) if alternatives else ()
     return Token(message.id, message.text, logprob, message.special, top)
 
 

@@ -1,7 +1,11 @@
-"""What a worker says about tokens."""
+"""What a worker says about tokens.
+
+What is made anew for every token is a NamedTuple: making one takes a quarter of the time that a frozen dataclass takes.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class FinishReason(Enum):
@@ -22,8 +26,7 @@ class TokenLogprob:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A token that was chosen; `top` holds the most likely ones, best first, as many as were asked for."""
 
     id: int
@@ -39,8 +42,7 @@ class PromptLogprob:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """New tokens of one sequence after one engine step.
 
     `first_index` is the index of tokens[0] among the generated tokens, counted over all attempts of the request.

@@ -3,11 +3,17 @@
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
+import structlog
+
+from mesh.cores import ComputeCores, OwnCores, SharedCores, parse_cores
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES
 from mesh.rpc.settings import MemberSettings
 from mesh.settings import setting
+
+log = structlog.get_logger(__name__)
 
 DTYPES = ("auto", *DTYPE_BYTES)
 KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
@@ -56,7 +62,8 @@ class WorkerSettings(MemberSettings):
     prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
     layers_per_group: int = setting(8, "layers whose KV is shipped together while the next ones compute")
     num_threads: int = setting(0, "compute threads; 0: the number of cores allowed")
-    cpu_list: str = setting("", "cores to stay on, such as 0,2-3; default: wherever the system likes")
+    lent_cores: str = setting("", "cores of another worker, to compute on while it has nothing to do; needs core_table")
+    core_table: str = setting("", "file in which workers that lend each other cores say whether they are at work")
     drain_grace_s: float = setting(30.0, "time running work gets at a stop")
     stall_after_s: float = setting(
         12.0,
@@ -86,19 +93,14 @@ class WorkerSettings(MemberSettings):
         """This worker's id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
 
-    def pin_cores(self) -> None:
-        """Stay on the cores of `cpu_list`. Raises ConfigurationError if they cannot be had."""
-        if not self.cpu_list:
-            return
+    def compute_cores(self) -> ComputeCores:
+        """The worker's cores, and those it may be lent. Raises ConfigurationError if the settings make no sense."""
+        if not self.core_table:
+            return OwnCores()
         try:
-            os.sched_setaffinity(0, _parse_cpu_list(self.cpu_list))
-        except (OSError, ValueError) as error:
-            raise ConfigurationError(f"cpu_list {self.cpu_list!r} names no cores this process may use") from error
-
-
-def _parse_cpu_list(text: str) -> set[int]:
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores
+            return SharedCores(Path(self.core_table), parse_cores(self.cpu_list), parse_cores(self.lent_cores))
+        except OSError as error:  # cleaners of temporary folders may have come by
+            log.warning("no cores are lent", core_table=self.core_table, error=str(error))
+            return OwnCores()
+        except ValueError as error:
+            raise ConfigurationError(f"core_table needs cpu_list and lent_cores: {error}") from error

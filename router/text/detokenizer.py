@@ -27,6 +27,18 @@ class Decoder(Protocol):
         ...
 
 
+class IncrementalDetokenizer(Protocol):
+    """Text of one growing sequence. Plug point: Detokenizer, and ByteDetokenizer where tokens are bytes."""
+
+    def push(self, token_id: int, /) -> str:
+        """Text that this token completes; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """Whatever is still held back: there will be no more tokens."""
+        ...
+
+
 class Detokenizer:
     """Text of one growing sequence. Special tokens must not be pushed: they have no text."""
 

@@ -1,13 +1,13 @@
 """The text of one choice as its tokens arrive: detokenising, then stop strings."""
 
-from router.text.detokenizer import Detokenizer
+from router.text.detokenizer import IncrementalDetokenizer
 from router.text.stop import StopMatcher
 
 
 class TextStream:
     """Both stages of one choice. Linear in the text."""
 
-    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
+    def __init__(self, detokenizer: IncrementalDetokenizer, matcher: StopMatcher) -> None:
         self._detokenizer = detokenizer
         self._matcher = matcher
         self.stopped = False

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer as NativeTokenizer
+from tokenizers.decoders import ByteLevel
 
 from mesh.domain.errors import ConfigurationError
-from router.text.detokenizer import Detokenizer
+from router.text.byte_detokenizer import ByteDetokenizer, ByteVocabulary
+from router.text.detokenizer import Detokenizer, IncrementalDetokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Tokenizer:
         added = native.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special) | eos_token_ids
         self._alone: dict[int, str] = {}
+        is_bytes = type(native.decoder) is ByteLevel
+        self._bytes_of = ByteVocabulary(native.id_to_token) if is_bytes else None
 
     @classmethod
     def load(cls, model_dir: Path, eos_token_ids: frozenset[int]) -> "Tokenizer":
@@ -50,9 +54,9 @@ class Tokenizer:
         """Text of all ids at once, special tokens left out."""
         return self._decode_plain([id_ for id_ in token_ids if id_ not in self.special_ids])
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self) -> IncrementalDetokenizer:
         """A fresh incremental decoder."""
-        return Detokenizer(self._decode_plain)
+        return Detokenizer(self._decode_plain) if self._bytes_of is None else ByteDetokenizer(self._bytes_of)
 
     def text_of(self, token_id: int) -> str:
         """Text of one token on its own, special tokens spelt out."""
@@ -72,7 +76,7 @@ class Tokenizer:
                 break
         return tokens
 
-    def _push_all(self, detokenizer: Detokenizer, token_ids: Sequence[int]) -> Iterator[TextToken]:
+    def _push_all(self, detokenizer: IncrementalDetokenizer, token_ids: Sequence[int]) -> Iterator[TextToken]:
         for token_id in token_ids:
             special = token_id in self.special_ids
             yield TextToken(token_id, "" if special else detokenizer.push(token_id), special)

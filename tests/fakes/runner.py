@@ -71,10 +71,16 @@ class FakeRunner:
         """Close the gate by itself once this many steps are done."""
         self.step_s = 0.0
         """How long each step takes."""
+        self.lent_cores: list[tuple[int, ...]] = []
+        """Cores lent for each step."""
         self._layers_per_group = layers_per_group
 
     def prepare_thread(self) -> None:
         """Any thread will do."""
+
+    def use_cores(self, lent: tuple[int, ...]) -> None:
+        """Only noted."""
+        self.lent_cores.append(lent)
 
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
         """Write KV of the step's tokens, layer group by layer group, then derive tokens from all KV so far."""

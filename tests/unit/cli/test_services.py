@@ -48,6 +48,15 @@ def test_flags_of_all_services(tmp_path: Path) -> None:
     }
 
 
+def test_workers_and_router_hear_of_their_cores(tmp_path: Path) -> None:
+    cores = CorePlan(((0,),), ((1, 2),), router=(0,))
+    plan = MeshPlan(UpSettings(), str(tmp_path), cores, core_table=tmp_path / "table")
+    prefill, decode = map(flags_of, plan.workers("127.0.0.1:9"))
+    assert (prefill["lent-cores"], decode["lent-cores"]) == ("1,2", "0")
+    assert prefill["core-table"] == decode["core-table"] == str(tmp_path / "table")
+    assert flags_of(plan.router())["cpu-list"] == "0"
+
+
 def test_services_accept_their_flags(tmp_path: Path) -> None:
     plan = plan_of(UpSettings(), str(tmp_path))
     environ = {"TANDEM_PREFILL_THRESHOLD": "5", "TANDEM_MESH_KEY": "k" * 32}
@@ -73,7 +82,9 @@ def test_settings_go_to_the_roles_that_have_them() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["worker_id", "registry_address", "mesh_key", "cpu_list", "model", "port"])
+@pytest.mark.parametrize(
+    "name", ["worker_id", "registry_address", "mesh_key", "cpu_list", "core_table", "lent_cores", "model", "port"]
+)
 def test_what_the_supervisor_decides_is_not_passed_on(name: str) -> None:
     assert name not in passed_on()
 

@@ -19,6 +19,23 @@ from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_contin
 NUM_BLOCKS = 8
 
 
+class LendingCores:
+    """Lends core 7 for the first step of each stretch of work; notes when there is nothing to compute."""
+
+    def __init__(self) -> None:
+        self.is_resting = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._next: tuple[int, ...] = (7,)
+
+    def begin_step(self) -> tuple[int, ...]:
+        lent, self._next = self._next, ()
+        return lent
+
+    def rest(self) -> None:
+        self._next = (7,)
+        self._loop.call_soon_threadsafe(self.is_resting.set)
+
+
 class Rig:
     """An EngineLoop over a FakeRunner, with what it has said."""
 
@@ -29,7 +46,8 @@ class Rig:
         config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens=64, max_num_seqs=4, max_model_len=200)
         self.scheduler = Scheduler(config, BlockPool(NUM_BLOCKS))
         callbacks = LoopCallbacks(self.steps.put_nowait, self.death.set_result)
-        self.loop = EngineLoop(Engine(self.scheduler, self.runner), callbacks)
+        self.cores = LendingCores()
+        self.loop = EngineLoop(Engine(self.scheduler, self.runner, cores=self.cores), callbacks)
 
 
 @pytest_asyncio.fixture
@@ -44,6 +62,15 @@ async def test_tokens_come_one_step_at_a_time(rig: Rig) -> None:
     await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1, 2, 3], max_new_tokens=4))))
     ids = [(await rig.steps.get()).outputs[0].tokens[0].id for _ in range(4)]
     assert ids == fake_continuation([1, 2, 3], 4)
+
+
+async def test_the_runner_hears_before_each_step_which_cores_are_lent(rig: Rig) -> None:
+    for request_id in ("a", "b"):
+        rig.cores.is_resting.clear()
+        request = make_request(request_id, [1, 2, 3], max_new_tokens=3)
+        await rig.loop.call(lambda scheduler, request=request: scheduler.add(Sequence(request)))
+        await asyncio.wait_for(rig.cores.is_resting.wait(), 5)
+    assert rig.runner.lent_cores == [(7,), (), ()] * 2
 
 
 async def test_engine_that_cannot_go_on_waits_instead_of_spinning(rig: Rig) -> None:

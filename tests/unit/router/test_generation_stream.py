@@ -136,6 +136,20 @@ async def test_a_backlog_is_bounded() -> None:
         await anext(chunks)
 
 
+async def test_the_bound_is_for_all_choices_together() -> None:
+    async def long_answer(choice: Choice) -> None:
+        choice.accept(output(0, [40] * 3000))
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(5):
+        driver = Driver(long_answer, long_answer)
+        for choice in driver.choices:
+            choice._max_new_tokens = 10**9
+        await driver.stream.ended
+    with pytest.raises(DeadlineExceeded, match="too slowly"):
+        await driver.read()
+
+
 async def test_failing_from_outside() -> None:
     driver = Driver(forever)
     reading = asyncio.create_task(driver.read())

@@ -13,6 +13,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.sampler import Sampler, score
 from engine.sequence import Sequence
+from mesh.cores import Cores
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
 # Prompt log-probs compute so many fp32 logits at a time (64 MiB).
@@ -63,9 +64,9 @@ class ModelRunner:
         """See Runner.prepare_thread. OpenMP keeps the number of threads for each calling thread on its own."""
         torch.set_num_threads(self._num_threads)
 
-    def use_cores(self, lent: tuple[int, ...]) -> None:
-        """See Runner.use_cores. None are used: OpenMP gives every thread the same share and waits for the slowest, and
-        others may need a lent core too."""
+    def use_cores(self, lent: Cores) -> None:
+        """See Runner.use_cores."""
+        self._decoder.use_cores(lent)
 
     def forget(self, sequence: Sequence) -> None:
         """See Runner.forget."""

@@ -13,15 +13,16 @@ from engine.cpu.attention import Queries
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape, why_not_paged
 from engine.cpu.buffers import Buffers
 from engine.cpu.features import amx_shapes, cpu_flags
-from engine.cpu.laps import PHASES
 from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
 from engine.cpu.packing import MatrixShape, Packer
-from engine.cpu.step import Activations, Model, Team, output_rows, run_layers
+from engine.cpu.step import Activations, Model, output_rows, run_layers
+from engine.cpu.team import Threads
 from engine.cpu.tiles import PANEL
 from engine.kv_cache import KVCache
 from engine.layer_groups import LayerGroups
 from engine.models.config import ModelConfig
 from engine.models.rope import RotaryEmbedding
+from mesh.cores import Cores
 from mesh.domain.kv import KVLayout
 
 _PART_NAMES = ("qkv", "o", "gate_up", "down")
@@ -46,8 +47,8 @@ class CompiledDecoder:
     def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], cache: KVCache, *, int8: bool) -> None:
         self.config = config
         self.attention_backend = "compiled"
-        self.laps = np.zeros(len(PHASES) + 1, np.int64)
-        """Cycles of each phase so far; see engine.cpu.laps."""
+        self.threads = Threads(torch.get_num_threads())
+        self._thread_buffers: list[Buffers] = []
         self._int8 = int8
         self._embed = parameters.pop("embed")
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
@@ -55,26 +56,36 @@ class CompiledDecoder:
         self._model = self._build(parameters, cache)
         self._buffers = Buffers()
 
+    def use_cores(self, lent: Cores) -> None:
+        """See Runner.use_cores."""
+        self.threads.use(lent)
+
     def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
         """See Decoder.forward. The result is valid until the next call."""
         num_tokens = token_ids.shape[0]
         acts = self._activations(num_tokens)
         residual = torch.from_numpy(acts.residual)
         torch.index_select(self._embed, 0, token_ids, out=residual)
-        operand = self._operand(num_tokens)
-        scratch = self._buffers.attention(self._model.shape, metadata)
-        batch = Batch.of(metadata, self._model.shape.block_size, self._rope.cos_sin(metadata.positions, metadata.rope_lengths))
-        team = Team(0, 1, np.zeros(1, np.int64), self.laps)
-        for first, end in groups:
-            run_layers(self._model, batch, self._cache, acts, operand, scratch, team, (first, end))
+        model = self._model
+        rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
+        batch = Batch.of(metadata, model.shape.block_size, rotation)
+        operands = self._operands(num_tokens)
+        scratch = [self._own_buffers(i).attention(model.shape, metadata) for i in range(self.threads.count)]
+        for layers in groups:
+            self.threads.run(
+                lambda team, layers=layers: run_layers(
+                    model, batch, self._cache, acts, operands[team.index], scratch[team.index], team, layers
+                )
+            )
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, vocab_size] for rows of `forward`'s result."""
         # Written in whole panels; what is beyond the vocabulary is cut off.
         logits = torch.empty(hidden.shape[0], -(-self.config.vocab_size // PANEL) * PANEL)
-        team = Team(0, 1, np.zeros(1, np.int64), self.laps)
-        output_rows(self._model, hidden.contiguous().numpy(), logits.numpy(), self._operand(hidden.shape[0]), team)
+        rows, out = hidden.contiguous().numpy(), logits.numpy()
+        operands = self._operands(hidden.shape[0])
+        self.threads.run(lambda team: output_rows(self._model, rows, out, operands[team.index], team))
         return logits[:, : self.config.vocab_size]
 
     def _build(self, parameters: dict[str, Tensor], cache: KVCache) -> Model:
@@ -103,10 +114,10 @@ class CompiledDecoder:
         config = self.config
         q_width = config.num_heads * config.head_dim
         qkv_width = q_width + 2 * config.num_kv_heads * config.head_dim
-        qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * qkv_width, np.float32)
-        mixed = self._buffers.get("mixed", rows * q_width, np.float32)[: rows * q_width]
-        inner = self._buffers.get("inner", rows * config.intermediate_size, np.float32)
-        residual = self._buffers.get("residual", rows * config.hidden_size, np.float32)
+        qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * qkv_width)
+        mixed = self._buffers.get("mixed", rows * q_width)[: rows * q_width]
+        inner = self._buffers.get("inner", rows * config.intermediate_size)
+        residual = self._buffers.get("residual", rows * config.hidden_size)
         return Activations(
             residual=residual[: rows * config.hidden_size].reshape(rows, -1),
             inner=inner[: rows * config.intermediate_size].reshape(rows, -1),
@@ -115,14 +126,21 @@ class CompiledDecoder:
             queries=Queries(qkv, qkv_width, mixed),
         )
 
-    def _operand(self, rows: int) -> Operand:
+    def _operands(self, rows: int) -> list[Operand]:
+        """One for each thread: the same rows, sums of their own."""
         depth = int(self._model.weights.matrices[:, 2].max())
-        return Operand(
-            a=self._buffers.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32),
-            factors=self._buffers.get("factors", rows, np.float32),
-            sums=self._buffers.get("sums", TILE_ROWS * UNIT, np.int32 if self._int8 else np.float32),
-            amx=amx_shapes(),
-        )
+        a = self._buffers.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32)
+        factors, amx = self._buffers.get("factors", rows), amx_shapes()
+        kind = np.int32 if self._int8 else np.float32
+        return [
+            Operand(a, factors, self._own_buffers(thread).get("sums", TILE_ROWS * UNIT, kind), amx)
+            for thread in range(self.threads.count)
+        ]
+
+    def _own_buffers(self, thread: int) -> Buffers:
+        while thread >= len(self._thread_buffers):
+            self._thread_buffers.append(Buffers())
+        return self._thread_buffers[thread]
 
 
 def _matrix_shapes(config: ModelConfig) -> list[MatrixShape]:

@@ -17,6 +17,7 @@ from engine.models.config import ModelConfig
 from engine.models.layers import ACTIVATIONS, rms_norm
 from engine.models.ops import LinearLayer, Ops, Rows
 from engine.models.rope import RotaryEmbedding, rotate
+from mesh.cores import Cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,9 @@ class Decoder:
     def attention_backend(self) -> str:
         """Name of the attention backend in use."""
         return self._attention.name
+
+    def use_cores(self, lent: Cores) -> None:
+        """None are used: OpenMP gives every thread the same share and waits for the slowest."""
 
     def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
         """Hidden states [num_tokens, hidden_size] before the final norm; the tokens' KV is in the cache afterwards."""

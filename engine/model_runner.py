@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.batch_inputs import build_inputs
+from engine.cpu.decoder import CompiledDecoder
 from engine.kv_cache import KVCache
 from engine.layer_groups import LayerGroups
 from engine.models.config import ModelConfig
@@ -27,7 +28,7 @@ class ModelRunner:
     computes with as many threads as torch was set to when it was made.
     """
 
-    def __init__(self, decoder: Decoder, kv_cache: KVCache, *, layers_per_group: int = 4) -> None:
+    def __init__(self, decoder: Decoder | CompiledDecoder, kv_cache: KVCache, *, layers_per_group: int = 4) -> None:
         self.kv_cache = kv_cache
         self._decoder = decoder
         self._layers_per_group = layers_per_group
@@ -99,4 +100,3 @@ class ModelRunner:
             scored = score(logits, tokens, [sequence.request.top_logprobs] * len(piece))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
-

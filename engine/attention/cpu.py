@@ -7,9 +7,10 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata
-from engine.cpu.attention import TILE_ROWS, Queries, attend
+from engine.cpu.attention import Attending, Queries, attend
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape
 from engine.cpu.buffers import Buffers
+from engine.cpu.chunk_head import TILE_ROWS
 from engine.cpu.rows import write_tokens
 from engine.kv_cache import elements
 
@@ -44,14 +45,15 @@ class CpuAttention:
         padded[: rows * step] = queries.reshape(-1).numpy()
         flat = Queries(padded, step, out.view(-1).numpy())
         batch = Batch.of(metadata, shape.block_size)
-        given = (flat, cache, 0, NO_WINDOW if window is None else window, shape, batch)
-        scratch = [buffers.attention(shape, metadata) for buffers in self._buffers]
+        seen = NO_WINDOW if window is None else window
+        work = [Attending(flat, shape, batch, buffers.attention(shape, metadata)) for buffers in self._buffers]
         if self._threads is None:
-            attend(*given, scratch[0], (0, 1))
+            attend(work[0], cache, 0, seen, (0, 1))
             return out
-        shares = [(i, self._num_threads) for i in range(self._num_threads)]
-        running = [self._threads.submit(attend, *given, own, share) for own, share in zip(scratch, shares, strict=True)]
+        running = [
+            self._threads.submit(attend, own, cache, 0, seen, (thread, self._num_threads))
+            for thread, own in enumerate(work)
+        ]
         for future in running:
             future.result()
         return out
-

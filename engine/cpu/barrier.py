@@ -1,5 +1,6 @@
 """Where threads of one compiled loop wait for each other: a counter that only grows."""
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import types
@@ -8,8 +9,10 @@ from numba.extending import intrinsic
 from engine.cpu.ir import INT64, VOID, Emitter
 from engine.cpu.jit import jit
 
+_emit: Callable[[Callable[..., Any]], Any] = intrinsic
 
-@intrinsic
+
+@_emit
 def _arrive(typing: Any, counter: Any) -> Any:
     """Add 1 to counter[0] for all threads to see; returns what it was."""
 
@@ -20,7 +23,7 @@ def _arrive(typing: Any, counter: Any) -> Any:
     return types.int64(counter), generate
 
 
-@intrinsic
+@_emit
 def _look(typing: Any, counter: Any) -> Any:
     """counter[0] as other threads left it, after a short pause."""
 
@@ -34,7 +37,7 @@ def _look(typing: Any, counter: Any) -> Any:
 
 
 @jit
-def meet(counter: Any, num_threads: int) -> None:
+def meet(counter: Any, num_threads: Any) -> None:
     """Return once all `num_threads` threads have called this as often as this one."""
     if num_threads == 1:
         return

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata
 from engine.cpu.attention import HeadShape
-from engine.cpu.scalars import LOG2_E
+from engine.cpu.ir import LOG2_E
 from engine.cpu.vectors import KEYS
 from mesh.domain.kv import KVLayout
 
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
     """For a layer's cache [2, num_blocks, block_size, num_kv_heads, elements of a row]."""
     _, num_blocks, block_size, _, row = layer_cache.shape
-    scale = np.float32(shape.scale) * LOG2_E
+    scale = np.float32(shape.scale * LOG2_E)
     heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
     return HeadShape(*heads, row * layer_cache.element_size(), block_size, num_blocks * block_size, scale)
 

@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.metadata import ForwardMetadata
-from engine.cpu.attention import KEY_TILE, KEYS, QUERY_BLOCK, TILE_ROWS, AttentionScratch, HeadShape
+from engine.cpu.attention import AttentionScratch, HeadShape
+from engine.cpu.chunk_head import KEY_TILE, QUERY_BLOCK, TILE_ROWS
 from engine.cpu.memory import aligned
+from engine.cpu.vectors import KEYS
 
 
 class Buffers:

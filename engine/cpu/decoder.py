@@ -3,19 +3,22 @@
 In int8, weights are scaled per output channel and activations per row; sums are exact integers.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata
-from engine.cpu.attention import Queries
+from engine.cpu.attention import Attending, Queries
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape, why_not_paged
 from engine.cpu.buffers import Buffers
 from engine.cpu.features import amx_shapes, cpu_flags
 from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
 from engine.cpu.packing import MatrixShape, Packer
-from engine.cpu.step import Activations, Model, output_rows, run_layers
+from engine.cpu.step import Activations, Model, Team, Work, output_rows, run_layers
 from engine.cpu.team import Threads
 from engine.cpu.tiles import PANEL
 from engine.kv_cache import KVCache
@@ -25,6 +28,7 @@ from engine.models.rope import RotaryEmbedding
 from mesh.cores import Cores
 from mesh.domain.kv import KVLayout
 
+Floats = NDArray[np.float32]
 _PART_NAMES = ("qkv", "o", "gate_up", "down")
 
 
@@ -69,14 +73,15 @@ class CompiledDecoder:
         model = self._model
         rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
         batch = Batch.of(metadata, model.shape.block_size, rotation)
-        operands = self._operands(num_tokens)
-        scratch = [self._own_buffers(i).attention(model.shape, metadata) for i in range(self.threads.count)]
-        for layers in groups:
-            self.threads.run(
-                lambda team, layers=layers: run_layers(
-                    model, batch, self._cache, acts, operands[team.index], scratch[team.index], team, layers
-                )
+        operands, cache = self._operands(num_tokens), self._cache
+        work = [
+            Work(
+                acts, operand, Attending(acts.queries, model.shape, batch, own.attention(model.shape, metadata)), cache
             )
+            for operand, own in zip(operands, self._thread_buffers, strict=False)
+        ]
+        for layers in groups:
+            self.threads.run(partial(_run_layers, model, work, layers))
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -85,7 +90,7 @@ class CompiledDecoder:
         logits = torch.empty(hidden.shape[0], -(-self.config.vocab_size // PANEL) * PANEL)
         rows, out = hidden.contiguous().numpy(), logits.numpy()
         operands = self._operands(hidden.shape[0])
-        self.threads.run(lambda team: output_rows(self._model, rows, out, operands[team.index], team))
+        self.threads.run(partial(_output_rows, self._model, rows, out, operands))
         return logits[:, : self.config.vocab_size]
 
     def _build(self, parameters: dict[str, Tensor], cache: KVCache) -> Model:
@@ -98,7 +103,10 @@ class CompiledDecoder:
         head_norms = np.empty((config.num_layers, 2 if config.qk_norm else 0, config.head_dim), np.float32)
         if config.qk_norm:
             for i, layer in enumerate(layers):
-                head_norms[i, 0], head_norms[i, 1] = parameters.pop(f"{layer}.q_norm"), parameters.pop(f"{layer}.k_norm")
+                head_norms[i, 0], head_norms[i, 1] = (
+                    parameters.pop(f"{layer}.q_norm"),
+                    parameters.pop(f"{layer}.k_norm"),
+                )
         return Model(
             weights=packer.weights,
             input_norms=np.stack([parameters.pop(f"{layer}.input_norm").numpy() for layer in layers]),
@@ -132,15 +140,18 @@ class CompiledDecoder:
         a = self._buffers.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32)
         factors, amx = self._buffers.get("factors", rows), amx_shapes()
         kind = np.int32 if self._int8 else np.float32
-        return [
-            Operand(a, factors, self._own_buffers(thread).get("sums", TILE_ROWS * UNIT, kind), amx)
-            for thread in range(self.threads.count)
-        ]
-
-    def _own_buffers(self, thread: int) -> Buffers:
-        while thread >= len(self._thread_buffers):
+        while len(self._thread_buffers) < self.threads.count:
             self._thread_buffers.append(Buffers())
-        return self._thread_buffers[thread]
+        own = self._thread_buffers[: self.threads.count]
+        return [Operand(a, factors, buffers.get("sums", TILE_ROWS * UNIT, kind), amx) for buffers in own]
+
+
+def _run_layers(model: Model, work: list[Work], layers: tuple[int, int], team: Team) -> None:
+    run_layers(model, work[team.thread], team, layers)
+
+
+def _output_rows(model: Model, rows: Floats, out: Floats, operands: list[Operand], team: Team) -> None:
+    output_rows(model, rows, out, operands[team.thread], team)
 
 
 def _matrix_shapes(config: ModelConfig) -> list[MatrixShape]:

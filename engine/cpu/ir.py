@@ -10,8 +10,10 @@ from llvmlite import ir
 from numba.core import cgutils
 
 INT8, INT32, INT64, FLOAT, HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
+_declare: Any = cgutils.get_or_insert_function
 VOID, BYTE_POINTER = ir.VoidType(), INT8.as_pointer()
 LANES = 16
+LOG2_E = 1.4426950408889634
 INTS, FLOATS, HALVES, BYTES = (ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF, INT8))
 # 2^x on [-0.5, 0.5], highest power first; float32 constants, exact in double.
 _POWERS = tuple(
@@ -33,22 +35,20 @@ class Emitter:
     context: Any
     builder: Any
 
-    def place(self, kind: Any, value: Any) -> Any:
-        """Byte pointer of a place: a tuple of an array and an offset in elements."""
-        array, offset = self.builder.extract_value(value, 0), self.builder.extract_value(value, 1)
-        return self.at(self._data(kind[0], array), self.bytes_of(kind[0], offset))
+    def place(self, kind: Any, value: Any) -> tuple[Any, Any]:
+        """Byte pointer and step in bytes of a place: a tuple of an array, an offset and a step in elements."""
+        array, offset, step = (self.builder.extract_value(value, i) for i in range(3))
+        width = INT64(kind[0].dtype.bitwidth // 8)
+        return self.at(self.array(kind[0], array), self.builder.mul(offset, width)), self.builder.mul(step, width)
 
     def array(self, kind: Any, value: Any) -> Any:
         """Byte pointer of an array's first element."""
-        return self._data(kind, value)
+        data = self.context.make_array(kind)(self.context, self.builder, value).data
+        return self.builder.bitcast(data, BYTE_POINTER)
 
     def pointer(self, address: Any) -> Any:
         """Byte pointer of an address."""
         return self.builder.inttoptr(address, BYTE_POINTER)
-
-    def bytes_of(self, kind: Any, count: Any) -> Any:
-        """Elements of an array type in bytes."""
-        return self.builder.mul(count, INT64(kind.dtype.bitwidth // 8))
 
     def at(self, pointer: Any, offset: Any) -> Any:
         """A byte pointer moved on; `offset` in bytes, an int or a value."""
@@ -82,7 +82,7 @@ class Emitter:
     def call(self, name: str, result: Any, *values: Any) -> Any:
         """An intrinsic of LLVM; sums may be reordered."""
         kind = ir.FunctionType(result, [value.type for value in values])
-        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        function = _declare(self.builder.module, kind, name)
         return self.builder.call(function, values, fastmath=("reassoc",) if result in (FLOAT, FLOATS) else ())
 
     def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
@@ -127,10 +127,6 @@ class Emitter:
             phi.add_incoming(value, builder.block)
         builder.cbranch(builder.icmp_signed("<", following, count), body, after)
         builder.position_at_end(after)
-
-    def _data(self, kind: Any, value: Any) -> Any:
-        data = self.context.make_array(kind)(self.context, self.builder, value).data
-        return self.builder.bitcast(data, INT8.as_pointer())
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """How loops are compiled here: for threads without the GIL, machine code kept on disk.
 
-numba knows code on disk by the file of the outermost function and not by what it calls; so the folder's name has a digest
-of all files of this package. The folder is in numba's own (NUMBA_CACHE_DIR) if that is set, else in the user's cache.
+numba knows code on disk by the file of the outermost function and not by what it calls; so the folder's name has a
+digest of all files of this package. It is in numba's own folder (NUMBA_CACHE_DIR) if that is set, else in the user's
+cache.
 """
 
 import os
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import config
 
-OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": True, "error_model": "numpy"}
+_config: Any = config
+OPTIONS: Any = {"nogil": True, "fastmath": True, "error_model": "numpy"}
 
 
 @lru_cache(maxsize=1)
@@ -21,7 +24,7 @@ def _cache_dir() -> str:
     digest = blake2b(numba.__version__.encode(), digest_size=8)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    base = numba.config.CACHE_DIR or os.path.join(
+    base = _config.CACHE_DIR or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tandem"
     )
     return os.path.join(base, f"compiled-{digest.hexdigest()}")
@@ -29,12 +32,12 @@ def _cache_dir() -> str:
 
 def jit(function: Callable[..., Any]) -> Any:
     """Compile at the first call with each combination of types."""
-    usual = numba.config.CACHE_DIR
+    usual = _config.CACHE_DIR
     folder = _cache_dir()
-    numba.config.CACHE_DIR = folder  # looked at while decorating only
+    _config.CACHE_DIR = folder  # looked at while decorating only
     try:
         return numba.njit(cache=True, **OPTIONS)(function)
     except RuntimeError:  # the folder cannot be written
         return numba.njit(**OPTIONS)(function)
     finally:
-        numba.config.CACHE_DIR = usual
+        _config.CACHE_DIR = usual

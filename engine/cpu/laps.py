@@ -1,5 +1,6 @@
 """Where the time of a step goes: cycles of each phase, counted inside the compiled loop."""
 
+from collections.abc import Callable
 from typing import Any
 
 from numba import types
@@ -11,8 +12,10 @@ from engine.cpu.jit import jit
 PHASES = ("norm", "qkv", "rotate and store", "attention", "quantise", "output", "gate and up", "down", "logits")
 NORM, QKV, PLACE, ATTENTION, QUANTISE, OUTPUT, GATE_UP, DOWN, LOGITS = range(len(PHASES))
 
+_emit: Callable[[Callable[..., Any]], Any] = intrinsic
 
-@intrinsic
+
+@_emit
 def _cycles(typing: Any) -> Any:
     """The CPU's counter."""
 
@@ -29,7 +32,7 @@ def start_laps(laps: Any) -> None:
 
 
 @jit
-def lap(laps: Any, phase: int) -> None:
+def lap(laps: Any, phase: Any) -> None:
     """The time since the last call was this phase's."""
     now = _cycles()
     laps[phase] += now - laps[-1]

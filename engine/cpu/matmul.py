@@ -13,7 +13,7 @@ from numba.extending import overload
 from engine.cpu.finish import finish, finish_gated
 from engine.cpu.jit import OPTIONS, jit
 from engine.cpu.tiles import PANEL, configure_amx, multiply_amx_tile, multiply_tile, release_amx
-from engine.cpu.vectors import address
+from engine.cpu.vectors import FLOAT_BYTES, address
 
 UNIT = 64
 """Columns of a unit."""
@@ -23,8 +23,8 @@ _AMX_MIN_ROWS = 5
 
 
 class Weights(NamedTuple):
-    """All matrices of a model. Columns are padded to units; `matrices[i]`: offset of the weights, offset of the columns,
-    elements of a row of `a`, columns that count.
+    """All matrices of a model. Columns are padded to units; `matrices[i]`: offset of the weights, offset of the
+    columns, elements of a row of `a`, columns that count.
     """
 
     packed: Any  # flat int8 or fp32, panels of 16 columns
@@ -43,67 +43,69 @@ class Operand(NamedTuple):
     amx: Any  # 64 bytes that configure the tile registers; empty: no AMX
 
 
-def _sum_tile(operand: Any, row: int, rows: int, weights: Any, at: Any) -> Any:
+def _sum_tile(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
     """Fill `operand.sums` for rows from `row` on, at most `rows`, and one unit of columns; returns how many it did."""
     raise NotImplementedError
 
 
 @overload(_sum_tile, jit_options=OPTIONS)
-def _overload_sum_tile(operand: Any, row: int, rows: int, weights: Any, at: Any) -> Any:
+def _overload_sum_tile(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
     return _sum_int8 if operand.types[0].dtype == types.uint8 else _sum_float
 
 
-def _sum_int8(operand: Any, row: int, rows: int, weights: Any, at: Any) -> Any:
+def _sum_int8(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
     b_at, depth = at
-    a, sums, panel = (operand.a, row * depth), (operand.sums, 0), 16 * depth
-    b, other = (weights.packed, b_at), (weights.packed, b_at + 2 * panel)
+    panel = PANEL * depth
+    a, sums = (operand.a, row * depth, depth), (operand.sums, 0, UNIT)
+    b, other = (weights.packed, b_at, panel), (weights.packed, b_at + 2 * panel, panel)
     if len(operand.amx) and rows >= _AMX_MIN_ROWS:
-        right = (operand.sums, 32)
+        right = (operand.sums, 32, UNIT)
         if rows > 16:
-            multiply_amx_tile(a, depth, b, panel, depth // 64, sums, UNIT, 2)
-            multiply_amx_tile(a, depth, other, panel, depth // 64, right, UNIT, 2)
+            multiply_amx_tile(a, b, sums, depth // 64, 2)
+            multiply_amx_tile(a, other, right, depth // 64, 2)
             return 32
-        multiply_amx_tile(a, depth, b, panel, depth // 64, sums, UNIT, 1)
-        multiply_amx_tile(a, depth, other, panel, depth // 64, right, UNIT, 1)
+        multiply_amx_tile(a, b, sums, depth // 64, 1)
+        multiply_amx_tile(a, other, right, depth // 64, 1)
         return 16
     if rows >= 5:
-        multiply_tile(a, depth, b, panel, depth // 4, sums, UNIT, 6, 4)
+        multiply_tile(a, b, sums, depth // 4, 6, 4)
         return 6
     if rows >= 3:
-        multiply_tile(a, depth, b, panel, depth // 4, sums, UNIT, 4, 4)
+        multiply_tile(a, b, sums, depth // 4, 4, 4)
         return 4
     if rows == 2:
-        multiply_tile(a, depth, b, panel, depth // 4, sums, UNIT, 2, 4)
+        multiply_tile(a, b, sums, depth // 4, 2, 4)
         return 2
-    multiply_tile(a, depth, b, panel, depth // 4, sums, UNIT, 1, 4)
+    multiply_tile(a, b, sums, depth // 4, 1, 4)
     return 1
 
 
-def _sum_float(operand: Any, row: int, rows: int, weights: Any, at: Any) -> Any:
+def _sum_float(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
     b_at, depth = at
-    a, sums, panel = (operand.a, row * depth), (operand.sums, 0), 16 * depth
-    b = (weights.packed, b_at)
+    panel = PANEL * depth
+    a, sums = (operand.a, row * depth, depth), (operand.sums, 0, UNIT)
+    b = (weights.packed, b_at, panel)
     if rows >= 5:
-        other, right = (weights.packed, b_at + 2 * panel), (operand.sums, 32)
+        other, right = (weights.packed, b_at + 2 * panel, panel), (operand.sums, 32, UNIT)
         if rows >= 9:
-            multiply_tile(a, depth, b, panel, depth, sums, UNIT, 12, 2)
-            multiply_tile(a, depth, other, panel, depth, right, UNIT, 12, 2)
+            multiply_tile(a, b, sums, depth, 12, 2)
+            multiply_tile(a, other, right, depth, 12, 2)
             return 12
-        multiply_tile(a, depth, b, panel, depth, sums, UNIT, 8, 2)
-        multiply_tile(a, depth, other, panel, depth, right, UNIT, 8, 2)
+        multiply_tile(a, b, sums, depth, 8, 2)
+        multiply_tile(a, other, right, depth, 8, 2)
         return 8
     if rows >= 3:
-        multiply_tile(a, depth, b, panel, depth, sums, UNIT, 4, 4)
+        multiply_tile(a, b, sums, depth, 4, 4)
         return 4
     if rows == 2:
-        multiply_tile(a, depth, b, panel, depth, sums, UNIT, 2, 4)
+        multiply_tile(a, b, sums, depth, 2, 4)
         return 2
-    multiply_tile(a, depth, b, panel, depth, sums, UNIT, 1, 4)
+    multiply_tile(a, b, sums, depth, 1, 4)
     return 1
 
 
 @jit
-def sum_tile(operand: Any, row: int, rows: int, weights: Any, at: Any) -> Any:
+def sum_tile(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
     """See `_sum_tile`; compiled once for all products."""
     return _sum_tile(operand, row, rows, weights, at)
 
@@ -123,55 +125,60 @@ def end_products(operand: Any) -> None:
 
 
 @jit
-def _units(columns: int, share: Any) -> Any:
+def _units(columns: Any, share: Any) -> Any:
     """The thread's units of a matrix: first, and the one after the last."""
     count = (columns + UNIT - 1) // UNIT
     return count * share[0] // share[1], count * (share[0] + 1) // share[1]
 
 
 @jit
-def _columns(weights: Any, at: int) -> Any:
+def _columns(weights: Any, at: Any) -> Any:
     """Addresses of the columns' offsets, scales and biases from column `at` on."""
-    skipped = at * 4
+    skipped = at * FLOAT_BYTES
     return address(weights.offsets) + skipped, address(weights.scales) + skipped, address(weights.biases) + skipped
 
 
 @jit
-def product(operand: Any, rows: int, weights: Any, matrix: int, out: Any, adds: Any, share: Any) -> None:
-    """out [rows, columns] = operand @ matrix + bias, or out += that if `adds`; the columns of this thread's share (index,
-    count).
+def product(operand: Any, weights: Any, matrix: Any, out: Any, adds: Any, share: Any) -> None:
+    """out [rows, columns] = operand @ matrix + bias, or out += that if `adds`.
+
+    `share` (index, count) says which columns are this thread's.
     """
     weight_at, column_at, depth, columns = weights.matrices[matrix]
+    rows = len(out)
     first, end = _units(columns, share)
-    sums, kind, out_at, out_step = address(operand.sums), operand.sums[0], address(out), out.shape[1] * 4
+    sums, kind, out_at, out_step = address(operand.sums), operand.sums[0], address(out), out.shape[1] * FLOAT_BYTES
     for unit in range(first, end):
-        offsets, scales, biases = _columns(weights, column_at + unit * UNIT)
+        columns_at = _columns(weights, column_at + unit * UNIT)
         num_vectors = min(UNIT, columns - unit * UNIT) // PANEL
         row = 0
         while row < rows:
             done = sum_tile(operand, row, rows - row, weights, (weight_at + unit * UNIT * depth, depth))
             for r in range(min(done, rows - row)):
-                to, factor = out_at + (row + r) * out_step + unit * UNIT * 4, operand.factors[row + r]
+                to = out_at + (row + r) * out_step + unit * UNIT * FLOAT_BYTES
+                found = (sums + r * UNIT * FLOAT_BYTES, operand.factors[row + r], to, num_vectors)
                 if adds:
-                    finish(sums + r * UNIT * 4, offsets, scales, biases, factor, to, num_vectors, 1, kind)
+                    finish(found, columns_at, 1, kind)
                 else:
-                    finish(sums + r * UNIT * 4, offsets, scales, biases, factor, to, num_vectors, 0, kind)
+                    finish(found, columns_at, 0, kind)
             row += done
 
 
 @jit
-def gated_product(operand: Any, rows: int, weights: Any, matrix: int, out: Any, share: Any) -> None:
+def gated_product(operand: Any, weights: Any, matrix: Any, out: Any, share: Any) -> None:
     """out [rows, columns / 2] = silu(gate) * up, for a matrix whose panels of 16 columns are gate and up by turns."""
     weight_at, column_at, depth, columns = weights.matrices[matrix]
+    rows = len(out)
     first, end = _units(columns, share)
-    sums, kind, out_at, out_step = address(operand.sums), operand.sums[0], address(out), out.shape[1] * 4
+    sums, kind, out_at, out_step = address(operand.sums), operand.sums[0], address(out), out.shape[1] * FLOAT_BYTES
     for unit in range(first, end):
-        offsets, scales, biases = _columns(weights, column_at + unit * UNIT)
+        columns_at = _columns(weights, column_at + unit * UNIT)
         num_vectors = min(UNIT, columns - unit * UNIT) // (2 * PANEL)
         row = 0
         while row < rows:
             done = sum_tile(operand, row, rows - row, weights, (weight_at + unit * UNIT * depth, depth))
             for r in range(min(done, rows - row)):
-                to = out_at + (row + r) * out_step + unit * UNIT * 2
-                finish_gated(sums + r * UNIT * 4, offsets, scales, biases, operand.factors[row + r], to, num_vectors, kind)
+                to = out_at + (row + r) * out_step + unit * UNIT // 2 * FLOAT_BYTES
+                found = (sums + r * UNIT * FLOAT_BYTES, operand.factors[row + r], to, num_vectors)
+                finish_gated(found, columns_at, kind)
             row += done

@@ -1,7 +1,8 @@
 """Loops over rows between matrix products: norm, quantising, gate, rotary positions and the write to the KV cache.
 
-What a product reads is a row of `a` and the row's factor, which is applied to the result: in fp32 the row itself, in int8
-`scale * (q - 128)` with q as unsigned bytes. A norm's own factor goes there too, so that normalising costs one pass.
+What a product reads is a row of `a` and the row's factor, which is applied to the result: in fp32 the row itself, in
+int8 `scale * (q - 128)` with q as unsigned bytes. A norm's own factor goes there too, so that normalising costs one
+pass.
 """
 
 from typing import Any
@@ -11,8 +12,7 @@ from numba import types
 from numba.extending import overload
 
 from engine.cpu.jit import OPTIONS, jit
-from engine.cpu.scalars import float_of_bits
-from engine.cpu.vectors import address, write_row
+from engine.cpu.vectors import FLOAT_BYTES, address, float_of_bits, write_row
 
 ZERO_POINT = 128
 _LEVELS = np.float32(127)
@@ -50,26 +50,26 @@ def _quantise_row(values: Any, out: Any) -> Any:
 
 
 @jit
-def put_rows(x: Any, depth: int, operand: Any, first: int, end: int) -> None:
-    """Rows [first, end) of x [rows, width] into the operand, whose rows have `depth` elements."""
+def put_rows(x: Any, depth: Any, operand: Any, span: Any) -> None:
+    """Rows [span[0], span[1]) of x [rows, width] into the operand, whose rows have `depth` elements."""
     width = x.shape[1]
-    for r in range(first, end):
+    for r in range(span[0], span[1]):
         operand.factors[r] = put_row(x[r], operand.a[r * depth : r * depth + width])
 
 
 @jit
-def norm_rows(x: Any, weight: Any, eps: Any, depth: int, operand: Any, first: int, end: int) -> None:
-    """As `put_rows`, after the root-mean-square norm with `weight` [width]."""
-    width = x.shape[1]
+def norm_rows(x: Any, norm: Any, depth: Any, operand: Any, span: Any) -> None:
+    """As `put_rows`, after the root-mean-square norm: (weight [width], epsilon)."""
+    width, weight = x.shape[1], norm[0]
     weighted = np.empty(width, np.float32)
-    for r in range(first, end):
+    for r in range(span[0], span[1]):
         row = x[r]
         total = np.float32(0.0)
         for i in range(width):
             total += row[i] * row[i]
             weighted[i] = row[i] * weight[i]
         factor = put_row(weighted, operand.a[r * depth : r * depth + width])
-        operand.factors[r] = factor / np.sqrt(total / np.float32(width) + eps)
+        operand.factors[r] = factor / np.sqrt(total / np.float32(width) + norm[1])
 
 
 @jit
@@ -93,33 +93,33 @@ def _rotate(head: Any, cos: Any, sin: Any) -> None:
 
 
 @jit
-def place_heads(qkv: Any, head_norms: Any, eps: Any, batch: Any, cache: Any, shape: Any, layer: int, rows: Any) -> None:
-    """Rotate queries and keys of rows [rows[0], rows[1]) in place; write keys and values to their slots.
+def place_heads(qkv: Any, norms: Any, attending: Any, cache: Any, layer: Any, span: Any) -> None:
+    """Rotate queries and keys of rows [span[0], span[1]) in place; write keys and values to their slots.
 
-    qkv: [rows, num_heads + 2 * num_kv_heads, head_dim] flat; head_norms: [2, head_dim], or [0, head_dim] without.
+    qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]; norms: ([2, head_dim], or [0, head_dim] without; epsilon).
     """
+    shape, batch = attending.shape, attending.batch
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     row_step = (num_heads + 2 * num_kv_heads) * dim
-    kind, cache_at = cache[0], address(cache)
-    half_layer = shape.num_slots * num_kv_heads * shape.row_bytes
-    for r in range(rows[0], rows[1]):
+    layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
+    for r in range(span[0], span[1]):
         for head in range(num_heads + num_kv_heads):
             at = r * row_step + head * dim
             values = qkv[at : at + dim]
-            if len(head_norms):
-                _norm_head(values, head_norms[0 if head < num_heads else 1], eps)
+            if len(norms[0]):
+                _norm_head(values, norms[0][0 if head < num_heads else 1], norms[1])
             _rotate(values, batch.cos[r], batch.sin[r])
-        slot = cache_at + 2 * layer * half_layer + batch.slots[r] * num_kv_heads * shape.row_bytes
-        keys_at = address(qkv) + (r * row_step + num_heads * dim) * 4
-        write_heads(keys_at, keys_at + num_kv_heads * dim * 4, slot, kind, shape)
+        keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
+        slot = layer_at + batch.slots[r] * num_kv_heads * shape.row_bytes
+        _write_heads(keys, keys + num_kv_heads * dim * FLOAT_BYTES, slot, cache[0], shape)
 
 
 @jit
-def write_heads(keys: int, values: int, slot: int, kind: Any, shape: Any) -> None:
+def _write_heads(keys: Any, values: Any, slot: Any, kind: Any, shape: Any) -> None:
     """One token's keys and values [num_kv_heads, head_dim], fp32 at these addresses, to its slot of the cache."""
     half_layer = shape.num_slots * shape.num_kv_heads * shape.row_bytes
     for head in range(shape.num_kv_heads):
-        at, to = head * shape.head_dim * 4, slot + head * shape.row_bytes
+        at, to = head * shape.head_dim * FLOAT_BYTES, slot + head * shape.row_bytes
         write_row(keys + at, shape.head_dim // 16, to, kind)
         write_row(values + at, shape.head_dim // 16, to + half_layer, kind)
 
@@ -127,7 +127,8 @@ def write_heads(keys: int, values: int, slot: int, kind: Any, shape: Any) -> Non
 @jit
 def write_tokens(keys: Any, values: Any, slots: Any, cache: Any, shape: Any) -> None:
     """Keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
-    token_bytes = shape.num_kv_heads * shape.head_dim * 4
+    token_bytes = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES
     for token in range(len(slots)):
         slot = address(cache) + slots[token] * shape.num_kv_heads * shape.row_bytes
-        write_heads(address(keys) + token * token_bytes, address(values) + token * token_bytes, slot, cache[0], shape)
+        at = token * token_bytes
+        _write_heads(address(keys) + at, address(values) + at, slot, cache[0], shape)

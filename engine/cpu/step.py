@@ -36,69 +36,83 @@ class Activations(NamedTuple):
 
 
 class Team(NamedTuple):
-    """A thread among those that run the same loop: its index, their count, the counter at which they meet, its laps."""
+    """A thread among those that run the same loop, the counter at which they meet, and the thread's laps."""
 
-    index: int
-    count: int
+    thread: int
+    num_threads: int
     counter: Any
     laps: Any
 
 
+class Work(NamedTuple):
+    """A thread's view of a step."""
+
+    acts: Any
+    operand: Any
+    attending: Any  # attention.Attending
+    cache: Any  # flat
+
+
 @jit
-def run_layers(model: Any, batch: Any, cache: Any, acts: Any, operand: Any, scratch: Any, team: Any, layers: Any) -> None:
-    """Layers [layers[0], layers[1]): the residual goes on, KV is written to the cache. Run by every thread of the team."""
-    share, rows, laps = (team.index, team.count), acts.residual.shape[0], team.laps
-    first, end = rows * team.index // team.count, rows * (team.index + 1) // team.count
-    weights, shape = model.weights, model.shape
+def run_layers(model: Any, work: Any, team: Any, layers: Any) -> None:
+    """Layers [layers[0], layers[1]): the residual goes on, KV is written to the cache. Every thread runs it."""
+    acts, operand, attending, cache = work
+    weights, share = model.weights, (team.thread, team.num_threads)
+    span = _span(acts.residual, team)
     begin_products(operand)
-    start_laps(laps)
+    start_laps(team.laps)
     for layer in range(layers[0], layers[1]):
         qkv, output, gate_up, down = _matrices(layer)
-        norm_rows(acts.residual, model.input_norms[layer], model.eps, weights.matrices[qkv, 2], operand, first, end)
+        norm_rows(acts.residual, (model.input_norms[layer], model.eps), weights.matrices[qkv, 2], operand, span)
         _meet(team, NORM)
-        product(operand, rows, weights, qkv, acts.qkv, False, share)
+        product(operand, weights, qkv, acts.qkv, False, share)
         _meet(team, QKV)
-        place_heads(acts.queries.queries, model.head_norms[layer], model.eps, batch, cache, shape, layer, (first, end))
+        place_heads(acts.queries.rows, (model.head_norms[layer], model.eps), attending, cache, layer, span)
         _meet(team, PLACE)
-        attend(acts.queries, cache, layer, model.windows[layer], shape, batch, scratch, share)
+        attend(attending, cache, layer, model.windows[layer], share)
         _meet(team, ATTENTION)
-        put_rows(acts.mixed, weights.matrices[output, 2], operand, first, end)
+        put_rows(acts.mixed, weights.matrices[output, 2], operand, span)
         _meet(team, QUANTISE)
-        product(operand, rows, weights, output, acts.residual, True, share)
+        product(operand, weights, output, acts.residual, True, share)
         _meet(team, OUTPUT)
-        norm_rows(acts.residual, model.post_norms[layer], model.eps, weights.matrices[gate_up, 2], operand, first, end)
+        norm_rows(acts.residual, (model.post_norms[layer], model.eps), weights.matrices[gate_up, 2], operand, span)
         _meet(team, NORM)
-        gated_product(operand, rows, weights, gate_up, acts.inner, share)
+        gated_product(operand, weights, gate_up, acts.inner, share)
         _meet(team, GATE_UP)
-        put_rows(acts.inner, weights.matrices[down, 2], operand, first, end)
+        put_rows(acts.inner, weights.matrices[down, 2], operand, span)
         _meet(team, QUANTISE)
-        product(operand, rows, weights, down, acts.residual, True, share)
+        product(operand, weights, down, acts.residual, True, share)
         _meet(team, DOWN)
     end_products(operand)
 
 
 @jit
-def _matrices(layer: int) -> Any:
+def _matrices(layer: Any) -> Any:
     at = layer * MATRICES_PER_LAYER
     return at, at + 1, at + 2, at + 3
 
 
 @jit
-def _meet(team: Any, phase: int) -> None:
-    meet(team.counter, team.count)
+def _span(rows: Any, team: Any) -> Any:
+    """The thread's rows, where each thread works on rows of its own."""
+    return len(rows) * team.thread // team.num_threads, len(rows) * (team.thread + 1) // team.num_threads
+
+
+@jit
+def _meet(team: Any, phase: Any) -> None:
+    meet(team.counter, team.num_threads)
     lap(team.laps, phase)
 
 
 @jit
 def output_rows(model: Any, hidden: Any, logits: Any, operand: Any, team: Any) -> None:
-    """logits [rows, vocab_size] of rows of the residual."""
-    rows, weights = hidden.shape[0], model.weights
-    first, end = rows * team.index // team.count, rows * (team.index + 1) // team.count
+    """logits [rows, vocab_size] of rows of the residual. Every thread runs it."""
+    weights = model.weights
     matrix = len(weights.matrices) - 1
     begin_products(operand)
     start_laps(team.laps)
-    norm_rows(hidden, model.final_norm, model.eps, weights.matrices[matrix, 2], operand, first, end)
-    meet(team.counter, team.count)
-    product(operand, rows, weights, matrix, logits, False, (team.index, team.count))
+    norm_rows(hidden, (model.final_norm, model.eps), weights.matrices[matrix, 2], operand, _span(hidden, team))
+    meet(team.counter, team.num_threads)
+    product(operand, weights, matrix, logits, False, (team.thread, team.num_threads))
     _meet(team, LOGITS)
     end_products(operand)

@@ -56,4 +56,3 @@ class Threads:
                 helper.submit(int).result()
             self._helpers[core] = helper
         return self._helpers[core]
-

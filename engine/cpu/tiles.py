@@ -1,8 +1,9 @@
 """Matrix tiles in registers: the innermost loops of every matrix product on CPU.
 
-A place is a tuple of an array and an offset; offsets and steps count elements. B is packed in panels of 16 columns:
-fp32 as [depth][16], int8 as [depth / 4][16][4], which is what both VNNI (`vpdpbusd`) and AMX (`tdpbusd`) read, so one
-packed weight serves batches of all sizes. Nothing is checked: a wrong offset reads or writes foreign memory.
+A place is a tuple of an array, an offset and a step from row to row (of a packed B: from panel to panel), in elements.
+B is packed in panels of 16 columns: fp32 as [depth][16], int8 as [depth / 4][16][4], which is what both VNNI
+(`vpdpbusd`) and AMX (`tdpbusd`) read, so one packed weight serves batches of all sizes. Nothing is checked: a wrong
+offset reads or writes foreign memory.
 """
 
 from collections.abc import Callable
@@ -21,24 +22,21 @@ _emit: Callable[[Callable[..., Any]], Any] = intrinsic(prefer_literal=True)
 
 
 @_emit
-def multiply_tile(
-    typing: Any, a: Any, a_step: Any, b: Any, b_step: Any, depth: Any, c: Any, c_step: Any, rows: Any, panels: Any
-) -> Any:
+def multiply_tile(typing: Any, a: Any, b: Any, c: Any, depth: Any, rows: Any, panels: Any) -> Any:
     """c[rows, panels * 16] = a[rows, depth] @ b, kept in registers until it is whole.
 
     `rows` and `panels` are compile-time constants. int8: `a` unsigned bytes, `depth` in groups of 4, sums int32.
     """
-    signature = types.void(a, types.intp, b, types.intp, types.intp, c, types.intp, rows, panels)
+    signature = types.void(a, b, c, types.intp, rows, panels)
     num_rows, num_panels = rows.literal_value, panels.literal_value
     is_int8 = a[0].dtype == types.uint8
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        a_at, b_at, c_at = (emit.place(signature.args[i], args[i]) for i in (0, 2, 5))
-        a_step, b_step = emit.bytes_of(a[0], args[1]), emit.bytes_of(b[0], args[3])
+        (a_at, a_step), (b_at, b_step), (c_at, c_step) = (emit.place(kind, args[i]) for i, kind in enumerate((a, b, c)))
         scalar, vector = (INT32, INTS) if is_int8 else (FLOAT, FLOATS)
         totals = [constant(vector, 0)] * (num_rows * num_panels)
-        with emit.loop(args[4], totals) as loop:
+        with emit.loop(args[3], totals) as loop:
             b_row = builder.mul(loop.index, INT64(_VECTOR_BYTES))
             a_column = builder.mul(loop.index, INT64(4))
             columns = [
@@ -55,7 +53,7 @@ def multiply_tile(
                     else:
                         loop.next.append(emit.multiply_add(left, right, total))
         for i, total in enumerate(loop.next):
-            row_at = builder.mul(emit.bytes_of(c[0], args[6]), INT64(i // num_panels))
+            row_at = builder.mul(c_step, INT64(i // num_panels))
             emit.store(total, emit.at(c_at, builder.add(row_at, INT64(i % num_panels * _VECTOR_BYTES))))
         return context.get_dummy_value()
 
@@ -63,36 +61,33 @@ def multiply_tile(
 
 
 @_emit
-def multiply_amx_tile(
-    typing: Any, a: Any, a_step: Any, b: Any, b_step: Any, depth: Any, c: Any, c_step: Any, halves: Any
-) -> Any:
+def multiply_amx_tile(typing: Any, a: Any, b: Any, c: Any, depth: Any, halves: Any) -> Any:
     """c[16 * halves, 32] = a @ b in int8 with AMX's tile registers; `depth` in groups of 64, `halves` 1 or 2.
 
     The thread has called `configure_amx`. Registers: 0-3 sums, 4-5 rows of a, 6-7 panels of b.
     """
-    signature = types.void(a, types.intp, b, types.intp, types.intp, c, types.intp, halves)
+    signature = types.void(a, b, c, types.intp, halves)
     num_halves = halves.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        a_at, b_at, c_at = (emit.place(signature.args[i], args[i]) for i in (0, 2, 5))
+        (a_at, a_step), (b_at, b_step), (c_at, c_step) = (emit.place(kind, args[i]) for i, kind in enumerate((a, b, c)))
 
         def load(register: int, at: Any, step: Any) -> None:
             emit.call("llvm.x86.tileloadd64", VOID, INT8(register), at, step)
 
         for register in range(2 * num_halves):
             emit.call("llvm.x86.tilezero", VOID, INT8(register))
-        with emit.loop(args[4], []) as loop:
+        with emit.loop(args[3], []) as loop:
             a_column = builder.mul(loop.index, INT64(_VECTOR_BYTES))
             b_row = builder.mul(loop.index, INT64(_AMX_PANEL_BYTES))
             for j in range(2):
-                load(6 + j, emit.at(b_at, builder.add(b_row, builder.mul(args[3], INT64(j)))), INT64(_VECTOR_BYTES))
+                load(6 + j, emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))), INT64(_VECTOR_BYTES))
             for half in range(num_halves):
-                row_at = builder.mul(args[1], INT64(_AMX_ROWS * half))
-                load(4 + half, emit.at(a_at, builder.add(a_column, row_at)), args[1])
+                row_at = builder.mul(a_step, INT64(_AMX_ROWS * half))
+                load(4 + half, emit.at(a_at, builder.add(a_column, row_at)), a_step)
                 for j in range(2):
                     emit.call("llvm.x86.tdpbusd", VOID, INT8(2 * half + j), INT8(4 + half), INT8(6 + j))
-        c_step = emit.bytes_of(c[0], args[6])
         for register in range(2 * num_halves):
             row_at = builder.mul(c_step, INT64(_AMX_ROWS * (register // 2)))
             at = emit.at(c_at, builder.add(row_at, INT64(register % 2 * _VECTOR_BYTES)))
@@ -104,7 +99,7 @@ def multiply_amx_tile(
 
 @_emit
 def configure_amx(typing: Any, shapes: Any) -> Any:
-    """Set this thread's tile registers up; `shapes`: 64 bytes, see `packing.AMX_SHAPES`."""
+    """Set this thread's tile registers up; `shapes`: 64 bytes, see `features.amx_shapes`."""
     signature = types.void(shapes)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,9 +1,9 @@
 """Vector loops of attention over a paged KV cache, and conversions between fp32 and the cache's rows.
 
-A row of the cache is one head of one token: fp32, fp16 (arrays of uint16: numba has no fp16 on CPU), or int8 followed by
-the 4 bytes of its fp32 scale. `kind` is any number of the cache's dtype. Rows have 16 * num_vectors numbers. Arguments
-without another word are addresses, and steps count bytes: arrays would be counted references in the innermost loops.
-Nothing is checked.
+A row of the cache is one head of one token: fp32, fp16 (arrays of uint16: numba has no fp16 on CPU), or int8 followed
+by the 4 bytes of its fp32 scale. `kind` is any number of the cache's dtype. Rows have 16 * num_vectors numbers.
+Arguments without another word are addresses, and steps count bytes: arrays would be counted references in the innermost
+loops. Nothing is checked.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.cpu.ir import BYTES, FLOAT, FLOATS, HALVES, INT32, INT64, INTS, LANES, VOID, Emitter, constant
+from engine.cpu.ir import BYTES, FLOAT, FLOATS, HALVES, INT32, INT64, INTS, LANES, LOG2_E, VOID, Emitter, constant
 
 KEYS = 16
 """Keys that one call handles."""
+FLOAT_BYTES = 4
 _VECTOR_BYTES = 64
 _CACHE_LINE_BYTES = 64
 _INT8_LEVELS = 127.0
 _TINY = 1e-20
-_LOG2_E = 1.4426950408889634
 _INTP = types.intp
 _emit: Callable[[Callable[..., Any]], Any] = intrinsic(prefer_literal=True)
 
@@ -34,6 +34,16 @@ def address(typing: Any, array: Any) -> Any:
         return builder.ptrtoint(Emitter(context, builder).array(signature.args[0], args[0]), INT64)
 
     return types.intp(array), generate
+
+
+@_emit
+def float_of_bits(typing: Any, bits: Any) -> Any:
+    """The fp32 number with these 32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], FLOAT)
+
+    return types.float32(types.int32), generate
 
 
 @_emit
@@ -212,7 +222,7 @@ def sum_of_exponents(typing: Any, values: Any, num_vectors: Any, largest: Any) -
         at, largest = emit.pointer(args[0]), emit.splat(args[2])
         with emit.loop(args[1], [constant(FLOATS, 0.0)]) as total:
             read = emit.load(emit.at(at, builder.mul(total.index, INT64(_VECTOR_BYTES))), FLOATS)
-            power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), constant(FLOATS, _LOG2_E)))
+            power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), constant(FLOATS, LOG2_E)))
             total.next.append(builder.fadd(total.carried[0], power))
         return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])
 

@@ -1,0 +1,119 @@
+"""Attention of a prompt's chunk on CPU: packed keys, tiles of queries, causal."""
+
+from typing import Any
+
+import numpy as np
+
+from engine.cpu.jit import jit
+from engine.cpu.tiles import multiply_tile
+from engine.cpu.vectors import FLOAT_BYTES, KEYS, address, exponents, read_rows
+
+TILE_ROWS = 12
+QUERY_BLOCK = 4 * TILE_ROWS
+"""Queries that share one pass over the keys."""
+KEY_TILE = 2 * KEYS
+_HIDDEN = np.float32(-np.inf)
+
+
+@jit
+def attend_chunk(seq: Any, attending: Any, kv: Any, share: Any) -> None:
+    """All queries of sequence `seq`; `share` (index, count) says which part of the work is this thread's."""
+    shape, batch = attending.shape, attending.batch
+    group = shape.num_heads // shape.num_kv_heads
+    row, end_row = np.int64(batch.query_starts[seq]), np.int64(batch.query_starts[seq + 1])
+    context = np.int64(batch.context_lens[seq])
+    position = context - (end_row - row)
+    first = max(0, position + 1 - kv.window) // KEY_TILE * KEY_TILE
+    item = 0
+    for kv_head in range(shape.num_kv_heads):
+        packed = False
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            for begun in range(row, end_row, QUERY_BLOCK):
+                item += 1
+                if item % share[1] != share[0]:
+                    continue
+                if not packed:
+                    _pack_head(batch.parts[seq], (first, context), kv_head, attending, kv)
+                    packed = True
+                block = (begun, min(QUERY_BLOCK, end_row - begun), position + begun - row)
+                _attend_block(block, head, (first, context), kv.window, attending)
+
+
+@jit
+def _pack_head(parts: Any, span: Any, kv_head: Any, attending: Any, kv: Any) -> None:
+    """Keys of one head as panels [keys / 16][head_dim][16], values as panels [head_dim / 16][keys][16], of tokens
+    [span[0], span[1]) and what fills the last tile up.
+    """
+    first, end = span
+    shape, scratch = attending.shape, attending.scratch
+    dim, step = shape.head_dim, shape.num_kv_heads * shape.row_bytes
+    num_keys, tile, at = _padded(end - first), scratch.tile, address(scratch.tile)
+    for token in range(first, first + num_keys, KEYS):
+        place = parts[min(token, end - 1) // KEYS] * step + kv_head * shape.row_bytes
+        panel = scratch.keys[(token - first) * dim : (token - first + KEYS) * dim]
+        read_rows(kv.keys + place, step, dim // KEYS, at, kv.kind)
+        for d in range(dim):
+            for key in range(KEYS):
+                panel[d * KEYS + key] = tile[key * dim + d]
+        read_rows(kv.values + place, step, dim // KEYS, at, kv.kind)
+        for p in range(dim // 16):
+            panel = scratch.values[(p * num_keys + token - first) * 16 : (p * num_keys + token - first + KEYS) * 16]
+            for key in range(KEYS):
+                for d in range(16):
+                    panel[key * 16 + d] = tile[key * dim + p * 16 + d]
+
+
+@jit
+def _padded(num_keys: Any) -> Any:
+    return (num_keys + KEY_TILE - 1) // KEY_TILE * KEY_TILE
+
+
+@jit
+def _attend_block(block: Any, head: Any, span: Any, window: Any, attending: Any) -> None:
+    """One head of up to QUERY_BLOCK queries: `block` is their first row, their count and the first one's position,
+    `span` the tokens whose keys are packed.
+    """
+    row, count, position = block
+    queries, shape, _, scratch = attending
+    first, scores, dim = span[0], scratch.scores, shape.head_dim
+    begin = max(0, position + 1 - window - first) // KEY_TILE * KEY_TILE
+    width = _padded(position + count - first) - begin
+    for i in range(0, count, TILE_ROWS):
+        left = (queries.rows, (row + i) * queries.step + head * dim, queries.step)
+        # Keys behind a tile's last query are hidden from all of it.
+        for key in range(0, _seen(i, position, first + begin, width), KEY_TILE):
+            keys = (scratch.keys, (begin + key) * dim, KEYS * dim)
+            multiply_tile(left, keys, (scores, i * width + key, width), dim, 12, 2)
+    for i in range(count):
+        end = position + i + 1 - first - begin
+        scores[i * width : i * width + max(0, end - window)] = _HIDDEN
+        scores[i * width + end : (i + 1) * width] = _HIDDEN
+        total = exponents(address(scores) + i * width * FLOAT_BYTES, width // KEYS, shape.scale)
+        scratch.factors[i] = np.float32(1.0) / total
+    num_packed = _padded(span[1] - first)
+    for i in range(0, count, TILE_ROWS):
+        weights, depth = (scores, i * width, width), _seen(i, position, first + begin, width)
+        for p in range(0, dim // 16, 2):
+            values, sums = (scratch.values, (p * num_packed + begin) * 16, num_packed * 16), (scratch.tile, 0, KEY_TILE)
+            if p + 1 < dim // 16:
+                multiply_tile(weights, values, sums, depth, 12, 2)
+            else:
+                multiply_tile(weights, values, sums, depth, 12, 1)
+            at = ((row + i) * shape.num_heads + head) * dim + p * 16
+            _put(scratch, queries.out, (i, min(TILE_ROWS, count - i), min(KEY_TILE, dim - p * 16)), at, shape)
+
+
+@jit
+def _seen(i: Any, position: Any, begin: Any, width: Any) -> Any:
+    """Keys, from `begin` on, that the tile of queries from number `i` on may see."""
+    return min(width, _padded(position + i + TILE_ROWS - begin))
+
+
+@jit
+def _put(scratch: Any, out: Any, part: Any, at: Any, shape: Any) -> None:
+    """A tile of sums to the rows of `out`, each over its softmax's total; `part`: first query, rows, columns."""
+    i, rows, columns = part
+    for r in range(rows):
+        target = out[at + r * shape.num_heads * shape.head_dim : at + r * shape.num_heads * shape.head_dim + columns]
+        for j in range(columns):
+            target[j] = scratch.tile[r * KEY_TILE + j] * scratch.factors[i + r]

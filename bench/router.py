@@ -1,6 +1,6 @@
 """What one router can carry: tokens per second and its CPU time, with workers that compute nothing.
 
-    python -m bench.router [--clients 16 64 256] [--tokens 64] [--repeats 3]
+    python -m bench.router [--clients 8 32 128] [--tokens 128] [--repeats 3]
     python -m bench.router --replicas 1 2 3
 
 A router and its workers (bench.paced) run as they always do; the router has the first core to itself, workers and
@@ -30,7 +30,7 @@ from bench.paced import PACE_ENV
 from bench.shapes import BUNDLED
 
 _INPUT_TOKENS = 64
-_STEP_MS = 20.0
+_STEP_MS = 10.0
 _CLIENTS_PER_REPLICA = 16
 
 
@@ -80,8 +80,8 @@ async def measure(num_clients: list[int], tokens: int, num_decode: int = 1) -> l
     async with AsyncExitStack() as stack:
         model = ("--model", str(BUNDLED))
         caps = ("--max-concurrent-requests", seats, "--max-queued-requests", seats)
-        caps = (*caps, "--expect-prefill", "1", "--expect-decode", str(num_decode))
-        router = service(router_core, "router", *model, "--port", "0", "--registry-port", "0", *caps)
+        expected = ("--expect-prefill", "1", "--expect-decode", str(num_decode))
+        router = service(router_core, "router", *model, "--port", "0", "--registry-port", "0", *caps, *expected)
         pid, said = await stack.enter_async_context(router)
         joined = (*model, "--registry-address", said["registry_address"])
         await stack.enter_async_context(service(other_core, "bench.paced prefill", *joined))
@@ -141,8 +141,8 @@ async def measure_scaling(replicas: list[int], tokens: int) -> list[Carried]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--clients", type=int, nargs="+", default=[16, 64, 256])
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--clients", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--replicas", type=int, nargs="+", help="numbers of decode workers, instead of clients")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

@@ -49,7 +49,8 @@ class Usage:
     cached_tokens: int
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Chunk:
     """New events of one choice; `finish_reason` and `usage` come with its last one."""
 
     index: int

@@ -48,8 +48,9 @@ class Probed:
 
     def device(self) -> Device:
         """As a device to plan for; its memory is what is free now."""
+        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
         return Device(
-            f"this machine, {self.num_threads} threads",
+            f"this machine, {threads}",
             psutil.virtual_memory().available,
             self.all_cores_bytes_per_s,
             self.flops_per_s,

@@ -5,7 +5,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan on stdout."""
     model_dir = find_model(args.model)
     config = load_config(model_dir)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     precision = _precision(args, config)
-    device = _device(args, precision)
+    with _only_warnings():
+        device = _device(args, precision)
+        measured_ms = _measured_ms(args, model_dir)
     capacity = Capacity(model_size(config), precision, device.rates(precision), args.memory_share)
-    measured_ms = _measured_ms(args, model_dir)
     plan = describe(args, device, capacity, measured_ms)
     if args.json:
         sys.stdout.write(json.dumps(plan) + "\n")
@@ -188,6 +189,17 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path) -> dict[str, float]:
         found[PREFILL] = min(steps.prompt_ms() for _ in range(3))
         found |= {decode_name(batch): steps.decode_ms(batch) for batch in args.batch}
     return found
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """The engine's own log lines are not part of the plan."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _num_threads(args: argparse.Namespace) -> int:

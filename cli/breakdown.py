@@ -33,7 +33,7 @@ _FIRST_PLAIN_ID = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_connection_arguments(parser)
-    parser.add_argument("--up", metavar="FLAGS", help='measure a mesh of its own: flags of tandem up, "" for none')
+    parser.add_argument("--up", metavar="FLAGS", help='measure a mesh of its own: --up="FLAGS of tandem up"')
     parser.add_argument("--model", help="served model (default: the only one)")
     parser.add_argument("--requests", type=int, default=32, metavar="N", help="sample requests (32)")
     parser.add_argument("--concurrency", type=int, default=4, metavar="N", help="requests in flight (4)")

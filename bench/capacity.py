@@ -16,6 +16,8 @@ from engine.models.parameters import parameter_specs
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Of one weight of a linear layer, scales left out."""
+QUANTIZED = ("int8", "fp8", "int4")
+"""Those that only linear layers have."""
 _OUTSIDE_LAYERS = ("embed", "lm_head")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.capacity import Capacity
-from bench.fleet import Load, blended_price, price_per_million_tokens
+from bench.fleet import Load
 from mesh.domain.errors import ConfigurationError
 
 PREFILL = "prefill_ms"
@@ -22,15 +22,13 @@ def decode_name(batch: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One pass: its length in tokens, its time, its intensity, and the price of its tokens. `ratio` is how many times
-    longer than predicted it took."""
+    """One pass: its tokens, its time, and its intensity."""
 
     name: str
     tokens: int
     predicted_ms: float
     flops_per_byte: float
     measured_ms: float | None = None
-    price_per_million: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -48,29 +46,17 @@ class Prediction:
         return None if self.measured_ms is None else self.measured_ms / self.predicted_ms
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is predicted: passes of this load at these batches, at this price."""
-
-    load: Load
-    batches: Sequence[int]
-    price_per_hour: float | None = None
-
-    def price(self, tokens_per_s: float) -> float | None:
-        """Of a million tokens; None without a price."""
-        return None if self.price_per_hour is None else price_per_million_tokens(self.price_per_hour, tokens_per_s)
-
-
-def predict(capacity: Capacity, question: Question, measured_ms: Mapping[str, float]) -> list[Prediction]:
+def predict(
+    capacity: Capacity, load: Load, batches: Sequence[int], measured_ms: Mapping[str, float]
+) -> list[Prediction]:
     """The prefill of one prompt, then decode steps of each batch."""
-    length, context = question.load.input_tokens, question.load.mean_context_tokens
+    length, context = load.input_tokens, load.mean_context_tokens
     prefill = Prediction(
         PREFILL,
         length,
         1000 * capacity.prefill_s(length),
         capacity.prefill_intensity(length),
         measured_ms.get(PREFILL),
-        question.price(capacity.prefill_tokens_per_s(length)),
     )
     steps = [
         Prediction(
@@ -79,18 +65,10 @@ def predict(capacity: Capacity, question: Question, measured_ms: Mapping[str, fl
             1000 * capacity.decode_step_s(batch, context),
             capacity.decode_intensity(batch, context),
             measured_ms.get(decode_name(batch)),
-            question.price(capacity.decode_tokens_per_s(batch, context)),
         )
-        for batch in question.batches
+        for batch in batches
     ]
     return [prefill, *steps]
-
-
-def blended(predictions: Sequence[Prediction], batch: int) -> float | None:
-    """Price of a million tokens, three of input to one of output made at this batch."""
-    prices = {prediction.name: prediction.price_per_million for prediction in predictions}
-    input_price, output_price = prices[PREFILL], prices[decode_name(batch)]
-    return None if input_price is None or output_price is None else blended_price(input_price, output_price)
 
 
 def read_measured(path: Path, input_tokens: int) -> dict[str, float]:

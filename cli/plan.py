@@ -5,20 +5,20 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from bench.capacity import Capacity, Precision, model_size
+from bench.capacity import QUANTIZED, Capacity, Precision, model_size
+from bench.capacity_answer import Question, answer
 from bench.device_probe import probe
 from bench.devices import DEVICES, Device, find_device
 from bench.engine_steps import EngineSteps, StepPlan
-from bench.fleet import Load, PassTimes, largest_batch, predicted_times, rate_of_users, workers_for
-from bench.predictions import PREFILL, Question, blended, decode_name, predict, read_measured
+from bench.fleet import Load
+from bench.predictions import PREFILL, decode_name, read_measured
 from cli.plan_tables import show
 from cli.tables import wide_console
 from cli.up_settings import find_model
@@ -29,7 +29,6 @@ from mesh.domain.kv import DTYPE_BYTES
 NAME = "plan"
 ABOUT = "capacity of a model on a device: memory, users, speed at best, workers for a load, cost"
 
-_QUANTIZATIONS = ("none", "int8", "fp8", "int4")
 _HERE = "here"
 
 
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("model", nargs="?", default="tandem-small", help="model folder, or name of a bundled model")
     parser.add_argument("--dtype", choices=DTYPE_BYTES, help="of weights and KV (here float32, else the checkpoint's)")
-    parser.add_argument("--quantize", choices=_QUANTIZATIONS, default="none", help="of linear layers (none)")
+    parser.add_argument("--quantize", choices=("none", *QUANTIZED), default="none", help="of linear layers (none)")
     _add_device(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--input-tokens", type=_positive_int, default=256, metavar="N", help="of a prompt (256)")
@@ -58,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
     device = parser.add_argument_group("device")
-    device.add_argument("--device", metavar="NAME", help=f"here (measured; default), {', '.join(DEVICES)}")
+    device.add_argument(
+        "--device", metavar="NAME", help=f"here: this machine's CPU, measured (default); or {', '.join(DEVICES)}"
+    )
     device.add_argument("--threads", type=_positive_int, metavar="N", help="of this machine (all cores allowed)")
     device.add_argument("--memory", type=_positive, metavar="GB", help="instead of a name: memory in 1e9 bytes")
     device.add_argument("--bandwidth", type=_positive, metavar="GB/s", help="and how fast it is read")
@@ -77,83 +78,23 @@ def run(args: argparse.Namespace) -> int:
         device = _device(args, precision)
         measured_ms = _measured_ms(args, model_dir)
     capacity = Capacity(model_size(config), precision, device.rates(precision), args.memory_share)
-    plan = describe(args, device, capacity, measured_ms)
+    question = Question(
+        Load(args.input_tokens, args.output_tokens, args.rate),
+        args.batch,
+        args.users,
+        args.link_gbit_per_s,
+        args.price_per_hour,
+    )
+    plan = {
+        "model": {"name": args.model, **asdict(capacity.model), "params": capacity.model.params},
+        "device": {"name": device.name, "source": device.source, **asdict(capacity.device)},
+        **answer(capacity, question, measured_ms),
+    }
     if args.json:
         sys.stdout.write(json.dumps(plan) + "\n")
     else:
         show(plan, wide_console())
     return 0
-
-
-def describe(
-    args: argparse.Namespace, device: Device, capacity: Capacity, measured_ms: Mapping[str, float]
-) -> dict[str, Any]:
-    """The plan for machines; tables are made from it."""
-    load = Load(args.input_tokens, args.output_tokens, args.rate)
-    batch = largest_batch(capacity, load, args.batch)
-    if batch is not None and args.users is not None:
-        rate = rate_of_users(load, predicted_times(capacity, load, batch), args.users)
-        load = replace(load, requests_per_s=rate)
-    predictions = predict(capacity, Question(load, args.batch, args.price_per_hour), measured_ms)
-    context = args.input_tokens + args.output_tokens
-    return {
-        "model": {"name": args.model, **asdict(capacity.model), "params": capacity.model.params},
-        "device": {"name": device.name, "source": device.source, **asdict(capacity.device)},
-        "precision": asdict(capacity.precision),
-        "memory": [_memory(capacity, each, context) for each in _precisions(capacity.precision)],
-        "kv_bytes_per_token": capacity.kv_bytes_per_token,
-        "context_tokens": context,
-        "critical_batch": capacity.critical_batch,
-        "device_flops_per_byte": capacity.device.flops_per_s / capacity.device.bandwidth_bytes_per_s,
-        "predictions": [
-            asdict(each)
-            | {
-                "tokens_per_s": each.tokens_per_s,
-                "measured_tokens_per_s": each.measured_tokens_per_s,
-                "ratio": each.ratio,
-            }
-            for each in predictions
-        ],
-        "blended_price_per_million": None if batch is None else blended(predictions, batch),
-        "transfer_ms": {
-            f"{rate:g}": 1000 * capacity.transfer_s(args.input_tokens, rate * 1e9 / 8) for rate in args.link_gbit_per_s
-        },
-        "load": asdict(load),
-        "batch": batch,
-        "workers": {} if batch is None else _workers(load, predicted_times(capacity, load, batch), measured_ms),
-    }
-
-
-def _workers(load: Load, predicted: PassTimes, measured_ms: Mapping[str, float]) -> dict[str, Any]:
-    """By predicted times and, where both passes were measured, by those."""
-    times = {"predicted": predicted}
-    prefill_ms, step_ms = measured_ms.get(PREFILL), measured_ms.get(decode_name(predicted.batch))
-    if prefill_ms is not None and step_ms is not None:
-        times["measured"] = PassTimes(prefill_ms / 1000, step_ms / 1000, predicted.batch)
-    needs = {name: workers_for(load, each) for name, each in times.items()}
-    return {
-        name: asdict(need) | {"decode_per_prefill": need.decode_per_prefill, "whole": need.whole}
-        for name, need in needs.items()
-    }
-
-
-def _precisions(chosen: Precision) -> list[Precision]:
-    """The chosen one first, then the other ways to hold the linear layers."""
-    others = [Precision(name, name) for name in ("float32", "bfloat16")]
-    others += [Precision(name, chosen.other) for name in _QUANTIZATIONS[1:]]
-    return [chosen, *(each for each in others if each != chosen)]
-
-
-def _memory(capacity: Capacity, precision: Precision, context_tokens: int) -> dict[str, Any]:
-    other = Capacity(capacity.model, precision, capacity.device, capacity.memory_share)
-    return {
-        "weights": precision.weights,
-        "other": precision.other,
-        "weights_bytes": other.weights_bytes,
-        "kv_bytes_per_token": other.kv_bytes_per_token,
-        "kv_tokens": other.kv_tokens,
-        "users": other.users(context_tokens),
-    }
 
 
 def _precision(args: argparse.Namespace, config: ModelConfig) -> Precision:
@@ -179,6 +120,8 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path) -> dict[str, float]:
     if args.measured is not None:
         found = read_measured(args.measured, args.input_tokens)
     if args.measure:
+        if (args.device or _HERE) != _HERE:
+            raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
         if args.quantize not in ("none", "int8"):
             raise ConfigurationError(f"the engine has no {args.quantize}: --measure goes with none and int8")
         context = args.input_tokens + args.output_tokens // 2

@@ -46,3 +46,9 @@ def test_plan_measures_beside_its_predictions(capsys: pytest.CaptureFixture[str]
     assert main(["plan", "--device", "l4", *flags]) == 0
     found = json.loads(capsys.readouterr().out)  # the engine's log must not be in it
     assert all(row["measured_ms"] > 0 for row in found["predictions"])
+
+
+def test_what_the_engine_does_not_have_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    device = ("--memory", "1", "--bandwidth", "10", "--flops", "0.1")
+    assert main(["plan", "--measure", "--quantize", "int4", *device]) == 2
+    assert "the engine has no int4" in capsys.readouterr().err

@@ -4,7 +4,21 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from tandem.exceptions import InternalError
-from tandem.models import Choice, FinishReason, Mesh, Model, Result, Token, TokenEvent, TopToken, Usage, Worker
+from tandem.models import (
+    ATTEMPT_PHASES,
+    AttemptTiming,
+    Choice,
+    FinishReason,
+    Mesh,
+    Model,
+    Result,
+    Timing,
+    Token,
+    TokenEvent,
+    TopToken,
+    Usage,
+    Worker,
+)
 from tandem.models import WorkerLoad as Load
 from tandem.v1 import generation_pb2, sampling_pb2, worker_pb2
 
@@ -50,7 +64,8 @@ class EventReader:
         if message.finish_reason:
             self._running.discard(index)
             reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN)
-            events[-1] = replace(events[-1], finish_reason=reason, usage=usage(message.usage))
+            took = timing(message.timing) if message.HasField("timing") else None
+            events[-1] = replace(events[-1], finish_reason=reason, usage=usage(message.usage), timing=took)
         return events
 
     def check_complete(self) -> None:
@@ -85,7 +100,7 @@ class ResultBuilder:
             tokens.append(event.token)
         if event.finish_reason:
             self._choices[event.index] = Choice(
-                event.index, "".join(texts), tuple(tokens), event.finish_reason, event.usage or Usage()
+                event.index, "".join(texts), tuple(tokens), event.finish_reason, event.usage or Usage(), event.timing
             )
 
     def result(self) -> Result:
@@ -105,6 +120,18 @@ def token(message: generation_pb2.Token) -> Token:
 def usage(message: generation_pb2.Usage) -> Usage:
     """Token counts."""
     return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def timing(message: generation_pb2.Timing) -> Timing:
+    """Where the time went."""
+    attempts = tuple(map(_attempt_timing, message.attempts))
+    return Timing(message.total_ms, message.prepare_ms, message.first_token_ms, attempts)
+
+
+def _attempt_timing(message: generation_pb2.AttemptTiming) -> AttemptTiming:
+    phases = {f"{name}_ms": getattr(message, f"{name}_ms") for name in ATTEMPT_PHASES}
+    kv_transfer_ms = message.kv_transfer_ms if message.HasField("kv_transfer_ms") else None
+    return AttemptTiming(kv_transfer_ms=kv_transfer_ms, **phases)
 
 
 def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:

@@ -58,7 +58,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
 
 def latency_against_throughput(report: Report) -> Figure:
     """Time per token and time to first token against throughput; points are concurrencies, and the knee is ringed."""
-    figure = Figure(figsize=(11, 4.8))
+    figure = Figure(figsize=(12, 4.8))
     axes = figure.subplots(1, 2)
     for place, series in enumerate(report.series()):
         for panel, name in zip(axes, ("tpot", "ttft"), strict=True):
@@ -66,9 +66,10 @@ def latency_against_throughput(report: Report) -> Figure:
     for panel, title in zip(axes, ("Time per output token", "Time to first token"), strict=True):
         panel.set(title=title, xlabel="throughput, output tokens/s", ylabel="ms")
         panel.set_xlim(0, 1.08 * panel.dataLim.xmax)
-        panel.set_ylim(0, 1.08 * panel.dataLim.ymax)
-    axes[0].legend(loc="upper left", fontsize=9)
-    figure.suptitle(f"Latency against throughput{_lengths(report)}\nlines: p50; whiskers: to p90; figures: concurrency")
+        panel.set_ylim(-0.03 * panel.dataLim.ymax, 1.08 * panel.dataLim.ymax)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    shown = "lines: p50; whiskers: to p90; figures: concurrency; ring: the knee"
+    figure.suptitle(f"Latency against throughput{_lengths(report)}\n{shown}")
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))  # type: ignore[union-attr, call-arg]
     return figure
 
@@ -81,16 +82,15 @@ def _curve(panel: Axes, report: Report, series: Series, name: str, place: int) -
     high = [f[f"{name}_p90_ms"].median for _, f in shown]
     colour, marker = _look(place)
     panel.vlines(x, middle, high, color=colour, alpha=0.45, linewidth=2)
-    panel.plot(x, middle, color=colour, marker=marker, label=series.name)
-    for (point, _), at_x, at_y in zip(shown, x, middle, strict=True):
-        panel.annotate(
-            f"{point.case.value:g}", (at_x, at_y), (5, -11), textcoords="offset points", fontsize=8, color=colour
-        )
     knee = series.knee(report.slo)
+    label = f"{series.name}\n(knee: {knee.case.value:g})" if knee is not None else series.name
+    panel.plot(x, middle, color=colour, marker=marker, label=label)
+    offset = (6, 4) if place % 2 == 0 else (6, -12)  # neighbours' figures on either side
     for (point, _), at_x, at_y in zip(shown, x, middle, strict=True):
+        text = f"{point.case.value:g}"
+        panel.annotate(text, (at_x, at_y), offset, textcoords="offset points", fontsize=8, color=colour)
         if point is knee:
-            label = f"knee: concurrency {point.case.value:g}"
-            panel.plot([at_x], [at_y], "o", ms=15, mfc="none", mec=colour, mew=1.8, label=label)
+            panel.plot([at_x], [at_y], "o", ms=15, mfc="none", mec=colour, mew=1.8)
 
 
 def goodput_against_rate(report: Report) -> Figure:

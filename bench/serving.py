@@ -22,6 +22,7 @@ from rich.table import Table
 
 import tandem
 from bench.load import Measured, Workload, median_run, percentile, run_closed_loop, through, workload
+from bench.meshes import own_mesh
 from bench.shapes import write_shape
 
 
@@ -57,24 +58,11 @@ async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measur
     """One run for each number of clients."""
     if arm.engine_cores:
         return await _measure_engine(arm, model, clients)
-    flags = ["--model", str(model.folder), "--load-format", "dummy", "--quantize", model.quantize, "--port", "0"]
-    command = [sys.executable, "-m", "cli", "up", *flags, *arm.flags]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    assert process.stdout is not None
-    try:
-        ready = (await process.stdout.readline()).decode().split()
-        if not ready:
-            raise SystemExit(f"{arm.name}: the mesh did not start: {' '.join(command)}")
-        address = ready[1]
-        async with tandem.AsyncClient(address) as client:
-            send = through(client)
-            await run_closed_loop(Workload(1, 1, 32, 8), send)
-            return [await run_closed_loop(workload(number), send) for number in clients]
-    finally:
-        process.terminate()
-        await process.wait()
+    flags = ["--model", str(model.folder), "--load-format", "dummy", "--quantize", model.quantize, *arm.flags]
+    async with own_mesh(flags) as address, tandem.AsyncClient(address) as client:
+        send = through(client)
+        await run_closed_loop(Workload(1, 1, 32, 8), send)
+        return [await run_closed_loop(workload(number), send) for number in clients]
 
 
 async def _measure_engine(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:

@@ -1,0 +1,55 @@
+"""`tandem bench` with meshes of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.endpoints import own_endpoint
+from bench.jobs import Lengths, random_jobs
+from bench.load import LoadGenerator
+from bench.plan import Arm
+from bench.records import Outcome, RunFailed
+
+
+@pytest.mark.timeout(180)
+def test_it_starts_a_mesh_measures_and_stops_it(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    load = (
+        "--concurrency",
+        "2",
+        "--num-requests",
+        "4",
+        "--repeats",
+        "1",
+        "--input-tokens",
+        "20",
+        "--output-tokens",
+        "5",
+    )
+    command = (sys.executable, "-m", "cli", "bench", "--up=--decode 1", *load, f"--json={file}")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert ended.returncode == 0, ended.stderr
+    assert "4 / 0 / 0" in ended.stdout
+    content = json.loads(file.read_text())
+    served = content["settings"]["endpoints"]["mesh"]
+    assert (served["model"], served["up"]) == ("tandem-small", ["--decode", "1"])
+    assert sorted(worker["role"] for worker in served["workers"]) == ["decode", "prefill"]
+    (run,) = content["points"][0]["runs"]
+    assert [len(record["token_s"]) for record in run["records"]] == [5] * 4
+
+
+@pytest.mark.timeout(180)
+async def test_workers_that_keep_a_pace_serve_as_a_mesh() -> None:
+    async with own_endpoint(Arm("paced", ("--decode=2",), pace="1,0")) as endpoint:
+        run = await LoadGenerator(endpoint.target).closed_loop(random_jobs(Lengths(20, 5, 200), 6, 0), 3)
+    assert len(run.of(Outcome.OK)) == 6, run.errors()
+    assert len(endpoint.about["workers"]) == 3
+
+
+async def test_a_mesh_that_does_not_start_says_why() -> None:
+    with pytest.raises(RunFailed, match="there is no model folder /nowhere"):
+        async with own_endpoint(Arm("none", ("--model=/nowhere",))):
+            pass

@@ -1,0 +1,126 @@
+"""What the load generator sends: random prompts, the user's files, plans."""
+
+import json
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bench.jobs import Job, Lengths, random_jobs, read_jobs, read_trace
+from bench.load import poisson_arrivals
+from bench.plan import Case, Kind, Plan
+from bench.presets import PRESETS
+from mesh.domain.errors import ConfigurationError
+
+LENGTHS = Lengths(4, 9, vocab_size=100)
+
+
+def write(folder: Path, *lines: object) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+def test_random_prompts_are_the_same_for_a_seed_and_have_their_length() -> None:
+    jobs = random_jobs(LENGTHS, 3, "seed")
+    assert jobs == random_jobs(LENGTHS, 3, "seed")
+    assert len({job.token_ids for job in jobs}) == 3
+    assert all(job.token_ids and len(job.token_ids) == 4 and max(job.token_ids) < 100 for job in jobs)
+    (words,) = random_jobs(Lengths(7, 9, as_text=True), 1, 0)
+    assert (words.token_ids, len((words.prompt or "").split())) == (None, 7)
+
+
+def test_poisson_arrivals_are_the_same_for_a_seed_and_keep_the_rate() -> None:
+    arrivals = poisson_arrivals(20.0, 4000, 1)
+    assert arrivals == poisson_arrivals(20.0, 4000, 1)
+    assert arrivals != poisson_arrivals(20.0, 4000, 2)
+    assert arrivals == sorted(arrivals)
+    gaps = [later - earlier for earlier, later in pairwise(arrivals)]
+    assert statistics.mean(gaps) == pytest.approx(1 / 20, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # exponential: as wide as their mean
+
+
+def test_a_file_of_requests(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    path = write(tmp_path, {"prompt": "a", "max_tokens": 3}, {"messages": turns}, "", {"token_ids": [1, 2]})
+    assert read_jobs(path, LENGTHS) == [
+        Job(3, prompt="a", ignore_eos=False),
+        Job(9, messages=tuple(turns), ignore_eos=False),
+        Job(9, token_ids=(1, 2), ignore_eos=False),
+    ]
+
+
+def test_a_trace_is_sorted_and_knows_the_names_of_published_ones(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"arrival_s": 2, "prompt": "b"},
+        {"timestamp": 500, "input_length": 6, "output_length": 2, "hash_ids": [1]},
+    )
+    first, second = read_trace(path, LENGTHS)
+    assert (first.arrival_s, len(first.token_ids or ()), first.max_tokens, first.ignore_eos) == (0.0, 6, 2, True)
+    assert (second.arrival_s, second.prompt) == (1.5, "b")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: Expecting property name"),
+        ("7", "line 2: expected an object, got int"),
+        ('{"max_tokens": 3}', "line 2: give exactly one of prompt, messages, token_ids, input_tokens; got none"),
+        ('{"prompt": "a", "token_ids": [1]}', "got prompt, token_ids"),
+        ('{"prompt": ""}', "line 2: prompt must be a text"),
+        ('{"prompt": "a", "max_tokens": 0}', "line 2: max_tokens must be a whole number >= 1, got 0"),
+        ('{"token_ids": [1, true]}', "line 2: token_ids must be"),
+        ('{"messages": [{"role": "user"}]}', "line 2: messages must be"),
+        ('{"prompt": "a", "arrival_s": -1}', "line 2: arrival_s must be a number >= 0"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = write(tmp_path, {"prompt": "a"}, line)
+    with pytest.raises(ConfigurationError) as raised:
+        read_jobs(path, LENGTHS)
+    assert said in str(raised.value)
+
+
+def test_files_that_will_not_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        read_jobs(tmp_path / "none", LENGTHS)
+    with pytest.raises(ConfigurationError, match="has no lines"):
+        read_jobs(write(tmp_path, ""), LENGTHS)
+    with pytest.raises(ConfigurationError, match="1 of 2 lines have no arrival_s"):
+        read_trace(write(tmp_path, {"prompt": "a"}, {"prompt": "a", "arrival_s": 1}), LENGTHS)
+
+
+def test_runs_of_a_plan_share_no_prompt() -> None:
+    plan = Plan(values=(1, 4), input_tokens=(8, 16))
+    runs = [plan.jobs(case, Lengths(8, 4), repeat) for case in plan.cases() for repeat in range(2)]
+    prompts = [job.token_ids for jobs in runs for job in jobs]
+    assert len(set(prompts)) == len(prompts) == 2 * 2 * (2 + 8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"values": (0,)}, "concurrency must be > 0, got 0"),
+        ({"kind": Kind.RATE, "values": (1, -2)}, "rate must be > 0"),
+        ({"repeats": 0}, "repeats must be > 0"),
+        ({"warmup": -1}, "warmup"),
+    ],
+)
+def test_wrong_plans(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Plan(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_preset_for_many_cores_keeps_a_pace_on_few() -> None:
+    preset = PRESETS["replicas"]
+    assert {arm.pace for arm in preset.arms_on(2)} == {preset.pace}
+    assert {arm.pace for arm in preset.arms_on(preset.min_cores)} == {""}
+    assert all(preset.plan.num_jobs(case) >= 1 for preset in PRESETS.values() for case in preset.plan.cases())
+
+
+def test_an_open_loop_lasts_half_a_minute_unless_told_otherwise() -> None:
+    case = Case(Kind.RATE, 4, 8, 8)
+    assert Plan().num_jobs(case) == 120
+    assert Plan(num_requests=7).num_jobs(case) == 7

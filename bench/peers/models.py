@@ -5,12 +5,18 @@ import subprocess
 from pathlib import Path
 
 from bench.peers.catalog import AS_IT_IS, Peer, interpreter
-from bench.peers.checkpoint import write_checkpoint
 
 
 def checkpoint_of(shape: str, envs: Path) -> Path:
     """The folder that Tandem serves and that all conversions start from."""
-    return write_checkpoint(shape, envs / "models")
+    folder = envs / "models" / shape
+    if not (folder / "model.safetensors").exists():
+        from bench.peers.checkpoint import (
+            write_checkpoint,
+        )  # loads torch and transformers, which a driver need not have
+
+        write_checkpoint(shape, folder.parent)
+    return folder
 
 
 def model_for(peer: Peer, shape: str, precision: str, envs: Path) -> Path:

@@ -1,21 +1,38 @@
 """Runs vLLM's engine in this process, without server or engine core process: the least overhead it can have."""
 
+import ctypes.util
 import os
+import sys
 from typing import Any
 
 from bench.peers.wire import Options, Request, Wire, parse_options
 
 
-def engine(options: Options) -> Any:
-    """vLLM reads its environment on import, so it is imported here."""
+def restart_with_environment(options: Options) -> None:
+    """Replace this process by one with what vLLM gives its workers, which is too late once libraries are loaded.
+
+    Intel's OpenMP with a thread bound to each core (its usual choice would keep a core free), and tcmalloc where the
+    system has it.
+    """
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: options.threads])
-    os.environ |= {
+    preload = [f"{sys.prefix}/lib/libiomp5.so", ctypes.util.find_library("tcmalloc_minimal")]
+    environ = {
+        "LD_PRELOAD": ":".join(library for library in preload if library),
+        "OMP_NUM_THREADS": str(options.threads),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": cores,  # its usual choice keeps a core free
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    if "LD_PRELOAD" not in os.environ:
+        os.execve(sys.executable, sys.orig_argv, os.environ | environ)
+
+
+def engine(options: Options) -> Any:
+    """Imported here, as it takes long and prints."""
     from vllm import EngineArgs, LLMEngine
 
     own_budget = {"max_num_batched_tokens": options.budget} if options.budget else {}
@@ -67,4 +84,6 @@ class Runner:
 
 
 if __name__ == "__main__":
-    Runner(Wire(), parse_options()).run()
+    options = parse_options()
+    restart_with_environment(options)
+    Runner(Wire(), options).run()

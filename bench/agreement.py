@@ -15,10 +15,10 @@ Answers = list[list[int]]
 async def answers(arm: Arm, setup: Setup) -> Answers:
     """The tokens of each prompt, one request at a time: no arm's batching plays a part."""
     found: Answers = []
-    async with started(arm, setup) as stream:
+    async with started(arm, setup) as serving:
         for prompt in _PROMPTS.prompts():
             tokens: list[int] = []
-            async for new in stream(prompt, _PROMPTS.output_tokens):
+            async for new in serving.stream(prompt, _PROMPTS.output_tokens):
                 tokens += new
             found.append(tokens)
     return found

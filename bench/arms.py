@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 import tandem
 from bench.load import Send, Workload, run_closed_loop
 from bench.peers.catalog import PEERS, interpreter
@@ -83,17 +85,31 @@ def send_through(stream: Stream) -> Send:
     return send
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """An arm that is ready: how to ask it, and its first process."""
+
+    stream: Stream
+    pid: int
+
+    def cpu_s(self) -> float:
+        """CPU time so far of all its processes. What clients of Tandem use in this one is not in it."""
+        process = psutil.Process(self.pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
+
 @asynccontextmanager
-async def started(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
+async def started(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
     """A warm arm, from loaded to stopped."""
     serve = _tandem if arm.is_tandem else _peer
-    async with serve(arm, setup) as stream:
-        await run_closed_loop(Workload(2, 1, 256, 8), send_through(stream))
-        yield stream
+    async with serve(arm, setup) as serving:
+        await run_closed_loop(Workload(2, 1, 256, 8), send_through(serving.stream))
+        yield serving
 
 
 @asynccontextmanager
-async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
+async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
     peer = PEERS[arm.name]
     python = interpreter(setup.envs, peer.engine)
     if not python.exists():
@@ -104,11 +120,11 @@ async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
     flags = [f"--{name}={value}" for name, value in given.items()]
     line = (str(python), "-m", f"bench.peers.{peer.engine}_runner", *flags)
     async with running(Command(arm.label, line, setup.cores)) as process:
-        yield process.stream
+        yield Serving(process.stream, process.pid)
 
 
 @asynccontextmanager
-async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
+async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
     flags = [*TANDEM[arm.name], *_PRECISION_FLAGS[setup.precision]]
     flags += ["--max-step-tokens", str(arm.budget)] if arm.budget else []
     model = str(checkpoint_of(setup.shape, setup.envs))
@@ -127,7 +143,7 @@ async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
                 last_lines = errors.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
                 raise PeerFailed("\n".join([f"{arm.label} did not start", *last_lines]))
             async with tandem.AsyncClient(ready[1]) as client:
-                yield _through(client)
+                yield Serving(_through(client), process.pid)
         finally:
             if process.returncode is None:
                 process.terminate()

@@ -119,8 +119,8 @@ async def compare(arms: Sequence[Arm], setup: Setup, repeats: int, json_file: Pa
         for arm in list(left):
             print(f"round {repeat + 1} of {repeats}: {arm.label}", file=sys.stderr, flush=True)
             try:
-                async with started(arm, setup) as stream:
-                    runs.setdefault(arm, []).append(await run_burst(stream))
+                async with started(arm, setup) as serving:
+                    runs.setdefault(arm, []).append(await run_burst(serving.stream))
             except* PeerFailed as errors:
                 left.remove(arm)
                 print(f"left out from here: {errors.exceptions[0]}", file=sys.stderr, flush=True)

@@ -26,7 +26,21 @@ from bench.arms import Arm, Setup, parse_arm, send_through, started
 from bench.load import Measured, Workload, median_run, percentile, run_closed_loop
 from bench.peers.process import PeerFailed
 
-Runs = dict[tuple[Arm, int], list[Measured]]
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One closed loop, and the CPU time of all processes of the arm meanwhile."""
+
+    measured: Measured
+    cpu_s: float
+
+    @property
+    def cpu_ms_per_token(self) -> float:
+        """Prefill included. It hardly depends on what else the machine does."""
+        return 1000 * self.cpu_s / self.measured.num_tokens
+
+
+Runs = dict[tuple[Arm, int], list[Run]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +68,14 @@ class Row:
     ttft_p50_ms: float
     token_ms: float
     gap_p99_ms: float
-    tokens: int
+    cpu_ms_per_token: float
     rounds: int
 
 
-def summarise(arm: Arm, clients: int, runs: Sequence[Measured]) -> Row:
+def summarise(arm: Arm, clients: int, runs: Sequence[Run]) -> Row:
     """A row of the table. Latencies are of the run with the median throughput."""
-    middle = median_run(runs)
-    rates = [run.tokens_per_s for run in runs]
+    middle = median_run([run.measured for run in runs])
+    rates = [run.measured.tokens_per_s for run in runs]
     return Row(
         arm=arm.label,
         clients=clients,
@@ -71,7 +85,7 @@ def summarise(arm: Arm, clients: int, runs: Sequence[Measured]) -> Row:
         ttft_p50_ms=1000 * percentile(middle.ttft_s, 50),
         token_ms=1000 * statistics.fmean(middle.gaps_s),
         gap_p99_ms=1000 * percentile(middle.gaps_s, 99),
-        tokens=middle.num_tokens,
+        cpu_ms_per_token=statistics.median(run.cpu_ms_per_token for run in runs),
         rounds=len(runs),
     )
 
@@ -90,7 +104,7 @@ def best_ratios(rows: Sequence[Row], own: frozenset[str]) -> dict[tuple[str, int
 def print_table(rows: Sequence[Row], own: frozenset[str], title: str) -> None:
     """All rows by number of clients, then the ratios."""
     table = Table(title=title)
-    columns = ("clients", "arm", "tokens/s (min..max)", "TTFT p50 ms", "ms per token", "gap p99 ms")
+    columns = ("clients", "arm", "tokens/s (min..max)", "TTFT p50 ms", "ms per token", "gap p99 ms", "CPU ms per token")
     for column in columns:
         table.add_column(column, justify="left" if column == "arm" else "right")
     for row in sorted(rows, key=lambda row: row.clients):
@@ -101,6 +115,7 @@ def print_table(rows: Sequence[Row], own: frozenset[str], title: str) -> None:
             f"{row.ttft_p50_ms:.0f}",
             f"{row.token_ms:.1f}",
             f"{row.gap_p99_ms:.1f}",
+            f"{row.cpu_ms_per_token:.1f}",
         )
     console = Console(width=120)
     console.print(table)
@@ -108,11 +123,16 @@ def print_table(rows: Sequence[Row], own: frozenset[str], title: str) -> None:
         console.print(f"{arm} at {clients} clients: {ratio:.2f} of the best peer ({best})")
 
 
-async def measure(arm: Arm, setup: Setup, load: Load) -> Mapping[int, Measured]:
+async def measure(arm: Arm, setup: Setup, load: Load) -> Mapping[int, Run]:
     """One start of an arm, one closed loop for each number of clients."""
-    async with started(arm, setup) as stream:
-        send = send_through(stream)
-        return {clients: await run_closed_loop(load.workload(clients), send) for clients in load.clients}
+    runs: dict[int, Run] = {}
+    async with started(arm, setup) as serving:
+        for clients in load.clients:
+            cpu_before = serving.cpu_s()
+            measured = await run_closed_loop(load.workload(clients), send_through(serving.stream))
+            runs[clients] = Run(measured, serving.cpu_s() - cpu_before)
+            print(f"  {clients} clients: {measured.tokens_per_s:.1f} tokens/s", file=sys.stderr, flush=True)
+    return runs
 
 
 async def compare(arms: Sequence[Arm], setup: Setup, load: Load, options: argparse.Namespace) -> None:
@@ -125,13 +145,12 @@ async def compare(arms: Sequence[Arm], setup: Setup, load: Load, options: argpar
         for arm in list(left):
             print(f"round {repeat + 1} of {options.repeats}: {arm.label}", file=sys.stderr, flush=True)
             try:
-                for clients, measured in (await measure(arm, setup, load)).items():
-                    runs.setdefault((arm, clients), []).append(measured)
-                    print(f"  {clients} clients: {measured.tokens_per_s:.1f} tokens/s", file=sys.stderr, flush=True)
+                for clients, run in (await measure(arm, setup, load)).items():
+                    runs.setdefault((arm, clients), []).append(run)
             except PeerFailed as error:
                 left.remove(arm)
                 print(f"left out from here: {error}", file=sys.stderr, flush=True)
-        rows = [summarise(arm, clients, measured) for (arm, clients), measured in runs.items()]
+        rows = [summarise(arm, clients, of_arm) for (arm, clients), of_arm in runs.items()]
         print_table(rows, own, title)  # after each round: a long run may be cut short
         if options.json:
             _write_json(options.json, rows, own, setup)

@@ -42,6 +42,11 @@ class PeerProcess:
         self._failure: PeerFailed | None = None
         self._reading: asyncio.Task[None] | None = None
 
+    @property
+    def pid(self) -> int:
+        """Of the runner; it may have children."""
+        return self._process.pid
+
     async def wait_ready(self) -> None:
         """Until the engine is loaded."""
         try:

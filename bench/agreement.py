@@ -8,7 +8,7 @@ from rich.table import Table
 from bench.arms import Arm, Setup, parse_arm, started
 from bench.load import Workload
 
-_PROMPTS = Workload(num_clients=8, requests_per_client=1, input_tokens=48, output_tokens=32, seed=1)
+_PROMPTS = Workload(num_clients=6, requests_per_client=1, input_tokens=48, output_tokens=24, seed=1)
 Answers = list[list[int]]
 
 

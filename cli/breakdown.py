@@ -17,8 +17,8 @@ from rich.text import Text
 
 import tandem
 from bench.breakdown import MARKS, PERCENTS, Sample, bar, median_sample, steps_of, summarise
+from bench.meshes import own_mesh
 from cli.connection import add_connection_arguments, open_async_client
-from cli.own_mesh import own_mesh
 from cli.tables import wide_console
 from mesh.domain.errors import ConfigurationError
 

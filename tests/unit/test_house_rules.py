@@ -73,6 +73,8 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
     [
         "docs/architecture.md",
         "docs/benchmarking.md",
+        "docs/benchmarking-peers.md",
+        "docs/capacity.md",
         "docs/gpu.md",
         "docs/operations.md",
         "docs/security.md",

@@ -1,0 +1,159 @@
+"""Arms of a comparison: Tandem and its peers, each started on the same cores from the same weights.
+
+An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-colocated`, or a peer of
+bench.peers.catalog; BUDGET is the most tokens of one step, prompts being computed in chunks of what is left of it.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+import tandem
+from bench.load import Send, Workload, run_closed_loop
+from bench.peers.catalog import PEERS, interpreter
+from bench.peers.models import checkpoint_of, model_for
+from bench.peers.process import Command, PeerFailed, running
+
+Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
+"""`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
+
+TANDEM = {"tandem": (), "tandem-colocated": ("--colocated",)}
+_PRECISION_FLAGS = {"none": (), "int8": ("--quantize", "int8"), "bf16": ("--dtype", "bfloat16")}
+_MAX_SEQS = 64
+_KV_TOKENS = 32768
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all arms of a comparison share. `precision` is none (fp32), bf16 or int8."""
+
+    envs: Path
+    shape: str
+    precision: str
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm; budget 0 is the engine's own choice."""
+
+    name: str
+    budget: int = 0
+
+    @property
+    def label(self) -> str:
+        """As it was written."""
+        return f"{self.name}:{self.budget}" if self.budget else self.name
+
+    @property
+    def is_tandem(self) -> bool:
+        """Whether it is ours."""
+        return self.name in TANDEM
+
+
+def parse_arm(text: str) -> Arm:
+    """Raises ValueError for an unknown name or a budget that is no number or not to be had."""
+    name, colon, budget = text.partition(":")
+    if name not in TANDEM and name not in PEERS:
+        raise ValueError(f"no arm {name}: {', '.join([*TANDEM, *PEERS])}")
+    if colon and not (name == "tandem-colocated" or (name in PEERS and PEERS[name].has_budget)):
+        raise ValueError(f"{name} has no step budget")
+    return Arm(name, int(budget) if colon else 0)
+
+
+def send_through(stream: Stream) -> Send:
+    """For bench.load."""
+
+    async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
+        count = 0
+        async for tokens in stream(prompt, max_new_tokens):
+            for _ in tokens:
+                on_token()
+            count += len(tokens)
+        if count != max_new_tokens:
+            raise PeerFailed(f"{count} tokens came, {max_new_tokens} were asked for")
+        return count
+
+    return send
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """An arm that is ready: how to ask it, and its first process."""
+
+    stream: Stream
+    pid: int
+
+    def cpu_s(self) -> float:
+        """CPU time so far of all its processes. What clients of Tandem use in this one is not in it."""
+        process = psutil.Process(self.pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
+
+@asynccontextmanager
+async def started(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
+    """A warm arm, from loaded to stopped."""
+    serve = _tandem if arm.is_tandem else _peer
+    async with serve(arm, setup) as serving:
+        await run_closed_loop(Workload(2, 1, 256, 8), send_through(serving.stream))
+        yield serving
+
+
+@asynccontextmanager
+async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
+    peer = PEERS[arm.name]
+    python = interpreter(setup.envs, peer.engine)
+    if not python.exists():
+        raise SystemExit(f"{peer.engine} is not installed: python -m bench.peers.install {peer.engine}")
+    model = model_for(peer, setup.shape, setup.precision, setup.envs)
+    given = {"model": model.absolute(), "precision": setup.precision, "threads": len(setup.cores)}
+    given |= {"budget": arm.budget, "max-seqs": _MAX_SEQS, "kv-tokens": _KV_TOKENS}
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    line = (str(python), "-m", f"bench.peers.{peer.engine}_runner", *flags)
+    async with running(Command(arm.label, line, setup.cores)) as process:
+        yield Serving(process.stream, process.pid)
+
+
+@asynccontextmanager
+async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
+    flags = [*TANDEM[arm.name], *_PRECISION_FLAGS[setup.precision]]
+    flags += ["--max-step-tokens", str(arm.budget)] if arm.budget else []
+    model = str(checkpoint_of(setup.shape, setup.envs))
+    with tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "cli", "up", "--model", model, "--port", "0", *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            preexec_fn=lambda: os.sched_setaffinity(0, setup.cores),
+        )
+        assert process.stdout is not None
+        try:
+            ready = (await process.stdout.readline()).decode().split()
+            if not ready:
+                errors.seek(0)
+                last_lines = errors.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+                raise PeerFailed("\n".join([f"{arm.label} did not start", *last_lines]))
+            async with tandem.AsyncClient(ready[1]) as client:
+                yield Serving(_through(client), process.pid)
+        finally:
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+
+
+def _through(client: tandem.AsyncClient) -> Stream:
+    async def stream(prompt: Sequence[int], max_new_tokens: int) -> AsyncIterator[Sequence[int]]:
+        async for event in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True):
+            if event.token is not None:
+                yield (event.token.id,)
+
+    return stream

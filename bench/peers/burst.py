@@ -1,0 +1,149 @@
+"""What a burst of long prompts does to streams that are running, for Tandem and its peers.
+
+    python -m bench.peers.burst --quantize int8 --arms tandem tandem-colocated openvino:64 openvino:128 vllm:128
+
+Four steady streams (256 tokens in, 128 out). When all are halfway, eight prompts of 1,500 tokens (64 out) arrive.
+Printed are the gaps between tokens of the steady streams before and during the burst, which lasts until the last long
+prompt has its first token, and how long those took. Medians over the rounds; arms are as in bench.peers.compare.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load import Workload, percentile
+from bench.peers.arms import Arm, Setup, Stream, started
+from bench.peers.compare import add_common_flags, setup_of
+from bench.peers.process import PeerFailed
+
+_STEADY = Workload(num_clients=4, requests_per_client=1, input_tokens=256, output_tokens=128, seed=2)
+_LONG = Workload(num_clients=8, requests_per_client=1, input_tokens=1500, output_tokens=64, seed=3)
+Times = list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """One run, or the medians of several. Milliseconds; TTFT in seconds."""
+
+    before_p50_ms: float
+    before_p99_ms: float
+    during_p50_ms: float
+    during_p99_ms: float
+    long_ttft_s: float
+    factor_p99: float
+
+
+def gaps_ending_in(streams: Sequence[Times], start: float, end: float) -> list[float]:
+    """Gaps between tokens whose later token came in (start, end]; seconds."""
+    return [
+        later - earlier for times in streams for earlier, later in itertools.pairwise(times) if start < later <= end
+    ]
+
+
+def summarise(steady: Sequence[Times], long: Sequence[Times], arrival: float) -> Burst:
+    """`steady` and `long` hold when each stream's tokens came; the burst is over with the last first token."""
+    before = gaps_ending_in(steady, 0.0, arrival)
+    during = gaps_ending_in(steady, arrival, max(times[0] for times in long))
+    before_p99, during_p99 = percentile(before, 99), percentile(during, 99)
+    return Burst(
+        before_p50_ms=1000 * percentile(before, 50),
+        before_p99_ms=1000 * before_p99,
+        during_p50_ms=1000 * percentile(during, 50),
+        during_p99_ms=1000 * during_p99,
+        long_ttft_s=statistics.fmean(times[0] - arrival for times in long),
+        factor_p99=during_p99 / before_p99,
+    )
+
+
+async def run_burst(stream: Stream) -> Burst:
+    """One burst."""
+    steady: list[Times] = [[] for _ in _STEADY.prompts()]
+    long: list[Times] = [[] for _ in _LONG.prompts()]
+    halfway = asyncio.Event()
+
+    async def follow(prompt: list[int], max_new_tokens: int, times: Times) -> None:
+        async for tokens in stream(prompt, max_new_tokens):
+            times += [time.perf_counter()] * len(tokens)
+            if all(len(each) >= _STEADY.output_tokens // 2 for each in steady):
+                halfway.set()
+
+    async with asyncio.TaskGroup() as group:
+        for prompt, times in zip(_STEADY.prompts(), steady, strict=True):
+            group.create_task(follow(prompt, _STEADY.output_tokens, times))
+        await halfway.wait()
+        arrival = time.perf_counter()
+        for prompt, times in zip(_LONG.prompts(), long, strict=True):
+            group.create_task(follow(prompt, _LONG.output_tokens, times))
+    return summarise(steady, long, arrival)
+
+
+def median_of(runs: Sequence[Burst]) -> Burst:
+    """Each figure's median."""
+    return Burst(**{name: statistics.median(asdict(run)[name] for run in runs) for name in asdict(runs[0])})
+
+
+def print_table(runs: dict[Arm, list[Burst]], title: str) -> None:
+    """One row for each arm."""
+    table = Table(title=title)
+    table.add_column("arm")
+    columns = ("before p50 / p99 ms", "during p50 / p99 ms", "factor at p99 (min..max)", "long prompts' mean TTFT s")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for arm, bursts in runs.items():
+        middle, factors = median_of(bursts), [burst.factor_p99 for burst in bursts]
+        table.add_row(
+            arm.label,
+            f"{middle.before_p50_ms:.0f} / {middle.before_p99_ms:.0f}",
+            f"{middle.during_p50_ms:.0f} / {middle.during_p99_ms:.0f}",
+            f"{middle.factor_p99:.1f} ({min(factors):.1f}..{max(factors):.1f})",
+            f"{middle.long_ttft_s:.1f}",
+        )
+    Console(width=120).print(table)
+
+
+async def compare(arms: Sequence[Arm], setup: Setup, repeats: int, json_file: Path | None) -> None:
+    """All arms in turn, several times."""
+    runs: dict[Arm, list[Burst]] = {}
+    left = list(arms)
+    for repeat in range(repeats):
+        for arm in list(left):
+            print(f"round {repeat + 1} of {repeats}: {arm.label}", file=sys.stderr, flush=True)
+            try:
+                async with started(arm, setup) as serving:
+                    runs.setdefault(arm, []).append(await run_burst(serving.stream))
+            except* PeerFailed as errors:
+                left.remove(arm)
+                print(f"left out from here: {errors.exceptions[0]}", file=sys.stderr, flush=True)
+        print_table(runs, f"{setup.shape}, {setup.precision}")
+        if json_file:
+            _write_json(json_file, runs, setup)
+
+
+def _write_json(path: Path, runs: dict[Arm, list[Burst]], setup: Setup) -> None:
+    rows = [{"arm": arm.label, **asdict(median_of(bursts))} for arm, bursts in runs.items()]
+    shared = {"shape": setup.shape, "precision": setup.precision, "cores": setup.cores}
+    path.write_text(json.dumps({**shared, "rows": rows}, indent=1))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.burst", description=__doc__.split("\n\n")[0])
+    default = ("tandem", "tandem-colocated", "openvino", "openvino:64", "openvino:128", "vllm", "vllm:128")
+    add_common_flags(parser, default)
+    options = parser.parse_args()
+    setup = setup_of(options)
+    asyncio.run(compare(options.arms, setup, options.repeats, options.json))
+
+
+if __name__ == "__main__":
+    main()

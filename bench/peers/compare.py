@@ -1,0 +1,204 @@
+"""Tandem beside other CPU engines: the same weights, load and cores, in one interleaved run.
+
+    python -m bench.peers.install openvino vllm      # once: each into an environment of its own
+    python -m bench.peers.compare --shape 135m --quantize int8 --arms tandem tandem-colocated openvino vllm
+
+Every round starts each arm in turn, alone on the machine, and runs the closed loop of bench.load for each number of
+clients. Medians of the rounds are printed, and how Tandem's throughput relates to the best peer's. bench.peers.arms
+says how arms are written; docs/benchmarking-peers.md says what each runs with, and why that is fair.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.load import Measured, Workload, median_run, percentile, run_closed_loop
+from bench.peers.agreement import print_agreement
+from bench.peers.arms import Arm, Setup, parse_arm, send_through, started
+from bench.peers.process import PeerFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One closed loop, and the CPU time of all processes of the arm meanwhile."""
+
+    measured: Measured
+    cpu_s: float
+
+    @property
+    def cpu_ms_per_token(self) -> float:
+        """Prefill included. It hardly depends on what else the machine does."""
+        return 1000 * self.cpu_s / self.measured.num_tokens
+
+
+Runs = dict[tuple[Arm, int], list[Run]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent; bench.load.workload's choice where `requests_per_client` is None."""
+
+    clients: tuple[int, ...]
+    input_tokens: int
+    output_tokens: int
+
+    def workload(self, num_clients: int) -> Workload:
+        """Two requests for each client; one when there are many, which is enough to fill the batch."""
+        return Workload(num_clients, 2 if num_clients <= 8 else 1, self.input_tokens, self.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One arm at one number of clients: medians over the rounds, and the range of its throughput."""
+
+    arm: str
+    clients: int
+    tokens_per_s: float
+    min_tokens_per_s: float
+    max_tokens_per_s: float
+    ttft_p50_ms: float
+    token_ms: float
+    gap_p99_ms: float
+    cpu_ms_per_token: float
+    rounds: int
+
+
+def summarise(arm: Arm, clients: int, runs: Sequence[Run]) -> Row:
+    """A row of the table. Latencies are of the run with the median throughput."""
+    middle = median_run([run.measured for run in runs])
+    rates = [run.measured.tokens_per_s for run in runs]
+    return Row(
+        arm=arm.label,
+        clients=clients,
+        tokens_per_s=statistics.median(rates),
+        min_tokens_per_s=min(rates),
+        max_tokens_per_s=max(rates),
+        ttft_p50_ms=1000 * percentile(middle.ttft_s, 50),
+        token_ms=1000 * statistics.fmean(middle.gaps_s),
+        gap_p99_ms=1000 * percentile(middle.gaps_s, 99),
+        cpu_ms_per_token=statistics.median(run.cpu_ms_per_token for run in runs),
+        rounds=len(runs),
+    )
+
+
+def best_ratios(rows: Sequence[Row], own: frozenset[str]) -> dict[tuple[str, int], tuple[float, str]]:
+    """For each of our arms and numbers of clients: its throughput over the best peer's, and which peer that is."""
+    ratios = {}
+    for row in rows:
+        others = [other for other in rows if other.clients == row.clients and other.arm not in own]
+        if row.arm in own and others:
+            best = max(others, key=lambda other: other.tokens_per_s)
+            ratios[row.arm, row.clients] = (row.tokens_per_s / best.tokens_per_s, best.arm)
+    return ratios
+
+
+def print_table(rows: Sequence[Row], own: frozenset[str], title: str) -> None:
+    """All rows by number of clients, then the ratios."""
+    table = Table(title=title)
+    columns = ("clients", "arm", "tokens/s (min..max)", "TTFT p50 ms", "ms per token", "gap p99 ms", "CPU ms per token")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for row in sorted(rows, key=lambda row: row.clients):
+        table.add_row(
+            str(row.clients),
+            row.arm,
+            f"{row.tokens_per_s:.1f} ({row.min_tokens_per_s:.1f}..{row.max_tokens_per_s:.1f})",
+            f"{row.ttft_p50_ms:.0f}",
+            f"{row.token_ms:.1f}",
+            f"{row.gap_p99_ms:.1f}",
+            f"{row.cpu_ms_per_token:.1f}",
+        )
+    console = Console(width=120)
+    console.print(table)
+    for (arm, clients), (ratio, best) in best_ratios(rows, own).items():
+        console.print(f"{arm} at {clients} clients: {ratio:.2f} of the best peer ({best})")
+
+
+async def measure(arm: Arm, setup: Setup, load: Load) -> Mapping[int, Run]:
+    """One start of an arm, one closed loop for each number of clients."""
+    runs: dict[int, Run] = {}
+    async with started(arm, setup) as serving:
+        for clients in load.clients:
+            cpu_before = serving.cpu_s()
+            measured = await run_closed_loop(load.workload(clients), send_through(serving.stream))
+            runs[clients] = Run(measured, serving.cpu_s() - cpu_before)
+            print(f"  {clients} clients: {measured.tokens_per_s:.1f} tokens/s", file=sys.stderr, flush=True)
+    return runs
+
+
+async def compare(arms: Sequence[Arm], setup: Setup, load: Load, options: argparse.Namespace) -> None:
+    """All arms in turn, several times. An arm that fails is named and left out of later rounds."""
+    runs: Runs = {}
+    left = list(arms)
+    title = f"{setup.shape}, {options.quantize}, {load.input_tokens} tokens in, {load.output_tokens} out"
+    own = frozenset(arm.label for arm in arms if arm.is_tandem)
+    for repeat in range(options.repeats):
+        for arm in list(left):
+            print(f"round {repeat + 1} of {options.repeats}: {arm.label}", file=sys.stderr, flush=True)
+            try:
+                for clients, run in (await measure(arm, setup, load)).items():
+                    runs.setdefault((arm, clients), []).append(run)
+            except PeerFailed as error:
+                left.remove(arm)
+                print(f"left out from here: {error}", file=sys.stderr, flush=True)
+        rows = [summarise(arm, clients, of_arm) for (arm, clients), of_arm in runs.items()]
+        print_table(rows, own, title)  # after each round: a long run may be cut short
+        if options.json:
+            _write_json(options.json, rows, own, setup)
+
+
+def _write_json(path: Path, rows: Sequence[Row], own: frozenset[str], setup: Setup) -> None:
+    ratios = [
+        {"arm": arm, "clients": clients, "ratio": ratio, "best_peer": best}
+        for (arm, clients), (ratio, best) in best_ratios(rows, own).items()
+    ]
+    shared = {"shape": setup.shape, "precision": setup.precision, "cores": setup.cores}
+    path.write_text(json.dumps({**shared, "rows": [asdict(row) for row in rows], "ratios": ratios}, indent=1))
+
+
+def setup_of(options: argparse.Namespace) -> Setup:
+    """What the common flags say; this process, which makes the load, stays on the same cores."""
+    cores = tuple(options.cores or sorted(os.sched_getaffinity(0)))
+    os.sched_setaffinity(0, cores)
+    return Setup(options.envs, options.shape, options.quantize, cores)
+
+
+def add_common_flags(parser: argparse.ArgumentParser, default_arms: Sequence[str]) -> None:
+    """Flags of bench.peers.compare and bench.burst."""
+    parser.add_argument("--arms", type=parse_arm, nargs="+", default=[parse_arm(arm) for arm in default_arms])
+    parser.add_argument("--shape", default="135m")
+    parser.add_argument("--quantize", default="none", choices=("none", "bf16", "int8"), help="none is fp32")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cores", type=int, nargs="+", help="cores of all processes; default: all allowed")
+    parser.add_argument("--envs", type=Path, default=Path(".peers"), help="folder of the peers' environments")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.compare", description=__doc__.split("\n\n")[0])
+    add_common_flags(parser, ("tandem", "tandem-colocated", "openvino", "vllm"))
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--input-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--check", action="store_true", help="compare greedy tokens with transformers', not speed")
+    options = parser.parse_args()
+    setup = setup_of(options)
+    if options.check:
+        asyncio.run(print_agreement(options.arms, setup))
+    else:
+        load = Load(tuple(options.clients), options.input_tokens, options.output_tokens)
+        asyncio.run(compare(options.arms, setup, load, options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Runs openvino-genai's ContinuousBatchingPipeline; see bench.peers.wire."""
+
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+
+from bench.peers.wire import Options, Request, Wire, parse_options
+
+_BLOCK_TOKENS = 32  # fixed for CPU
+
+
+def pipeline(options: Options) -> Any:
+    """Continuous batching with prompts split over steps. fp32 means fp32: the default on CPUs with AMX is bf16."""
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_seqs = options.max_seqs
+    scheduler.num_kv_blocks = options.kv_tokens // _BLOCK_TOKENS
+    scheduler.dynamic_split_fuse = True
+    scheduler.enable_prefix_caching = False
+    if options.budget:
+        scheduler.max_num_batched_tokens = options.budget
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": options.threads, "PERFORMANCE_HINT": "LATENCY"}
+    if options.precision == "none":
+        properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+        properties |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
+    return genai.ContinuousBatchingPipeline(str(options.model), scheduler, "CPU", properties)
+
+
+class Runner:
+    """Adds what arrives between steps and says what each step brought."""
+
+    def __init__(self, wire: Wire, options: Options) -> None:
+        self._wire = wire
+        self._pipeline = pipeline(options)
+        self._running: dict[int, Any] = {}
+
+    def run(self) -> None:
+        """Until the driver closes stdin."""
+        self._wire.ready()
+        while True:
+            for request in self._wire.arrived(wait_s=0.0 if self._running else None):
+                self._running[request.id] = self._add(request)
+            self._pipeline.step()
+            for request_id, handle in list(self._running.items()):
+                self._tell(request_id, handle)
+
+    def _add(self, request: Request) -> Any:
+        config = genai.GenerationConfig(max_new_tokens=request.max_new_tokens, do_sample=False, ignore_eos=True)
+        prompt = openvino.Tensor(np.array([request.prompt], dtype=np.int64))
+        return self._pipeline.add_request(request.id, prompt, config)
+
+    def _tell(self, request_id: int, handle: Any) -> None:
+        while handle.can_read():
+            for output in handle.read().values():
+                self._wire.tokens(request_id, output.generated_ids)
+        if handle.get_status() != genai.GenerationStatus.RUNNING:
+            del self._running[request_id]
+            self._wire.done(request_id)
+
+
+if __name__ == "__main__":
+    Runner(Wire(), parse_options()).run()

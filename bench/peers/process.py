@@ -1,0 +1,144 @@
+"""The driver's side of the protocol of bench.peers.wire: one runner as a child process."""
+
+import asyncio
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+_ROOT = Path(__file__).resolve().parents[2]  # where `bench` is found
+_SILENCE_S = 300.0
+_LOADING_S = 900.0
+_STOPPING_S = 20.0
+
+
+class PeerFailed(Exception):
+    """A runner did not start, died, broke the protocol or hangs; the message ends with what it wrote to stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How to start a runner, and the cores for all its threads."""
+
+    name: str
+    line: tuple[str, ...]
+    cores: tuple[int, ...]
+
+
+class PeerProcess:
+    """A runner that is ready. Streams run at the same time; all fail with PeerFailed when it dies."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
+        self._name = name
+        self._process = process
+        self._errors = errors
+        self._ids = itertools.count(1)
+        self._streams: dict[int, asyncio.Queue[dict[str, Any] | PeerFailed]] = {}
+        self._failure: PeerFailed | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the runner; it may have children."""
+        return self._process.pid
+
+    async def wait_ready(self) -> None:
+        """Until the engine is loaded."""
+        try:
+            message = await asyncio.wait_for(self._read(), _LOADING_S)
+        except TimeoutError:
+            raise self._failed(f"did not load in {_LOADING_S:.0f} s") from None
+        if not message.get("ready"):
+            raise self._failed(f"said {message} before it was ready")
+        self._reading = asyncio.create_task(self._dispatch())
+
+    async def stream(self, prompt: Sequence[int], max_new_tokens: int) -> AsyncIterator[list[int]]:
+        """Run one request; new tokens as they come."""
+        if self._failure is not None:
+            raise self._failure
+        request_id = next(self._ids)
+        inbox = self._streams[request_id] = asyncio.Queue()
+        self._write({"id": request_id, "prompt": list(prompt), "max_new_tokens": max_new_tokens})
+        try:
+            while not (message := await self._next(inbox)).get("done"):
+                yield message["tokens"]
+        finally:
+            del self._streams[request_id]
+
+    async def stop(self) -> None:
+        """Close stdin, which ends a runner; kill it if it does not."""
+        if self._reading is not None:
+            self._reading.cancel()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOPPING_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _next(self, inbox: "asyncio.Queue[dict[str, Any] | PeerFailed]") -> dict[str, Any]:
+        try:
+            message = await asyncio.wait_for(inbox.get(), _SILENCE_S)
+        except TimeoutError:
+            raise self._failed(f"said nothing for {_SILENCE_S:.0f} s") from None
+        if isinstance(message, PeerFailed):
+            raise message
+        return message
+
+    async def _dispatch(self) -> None:
+        try:
+            while True:
+                message = await self._read()
+                if message["id"] in self._streams:
+                    self._streams[message["id"]].put_nowait(message)
+        except PeerFailed as failure:
+            self._failure = failure
+            for inbox in self._streams.values():
+                inbox.put_nowait(failure)
+
+    async def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            code = await self._process.wait()
+            raise self._failed(f"ended with exit status {code}")
+        try:
+            message: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise self._failed(f"wrote a line that is no JSON: {line[:200]!r}") from None
+        return message
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    def _failed(self, what: str) -> PeerFailed:
+        self._errors.seek(0)
+        last_lines = self._errors.read().decode(errors="replace").strip().splitlines()[-12:]
+        return PeerFailed("\n".join([f"{self._name} {what}", *last_lines]))
+
+
+@asynccontextmanager
+async def running(command: Command) -> AsyncIterator[PeerProcess]:
+    """A runner, from loaded to stopped."""
+    with tempfile.TemporaryFile() as errors:
+        process = await asyncio.create_subprocess_exec(
+            *command.line,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            cwd=_ROOT,
+            preexec_fn=lambda: os.sched_setaffinity(0, command.cores),
+        )
+        peer = PeerProcess(command.name, process, errors)
+        try:
+            await peer.wait_ready()
+            yield peer
+        finally:
+            await peer.stop()

@@ -1,0 +1,94 @@
+"""The runner's side of the protocol, for every peer's own environment: needs the standard library only.
+
+Lines of JSON. To the runner: {"id": 1, "prompt": [5, 9], "max_new_tokens": 2}; the end of stdin ends it.
+From it: {"ready": true}, then {"id": 1, "tokens": [7]} as tokens come and {"id": 1, "done": true} after the last.
+Requests are greedy and end of sequence is ignored, so each gets exactly max_new_tokens.
+"""
+
+import argparse
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be continued."""
+
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
+
+
+class Wire:
+    """Requests in, tokens out. Made before the engine, so that what engines print cannot garble the protocol."""
+
+    def __init__(self) -> None:
+        self._output = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+        self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+
+    def ready(self) -> None:
+        """The engine is loaded: requests may come."""
+        threading.Thread(target=self._read, daemon=True).start()
+        self._say({"ready": True})
+
+    def arrived(self, *, wait_s: float | None = 0.0) -> list[Request]:
+        """Requests since the last call. With none there it waits so long for one; None: as long as it takes.
+
+        Raises SystemExit when the driver has closed stdin.
+        """
+        found: list[Request] = []
+        try:
+            request = self._requests.get(wait_s != 0.0, wait_s)
+            while request is not None:
+                found.append(request)
+                request = self._requests.get_nowait()
+        except queue.Empty:
+            return found
+        sys.exit(0)
+
+    def tokens(self, request_id: int, tokens: Sequence[int]) -> None:
+        """New tokens of a request."""
+        self._say({"id": request_id, "tokens": list(tokens)})
+
+    def done(self, request_id: int) -> None:
+        """A request has all its tokens."""
+        self._say({"id": request_id, "done": True})
+
+    def _say(self, message: dict[str, object]) -> None:
+        with self._lock:
+            self._output.write(json.dumps(message) + "\n")
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            self._requests.put(Request(**json.loads(line)))
+        self._requests.put(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What every runner is told. `precision` is none (fp32), bf16 or int8; `budget` 0 is the peer's own choice."""
+
+    model: Path
+    precision: str
+    threads: int
+    budget: int
+    max_seqs: int
+    kv_tokens: int
+
+
+def parse_options() -> Options:
+    """From the command line: --model DIR --precision int8 and so on."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--precision", required=True)
+    for name in ("threads", "budget", "max-seqs", "kv-tokens"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    return Options(**vars(parser.parse_args()))

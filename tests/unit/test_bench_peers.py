@@ -1,0 +1,142 @@
+"""Driving other engines: the protocol, runners that die, and what is made of the figures."""
+
+import io
+import json
+import os
+import queue
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bench.load import Workload, run_closed_loop
+from bench.peers.agreement import agreeing
+from bench.peers.arms import Arm, parse_arm, send_through
+from bench.peers.burst import gaps_ending_in
+from bench.peers.burst import summarise as summarise_burst
+from bench.peers.compare import Row, best_ratios
+from bench.peers.install import wanted
+from bench.peers.process import Command, PeerFailed, running
+from bench.peers.wire import Request, Wire
+
+ECHO = """
+import json, sys
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    for i in range(0, request["max_new_tokens"], 2):
+        tokens = [request["prompt"][0] + i, request["prompt"][0] + i + 1][: request["max_new_tokens"] - i]
+        print(json.dumps({"id": request["id"], "tokens": tokens}), flush=True)
+    print(json.dumps({"id": request["id"], "done": True}), flush=True)
+"""
+DIES = """
+import json, sys
+print(json.dumps({"ready": True}), flush=True)
+request = json.loads(sys.stdin.readline())
+print(json.dumps({"id": request["id"], "tokens": [1]}), flush=True)
+sys.exit("out of luck")
+"""
+
+
+def runner(tmp_path: Path, source: str) -> Command:
+    script = tmp_path / "runner.py"
+    script.write_text(source)
+    return Command("fake", (sys.executable, str(script)), tuple(os.sched_getaffinity(0)))
+
+
+async def test_streams_of_a_runner_run_at_the_same_time_and_bring_all_tokens(tmp_path: Path) -> None:
+    load = Workload(num_clients=3, requests_per_client=2, input_tokens=4, output_tokens=5)
+    async with running(runner(tmp_path, ECHO)) as peer:
+        assert [tokens async for tokens in peer.stream([40], 3)] == [[40, 41], [42]]
+        measured = await run_closed_loop(load, send_through(peer.stream))
+    assert measured.num_tokens == 3 * 2 * 5
+    assert (len(measured.ttft_s), len(measured.gaps_s)) == (6, 6 * 4)
+
+
+async def test_a_runner_that_dies_fails_all_its_streams_with_its_last_words(tmp_path: Path) -> None:
+    async with running(runner(tmp_path, DIES)) as peer:
+        send = send_through(peer.stream)
+        with pytest.raises(PeerFailed, match=r"fake ended with exit status 1\nout of luck"):
+            await send([1], 8, lambda: None)
+        with pytest.raises(PeerFailed, match="out of luck"):
+            await send([1], 8, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import sys; sys.exit('no such model')", "no such model"),
+        ("print('hello')", "no JSON"),
+        ("print('{}')", "before it was ready"),
+    ],
+)
+async def test_a_runner_that_never_gets_ready_is_told_from_one_that_does(
+    tmp_path: Path, source: str, says: str
+) -> None:
+    with pytest.raises(PeerFailed, match=says):
+        async with running(runner(tmp_path, source)):
+            pass
+
+
+async def test_fewer_tokens_than_asked_for_are_an_error() -> None:
+    async def one_token(prompt: object, max_new_tokens: int) -> AsyncIterator[list[int]]:
+        yield [7]
+
+    with pytest.raises(PeerFailed, match="1 tokens came, 2 were asked for"):
+        await send_through(one_token)([1], 2, lambda: None)
+
+
+def test_a_runner_reads_requests_and_ends_with_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"id": i, "prompt": [5, i], "max_new_tokens": 2}) + "\n" for i in (1, 2)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(lines)))
+    wire = Wire.__new__(Wire)
+    wire._requests = queue.SimpleQueue()
+    wire._read()
+    with pytest.raises(SystemExit):
+        wire.arrived()
+    wire._requests.put(Request(3, [5, 3], 2))
+    assert wire.arrived() == [Request(3, [5, 3], 2)]
+    assert wire.arrived() == []
+
+
+def row(arm: str, clients: int, tokens_per_s: float) -> Row:
+    return Row(arm, clients, tokens_per_s, 0, 0, 0, 0, 0, 0, 0)
+
+
+def test_ratios_are_to_the_best_peer_at_each_number_of_clients() -> None:
+    rows = [
+        row("tandem", 1, 30),
+        row("a", 1, 20),
+        row("b", 1, 40),
+        row("tandem", 8, 90),
+        row("a", 8, 60),
+        row("b", 8, 50),
+    ]
+    assert best_ratios(rows, frozenset({"tandem"})) == {("tandem", 1): (0.75, "b"), ("tandem", 8): (1.5, "a")}
+    assert best_ratios(rows[:1], frozenset({"tandem"})) == {}
+
+
+def test_gaps_of_a_burst_are_those_between_its_arrival_and_the_last_first_token() -> None:
+    steady = [[0.0, 1.0, 2.0, 6.0, 11.0, 20.0]]
+    assert gaps_ending_in(steady, 0.0, 2.0) == [1.0, 1.0]
+    burst = summarise_burst(steady, [[8.0, 9.0], [12.0]], arrival=2.0)
+    assert (burst.before_p50_ms, burst.during_p50_ms) == (1000, 4500)
+    assert burst.long_ttft_s == 8.0
+
+
+def test_arms_are_read_with_their_budgets() -> None:
+    assert [parse_arm("tandem"), parse_arm("openvino:64")] == [Arm("tandem"), Arm("openvino", 64)]
+    assert parse_arm("openvino:64").label == "openvino:64"
+    for wrong in ("lambda", "transformers:64", "openvino:many"):
+        with pytest.raises(ValueError):  # noqa: PT011
+            parse_arm(wrong)
+
+
+def test_agreement_counts_tokens_up_to_the_first_that_differs() -> None:
+    assert agreeing([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 9, 6]]) == (1, 4)
+
+
+def test_requirements_of_extras_and_unwanted_ones_are_left_out() -> None:
+    listed = ["numpy", "torchvision; platform_machine != 'riscv64'", 'scipy; extra == "bench"', "torch==2.13.0+cpu"]
+    assert wanted(listed, ("torchvision",)) == ["numpy", "torch==2.13.0+cpu"]

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode_worker.settings import DecodeSettings
+from engine.cpu.laps import PHASES, cycles_per_ms
 from engine.host import EngineHost, EngineLimits, build_host
+from engine.model_runner import ModelRunner
 from engine.sequence import Sequence
 from mesh.domain.request import Request, mint_id
 from mesh.domain.sampling import SamplingParams
@@ -36,11 +38,32 @@ class StepPlan:
     prompt_tokens: int = 256
     context_tokens: int = 256
     num_threads: int = 1
+    kv_dtype: str = "auto"
 
     @property
     def max_context_tokens(self) -> int:
         """Of the longest sequence: all are there before the first is finished."""
         return max(self.prompt_tokens, self.context_tokens) + 2 * _NUM_STEPS + self.max_batch
+
+
+class StepWatch:
+    """What the compiled loop of a runner spends its time on; nothing for runners that are not compiled."""
+
+    def __init__(self, runner: object) -> None:
+        self._laps = runner.laps if isinstance(runner, ModelRunner) else None
+        self._cycles_per_ms = cycles_per_ms() if self._laps is not None else 0.0
+
+    def start(self) -> None:
+        """Count from now on."""
+        if self._laps is not None:
+            self._laps[:] = 0
+
+    def parts(self, step_ms: float, num_steps: int) -> dict[str, float]:
+        """Milliseconds of each phase of a step; "everything else" is what is left of `step_ms`."""
+        if self._laps is None:
+            return {"everything": step_ms}
+        phases = self._laps[: len(PHASES)] / num_steps / self._cycles_per_ms
+        return {**dict(zip(PHASES, phases.tolist(), strict=True)), "everything else": step_ms - float(phases.sum())}
 
 
 class EngineSteps:
@@ -56,6 +79,7 @@ class EngineSteps:
             quantize=plan.quantize,
             prefix_caching=False,
             num_threads=plan.num_threads,
+            kv_dtype=plan.kv_dtype,
         )
         kv_tokens = (plan.max_batch + 1) * (plan.max_context_tokens + 2 * settings.block_size)
         max_batch_tokens = max(512, plan.prompt_tokens + plan.max_batch)
@@ -64,11 +88,16 @@ class EngineSteps:
         self._clock = clock_for(plan.num_threads)
         self._rng = random.Random(0)
         self._host.runner.prepare_thread()
+        self._parts: dict[str, float] = {}
+        self._watch = StepWatch(self._host.runner)
 
     def prompt_ms(self) -> float:
         """To compute one prompt."""
         self._add(1, self._plan.prompt_tokens, num_new=1)
-        return self._finish()
+        self._watch.start()
+        total = self._finish()
+        self._parts = self._watch.parts(total, 1)
+        return total
 
     def decode_ms(self, batch: int) -> float:
         """Of a decode step: the median of some."""
@@ -76,9 +105,16 @@ class EngineSteps:
         self._add(batch, self._plan.context_tokens, num_new=2 * _NUM_STEPS + batch)
         while len(started) < batch:
             started |= {output.request_id for output in self._engine.step().outputs}
+        self._watch.start()
         times = [self._step_ms() for _ in range(_NUM_STEPS)]
+        self._parts = self._watch.parts(statistics.mean(times), _NUM_STEPS)
         self._finish()
         return statistics.median(times)
+
+    def take_parts(self) -> dict[str, float]:
+        """Of the steps since the last call: milliseconds of each part of the last prompt or of a median decode step."""
+        self._parts, parts = {}, self._parts
+        return parts
 
     def _add(self, count: int, num_tokens: int, *, num_new: int) -> None:
         for _ in range(count):

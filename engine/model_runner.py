@@ -2,7 +2,9 @@
 
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
@@ -45,6 +47,11 @@ class ModelRunner:
     def attention_backend(self) -> str:
         """Name of the attention backend in use."""
         return self._decoder.attention_backend
+
+    @property
+    def laps(self) -> NDArray[np.int64] | None:
+        """Cycles of each phase of the compiled loop so far (engine.cpu.laps); None if the decoder is not compiled."""
+        return self._decoder.threads.laps if isinstance(self._decoder, CompiledDecoder) else None
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:

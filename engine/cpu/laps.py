@@ -1,5 +1,6 @@
 """Where the time of a step goes: cycles of each phase, counted inside the compiled loop."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,3 +38,16 @@ def lap(laps: Any, phase: Any) -> None:
     now = _cycles()
     laps[phase] += now - laps[-1]
     laps[-1] = now
+
+
+@jit
+def _now() -> Any:
+    return _cycles()
+
+
+def cycles_per_ms(measured_s: float = 0.05) -> float:
+    """How fast the counter runs, measured for so long."""
+    cycles, begun = _now(), time.perf_counter()
+    while time.perf_counter() - begun < measured_s:
+        pass
+    return float((_now() - cycles) / (time.perf_counter() - begun) / 1000)

@@ -87,12 +87,12 @@ class EngineSteps:
         self._engine = self._host.engine()
         self._clock = clock_for(plan.num_threads)
         self._rng = random.Random(0)
-        self._host.runner.prepare_thread()
         self._parts: dict[str, float] = {}
         self._watch = StepWatch(self._host.runner)
 
     def prompt_ms(self) -> float:
         """To compute one prompt."""
+        self._host.runner.prepare_thread()
         self._add(1, self._plan.prompt_tokens, num_new=1)
         self._watch.start()
         total = self._finish()
@@ -101,6 +101,7 @@ class EngineSteps:
 
     def decode_ms(self, batch: int) -> float:
         """Of a decode step: the median of some."""
+        self._host.runner.prepare_thread()
         started: set[str] = set()
         self._add(batch, self._plan.context_tokens, num_new=2 * _NUM_STEPS + batch)
         while len(started) < batch:

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -58,7 +57,6 @@ def main() -> None:
         engines = {arm: EngineSteps(_plan(model_dir, arm, max(options.batch))) for arm in arms}
         for _ in range(options.repeats):
             for arm, steps in engines.items():
-                torch.set_num_threads(arm.num_threads)
                 times.setdefault((arm, _PROMPT), []).append(steps.prompt_ms())
                 parts[arm, _PROMPT] = steps.take_parts()
                 for batch in options.batch:

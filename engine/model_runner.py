@@ -36,7 +36,7 @@ class ModelRunner:
         self._layers_per_group = layers_per_group
         self._sampler = Sampler()
         self._device = kv_cache.tensor.device
-        self._num_threads = torch.get_num_threads()
+        self._num_torch_threads = decoder.num_torch_threads
 
     @property
     def config(self) -> ModelConfig:
@@ -70,7 +70,7 @@ class ModelRunner:
 
     def prepare_thread(self) -> None:
         """See Runner.prepare_thread. OpenMP keeps the number of threads for each calling thread on its own."""
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self._num_torch_threads)
 
     def use_cores(self, lent: Cores) -> None:
         """See Runner.use_cores."""

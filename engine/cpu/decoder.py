@@ -52,6 +52,8 @@ class CompiledDecoder:
         self.config = config
         self.attention_backend = "compiled"
         self.threads = Threads(torch.get_num_threads())
+        # The loop has threads of its own; OpenMP's would spin on their cores between torch's few operations.
+        self.num_torch_threads = 1
         self._thread_buffers: list[Buffers] = []
         self._int8 = int8
         self._embed = parameters.pop("embed")

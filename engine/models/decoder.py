@@ -49,6 +49,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], ops: Ops, memory: DecoderMemory) -> None:
         self.config = config
+        self.num_torch_threads = torch.get_num_threads()
         self._cache, self._attention = memory
         self._ops = ops
         self._embed = parameters.pop("embed")

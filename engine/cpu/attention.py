@@ -2,8 +2,9 @@
 
 Decodes read the cache in memory order, block by block, and copy none of it: scores of 16 keys at a time, softmax, then
 a weighted sum of values (PagedAttention, Kwon et al. 2023, §4.3, on a CPU); see `decode_head.py`. A chunk lays the keys
-of one head out as a packed matrix once and multiplies tiles of queries with it; see `chunk_head.py`. Keys are read from
-the cache only, so a token sees the same values whether it came in a chunk, in a decode step or over the network.
+of one head out as a packed matrix once and multiplies tiles of queries with it; see `chunk_head.py`, and `chunk_amx.py`
+for AMX. Keys are read from the cache only, so a token sees the same values whether it came in a chunk, in a decode step
+or over the network.
 """
 
 from typing import Any, NamedTuple
@@ -39,11 +40,16 @@ class Queries(NamedTuple):
 
 
 class AttentionScratch(NamedTuple):
-    """Memory of one thread, flat fp32; see Buffers.attention."""
+    """Memory of one thread, flat fp32, or 16 bits for bf16; see Buffers.attention. Chunks use either `keys` and
+    `values` or `keys16`, `values16` and `rows16`; the others are empty.
+    """
 
     scores: Any
     keys: Any
     values: Any
+    keys16: Any
+    values16: Any
+    rows16: Any
     tile: Any
     factors: Any
 

@@ -6,10 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.attention.metadata import ForwardMetadata
+from engine.cpu import chunk_amx
 from engine.cpu.attention import AttentionScratch, HeadShape
 from engine.cpu.chunk_head import KEY_TILE, QUERY_BLOCK, TILE_ROWS
 from engine.cpu.memory import aligned
 from engine.cpu.vectors import KEYS
+
+_NO_HALVES: NDArray[np.uint16] = np.empty(0, np.uint16)
 
 
 class Buffers:
@@ -25,15 +28,22 @@ class Buffers:
             found = self._arrays[name] = aligned(size + size // 2, dtype)
         return found
 
-    def attention(self, shape: HeadShape, metadata: ForwardMetadata) -> AttentionScratch:
-        """What one thread needs to attend in a step."""
+    def attention(self, shape: HeadShape, metadata: ForwardMetadata, *, bf16: bool = False) -> AttentionScratch:
+        """What one thread needs to attend in a step; `bf16`: chunks in AMX's bf16."""
         context = int(metadata.context_lens.max()) + 2 * KEY_TILE
         rows = max(QUERY_BLOCK if metadata.chunks else 0, shape.num_heads)
         packed = context * (shape.head_dim + 16) if metadata.chunks else 0
+        tile = max(TILE_ROWS * KEY_TILE, KEYS * shape.head_dim, chunk_amx.QUERY_BLOCK * KEY_TILE)
+        widths = (0, packed, chunk_amx.QUERY_BLOCK * max(context, shape.head_dim)) if bf16 else (packed, 0, 0)
+        if not metadata.chunks:
+            widths = (0, 0, 0)
         return AttentionScratch(
             scores=self.get("scores", rows * context),
-            keys=self.get("keys", packed),
-            values=self.get("values", packed),
-            tile=self.get("tile", max(TILE_ROWS * KEY_TILE, KEYS * shape.head_dim)),
+            keys=self.get("keys", widths[0]),
+            values=self.get("values", widths[0]),
+            keys16=self.get("keys16", widths[1], np.uint16) if widths[1] else _NO_HALVES,
+            values16=self.get("values16", widths[1], np.uint16),
+            rows16=self.get("rows16", widths[2], np.uint16),
+            tile=self.get("tile", tile),
             factors=self.get("query_factors", max(QUERY_BLOCK, shape.num_heads)),
         )

@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
+from engine.cpu import chunk_amx
 from engine.cpu.jit import jit
 from engine.cpu.tiles import multiply_tile
-from engine.cpu.vectors import FLOAT_BYTES, KEYS, address, exponents, read_rows
+from engine.cpu.vectors import FLOAT_BYTES, KEYS, address, exponents, read_rows, scale_row
 
 TILE_ROWS = 12
 QUERY_BLOCK = 4 * TILE_ROWS
 """Queries that share one pass over the keys."""
 KEY_TILE = 2 * KEYS
-_HIDDEN = np.float32(-np.inf)
 
 
 @jit
@@ -24,19 +24,26 @@ def attend_chunk(seq: Any, attending: Any, kv: Any, share: Any) -> None:
     context = np.int64(batch.context_lens[seq])
     position = context - (end_row - row)
     first = max(0, position + 1 - kv.window) // KEY_TILE * KEY_TILE
+    in_bf16 = len(attending.scratch.keys16) > 0
+    size = chunk_amx.QUERY_BLOCK if in_bf16 else QUERY_BLOCK
     item = 0
     for kv_head in range(shape.num_kv_heads):
         packed = False
         for head in range(kv_head * group, (kv_head + 1) * group):
-            for begun in range(row, end_row, QUERY_BLOCK):
+            for begun in range(row, end_row, size):
                 item += 1
                 if item % share[1] != share[0]:
                     continue
-                if not packed:
-                    _pack_head(batch.parts[seq], (first, context), kv_head, attending, kv)
-                    packed = True
-                block = (begun, min(QUERY_BLOCK, end_row - begun), position + begun - row)
-                _attend_block(block, head, (first, context), kv.window, attending)
+                block = (begun, min(size, end_row - begun), position + begun - row)
+                if in_bf16:
+                    if not packed:
+                        chunk_amx.pack_head(batch.parts[seq], (first, context), kv_head, attending, kv)
+                    chunk_amx.attend_block(block, head, (first, context), kv.window, attending)
+                else:
+                    if not packed:
+                        _pack_head(batch.parts[seq], (first, context), kv_head, attending, kv)
+                    _attend_block(block, head, (first, context), kv.window, attending)
+                packed = True
 
 
 @jit
@@ -86,9 +93,8 @@ def _attend_block(block: Any, head: Any, span: Any, window: Any, attending: Any)
             multiply_tile(left, keys, (scores, i * width + key, width), dim, 12, 2)
     for i in range(count):
         end = position + i + 1 - first - begin
-        scores[i * width : i * width + max(0, end - window)] = _HIDDEN
-        scores[i * width + end : (i + 1) * width] = _HIDDEN
-        total = exponents(address(scores) + i * width * FLOAT_BYTES, width // KEYS, shape.scale)
+        seen = (max(0, end - window), end)
+        total = exponents(address(scores) + i * width * FLOAT_BYTES, width // KEYS, seen, shape.scale)
         scratch.factors[i] = np.float32(1.0) / total
     num_packed = _padded(span[1] - first)
     for i in range(0, count, TILE_ROWS):
@@ -114,6 +120,6 @@ def _put(scratch: Any, out: Any, part: Any, at: Any, shape: Any) -> None:
     """A tile of sums to the rows of `out`, each over its softmax's total; `part`: first query, rows, columns."""
     i, rows, columns = part
     for r in range(rows):
-        target = out[at + r * shape.num_heads * shape.head_dim : at + r * shape.num_heads * shape.head_dim + columns]
-        for j in range(columns):
-            target[j] = scratch.tile[r * KEY_TILE + j] * scratch.factors[i + r]
+        to = address(out) + (at + r * shape.num_heads * shape.head_dim) * FLOAT_BYTES
+        tile = address(scratch.tile) + r * KEY_TILE * FLOAT_BYTES
+        scale_row(tile, columns // 16, scratch.factors[i + r], to)

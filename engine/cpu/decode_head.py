@@ -7,9 +7,18 @@ from numba import types
 from numba.extending import overload
 
 from engine.cpu.jit import OPTIONS, jit
-from engine.cpu.vectors import FLOAT_BYTES, KEYS, add_values, address, dot_keys, exponents, prefetch, read_rows
+from engine.cpu.vectors import (
+    FLOAT_BYTES,
+    KEYS,
+    add_values,
+    address,
+    dot_keys,
+    exponents,
+    prefetch,
+    read_rows,
+    scale_row,
+)
 
-_HIDDEN = np.float32(-np.inf)
 _AHEAD = 2
 """Blocks that are asked for before they are needed."""
 
@@ -27,19 +36,17 @@ def attend_decode(seq: Any, heads: Any, attending: Any, kv: Any) -> None:
     at = heads[0] * group * shape.head_dim
     query = address(queries.rows) + (seq * queries.step + at) * FLOAT_BYTES
     _score_parts(query, heads, attending, kv.keys, (parts, kv.kind))
+    seen = (start - first * KEYS, end - first * KEYS)
     for g in range(num_rows):
-        scratch.scores[g * width : g * width + start - first * KEYS] = _HIDDEN
-        scratch.scores[g * width + end - first * KEYS : (g + 1) * width] = _HIDDEN
         row = address(scratch.scores) + g * width * FLOAT_BYTES
-        scratch.factors[g] = np.float32(1.0) / exponents(row, width // KEYS, shape.scale)
+        scratch.factors[g] = np.float32(1.0) / exponents(row, width // KEYS, seen, shape.scale)
     out_at = seq * shape.num_heads * shape.head_dim + at
-    out = queries.out[out_at : out_at + num_rows * shape.head_dim]
-    out[:] = np.float32(0.0)
-    _add_parts(address(out), heads, attending, kv.values, (parts, kv.kind))
+    queries.out[out_at : out_at + num_rows * shape.head_dim] = np.float32(0.0)
+    out = address(queries.out) + out_at * FLOAT_BYTES
+    _add_parts(out, heads, attending, kv.values, (parts, kv.kind))
     for g in range(num_rows):
-        values, factor = out[g * shape.head_dim : (g + 1) * shape.head_dim], scratch.factors[g]
-        for d in range(len(values)):
-            values[d] *= factor
+        row = out + g * shape.head_dim * FLOAT_BYTES
+        scale_row(row, shape.head_dim // KEYS, scratch.factors[g], row)
 
 
 @jit

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata
+from engine.cpu import chunk_amx
 from engine.cpu.attention import Attending, Queries
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape, why_not_paged
 from engine.cpu.buffers import Buffers
-from engine.cpu.features import amx_shapes, cpu_flags
+from engine.cpu.features import amx_shapes, cpu_flags, has_amx
 from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
 from engine.cpu.packing import MatrixShape, Packer
 from engine.cpu.step import Activations, Model, Team, Work, output_rows, run_layers
@@ -56,6 +57,7 @@ class CompiledDecoder:
         self.num_torch_threads = 1
         self._thread_buffers: list[Buffers] = []
         self._int8 = int8
+        self._bf16 = int8 and has_amx() and config.head_dim % chunk_amx.DEPTH == 0
         self._embed = parameters.pop("embed")
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
         self._cache = cache.elements
@@ -76,11 +78,10 @@ class CompiledDecoder:
         rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
         batch = Batch.of(metadata, model.shape.block_size, rotation)
         operands, cache = self._operands(num_tokens), self._cache
+        scratch = [buffers.attention(model.shape, metadata, bf16=self._bf16) for buffers in self._thread_buffers]
         work = [
-            Work(
-                acts, operand, Attending(acts.queries, model.shape, batch, own.attention(model.shape, metadata)), cache
-            )
-            for operand, own in zip(operands, self._thread_buffers, strict=False)
+            Work(acts, operand, Attending(acts.queries, model.shape, batch, own), cache)
+            for operand, own in zip(operands, scratch, strict=False)
         ]
         for layers in groups:
             self.threads.run(partial(_run_layers, model, work, layers))

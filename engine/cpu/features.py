@@ -27,10 +27,15 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
 
 
+def knows_amx() -> bool:
+    """True if the CPU has AMX for bytes and bf16."""
+    return {"amx_tile", "amx_int8", "amx_bf16"} <= cpu_flags()
+
+
 @lru_cache(maxsize=1)
 def has_amx() -> bool:
-    """True if AMX multiplies bytes here and the kernel lets this process use it (asked for now)."""
-    if sys.platform != "linux" or not {"amx_tile", "amx_int8"} <= cpu_flags():
+    """True if the CPU has AMX and the kernel lets this process use it (asked for now)."""
+    if sys.platform != "linux" or not knows_amx():
         return False
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 

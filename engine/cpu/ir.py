@@ -14,7 +14,9 @@ _declare: Any = cgutils.get_or_insert_function
 VOID, BYTE_POINTER = ir.VoidType(), INT8.as_pointer()
 LANES = 16
 LOG2_E = 1.4426950408889634
-INTS, FLOATS, HALVES, BYTES = (ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF, INT8))
+INTS, FLOATS, HALVES, SHORTS, BYTES = (
+    ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF, ir.IntType(16), INT8)
+)
 # 2^x on [-0.5, 0.5], highest power first; float32 constants, exact in double.
 _POWERS = tuple(
     float(np.float32(c))

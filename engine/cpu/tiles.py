@@ -12,6 +12,7 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
+from engine.cpu.features import knows_amx
 from engine.cpu.ir import FLOAT, FLOATS, INT8, INT32, INT64, INTS, VOID, Emitter, constant
 
 PANEL = 16
@@ -62,15 +63,20 @@ def multiply_tile(typing: Any, a: Any, b: Any, c: Any, depth: Any, rows: Any, pa
 
 @_emit
 def multiply_amx_tile(typing: Any, a: Any, b: Any, c: Any, depth: Any, halves: Any) -> Any:
-    """c[16 * halves, 32] = a @ b in int8 with AMX's tile registers; `depth` in groups of 64, `halves` 1 or 2.
+    """c[16 * halves, 32] = a @ b with AMX's tile registers; `halves` is 1 or 2, `depth` counts 64 bytes of a row.
 
-    The thread has called `configure_amx`. Registers: 0-3 sums, 4-5 rows of a, 6-7 panels of b.
+    int8, or bf16 as arrays of uint16, where panels of b are [depth / 2][16][2] and sums fp32. The thread has called
+    `configure_amx`. Registers: 0-3 sums, 4-5 rows of a, 6-7 panels of b. Does nothing on a CPU without AMX, whose
+    compiler would not know it.
     """
     signature = types.void(a, b, c, types.intp, halves)
     num_halves = halves.literal_value
+    dot = "llvm.x86.tdpbusd" if a[0].dtype == types.uint8 else "llvm.x86.tdpbf16ps"
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
+        if not knows_amx():
+            return context.get_dummy_value()
         (a_at, a_step), (b_at, b_step), (c_at, c_step) = (emit.place(kind, args[i]) for i, kind in enumerate((a, b, c)))
 
         def load(register: int, at: Any, step: Any) -> None:
@@ -87,7 +93,7 @@ def multiply_amx_tile(typing: Any, a: Any, b: Any, c: Any, depth: Any, halves: A
                 row_at = builder.mul(a_step, INT64(_AMX_ROWS * half))
                 load(4 + half, emit.at(a_at, builder.add(a_column, row_at)), a_step)
                 for j in range(2):
-                    emit.call("llvm.x86.tdpbusd", VOID, INT8(2 * half + j), INT8(4 + half), INT8(6 + j))
+                    emit.call(dot, VOID, INT8(2 * half + j), INT8(4 + half), INT8(6 + j))
         for register in range(2 * num_halves):
             row_at = builder.mul(c_step, INT64(_AMX_ROWS * (register // 2)))
             at = emit.at(c_at, builder.add(row_at, INT64(register % 2 * _VECTOR_BYTES)))
@@ -104,7 +110,8 @@ def configure_amx(typing: Any, shapes: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        emit.call("llvm.x86.ldtilecfg", VOID, emit.array(signature.args[0], args[0]))
+        if knows_amx():
+            emit.call("llvm.x86.ldtilecfg", VOID, emit.array(signature.args[0], args[0]))
         return context.get_dummy_value()
 
     return signature, generate
@@ -115,7 +122,8 @@ def release_amx(typing: Any) -> Any:
     """Give the tile registers back, so that switching threads does not save them."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        Emitter(context, builder).call("llvm.x86.tilerelease", VOID)
+        if knows_amx():
+            Emitter(context, builder).call("llvm.x86.tilerelease", VOID)
         return context.get_dummy_value()
 
     return types.void(), generate

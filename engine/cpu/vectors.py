@@ -13,11 +13,26 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.cpu.ir import BYTES, FLOAT, FLOATS, HALVES, INT32, INT64, INTS, LANES, LOG2_E, VOID, Emitter, constant
+from engine.cpu.ir import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    HALVES,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    LOG2_E,
+    SHORTS,
+    VOID,
+    Emitter,
+    constant,
+)
 
 KEYS = 16
 """Keys that one call handles."""
 FLOAT_BYTES = 4
+HALF_BYTES = 2
 _VECTOR_BYTES = 64
 _CACHE_LINE_BYTES = 64
 _INT8_LEVELS = 127.0
@@ -110,6 +125,42 @@ def _scale_at(emit: Emitter, row_at: Any, num_vectors: Any) -> Any:
 
 
 @_emit
+def to_bf16(typing: Any, values: Any, num_vectors: Any, out: Any) -> Any:
+    """fp32 values as bf16, rounded to nearest, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        with emit.loop(args[1], []) as loop:
+            bits = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(_VECTOR_BYTES))), INTS)
+            odd = builder.and_(builder.lshr(bits, constant(INTS, 16)), constant(INTS, 1))
+            rounded = builder.add(builder.add(bits, constant(INTS, 0x7FFF)), odd)
+            half = builder.trunc(builder.lshr(rounded, constant(INTS, 16)), SHORTS)
+            emit.store(half, emit.at(out_at, builder.mul(loop.index, INT64(_VECTOR_BYTES // 2))), 2)
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, _INTP), generate
+
+
+@_emit
+def pair_rows(typing: Any, low: Any, high: Any, num_vectors: Any, out: Any, out_step: Any) -> Any:
+    """Two rows of 16-bit numbers, interleaved; vectors of 16 pairs go to places `out_step` apart."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        low_at, high_at, out_at = (emit.pointer(args[i]) for i in (0, 1, 3))
+        mask = ir.Constant(ir.VectorType(INT32, 2 * LANES), [lane for i in range(LANES) for lane in (i, LANES + i)])
+        with emit.loop(args[2], []) as loop:
+            at = builder.mul(loop.index, INT64(_VECTOR_BYTES // 2))
+            rows = [emit.load(emit.at(row, at), SHORTS, 2) for row in (low_at, high_at)]
+            pairs = builder.shuffle_vector(*rows, mask)
+            emit.store(pairs, emit.at(out_at, builder.mul(loop.index, args[4])), 2)
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 5), generate
+
+
+@_emit
 def dot_keys(typing: Any, query: Any, keys: Any, key_step: Any, num_vectors: Any, out: Any) -> Any:
     """out[0:16] = dot products of one query row with 16 key rows, all fp32."""
 
@@ -175,27 +226,54 @@ def add_values(typing: Any, weights: Any, values: Any, value_step: Any, num_vect
 
 
 @_emit
-def exponents(typing: Any, scores: Any, num_vectors: Any, scale: Any) -> Any:
-    """scores = 2^((scores - their largest) * scale), in place; returns their sum."""
+def exponents(typing: Any, scores: Any, num_vectors: Any, span: Any, scale: Any) -> Any:
+    """scores = 2^((scores - their largest) * scale), in place, for those in [span[0], span[1]), which are not none; 0 for
+    the others. Returns their sum.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        at, scale = emit.pointer(args[0]), emit.splat(args[2])
-        with emit.loop(args[1], [constant(FLOATS, float("-inf"))]) as highest:
-            read = emit.load(emit.at(at, builder.mul(highest.index, INT64(_VECTOR_BYTES))), FLOATS)
+        at, scale = emit.pointer(args[0]), emit.splat(args[3])
+        start, end = (emit.splat(builder.trunc(builder.extract_value(args[2], i), INT32)) for i in range(2))
+        lowest = constant(FLOATS, float("-inf"))
+
+        def seen(index: Any) -> tuple[Any, Any, Any]:
+            """A vector's place, its scores, and which of them count."""
+            place = emit.at(at, builder.mul(index, INT64(_VECTOR_BYTES)))
+            first = emit.splat(builder.trunc(builder.mul(index, INT64(LANES)), INT32))
+            lanes = builder.add(first, ir.Constant(INTS, list(range(LANES))))
+            above, below = builder.icmp_signed(">=", lanes, start), builder.icmp_signed("<", lanes, end)
+            return place, emit.load(place, FLOATS), builder.and_(above, below)
+
+        with emit.loop(args[1], [lowest]) as highest:
+            _, read, counts = seen(highest.index)
+            read = builder.select(counts, read, lowest)
             highest.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, highest.carried[0], read))
         largest = emit.splat(emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, highest.next[0]))
         with emit.loop(args[1], [constant(FLOATS, 0.0)]) as total:
-            place = emit.at(at, builder.mul(total.index, INT64(_VECTOR_BYTES)))
-            read = emit.load(place, FLOATS)
+            place, read, counts = seen(total.index)
             power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), scale))
-            hidden = builder.fcmp_ordered("==", read, constant(FLOATS, float("-inf")))
-            power = builder.select(hidden, constant(FLOATS, 0.0), power)
+            power = builder.select(counts, power, constant(FLOATS, 0.0))
             emit.store(power, place)
             total.next.append(builder.fadd(total.carried[0], power))
         return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])
 
-    return types.float32(_INTP, _INTP, types.float32), generate
+    return types.float32(_INTP, _INTP, span, types.float32), generate
+
+
+@_emit
+def scale_row(typing: Any, values: Any, num_vectors: Any, factor: Any, out: Any) -> Any:
+    """out = values * factor, fp32; the two may be the same."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        values_at, factor, out_at = emit.pointer(args[0]), emit.splat(args[2]), emit.pointer(args[3])
+        with emit.loop(args[1], []) as loop:
+            at = builder.mul(loop.index, INT64(_VECTOR_BYTES))
+            emit.store(builder.fmul(emit.load(emit.at(values_at, at), FLOATS), factor), emit.at(out_at, at))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, types.float32, _INTP), generate
 
 
 @_emit

@@ -3,21 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
-from engine.cpu.jit import OPTIONS, jit
-from engine.cpu.vectors import (
-    FLOAT_BYTES,
-    KEYS,
-    add_values,
-    address,
-    dot_keys,
-    exponents,
-    prefetch,
-    read_rows,
-    scale_row,
-)
+from engine.cpu.group_vectors import MAX_ROWS, add_values, score_keys
+from engine.cpu.jit import jit
+from engine.cpu.vectors import FLOAT_BYTES, KEYS, address, exponents, prefetch, scale_row
 
 _AHEAD = 2
 """Blocks that are asked for before they are needed."""
@@ -52,77 +41,51 @@ def attend_decode(seq: Any, heads: Any, attending: Any, kv: Any) -> None:
 @jit
 def _score_parts(query: Any, heads: Any, attending: Any, keys: Any, parts: Any) -> None:
     """Scores [query heads, keys] of all parts; `parts`: (their first slots, a number of the cache's dtype)."""
-    shape, scratch = attending.shape, attending.scratch
+    shape = attending.shape
     slots, kind = parts
-    group, dim, step = shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.num_kv_heads * shape.row_bytes
-    row_bytes, scores = len(slots) * KEYS * FLOAT_BYTES, address(scratch.scores)
-    dims = (dim, group, address(scratch.tile))
+    group, head_bytes, step = _steps(shape)
+    row_bytes, scores = len(slots) * KEYS * FLOAT_BYTES, address(attending.scratch.scores)
     for i in range(len(slots)):
         prefetch(keys + slots[min(i + _AHEAD, len(slots) - 1)] * step, KEYS * step)
         for head in range(heads[1] - heads[0]):
-            rows = keys + slots[i] * step + (heads[0] + head) * shape.row_bytes
-            out = scores + head * group * row_bytes + i * KEYS * FLOAT_BYTES
-            _score(query + head * group * dim * FLOAT_BYTES, (rows, step), (out, row_bytes), dims, kind)
+            at = (keys + slots[i] * step + (heads[0] + head) * shape.row_bytes, step, shape.head_dim // 16)
+            for g in range(0, group, MAX_ROWS):
+                row = head * group + g
+                given = (query + row * head_bytes, head_bytes)
+                out = (scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
+                if group - g >= 3:
+                    score_keys(given, at, out, 3, kind)
+                elif group - g == 2:
+                    score_keys(given, at, out, 2, kind)
+                else:
+                    score_keys(given, at, out, 1, kind)
 
 
 @jit
 def _add_parts(out: Any, heads: Any, attending: Any, values: Any, parts: Any) -> None:
     """Add all parts' values, weighted by what the scores have become, to `out`."""
-    shape, scratch = attending.shape, attending.scratch
+    shape = attending.shape
     slots, kind = parts
-    group, dim, step = shape.num_heads // shape.num_kv_heads, shape.head_dim, shape.num_kv_heads * shape.row_bytes
-    row_bytes, weights = len(slots) * KEYS * FLOAT_BYTES, address(scratch.scores)
-    dims = (dim, group, address(scratch.tile))
+    group, head_bytes, step = _steps(shape)
+    row_bytes, scores = len(slots) * KEYS * FLOAT_BYTES, address(attending.scratch.scores)
     for i in range(len(slots)):
         prefetch(values + slots[min(i + _AHEAD, len(slots) - 1)] * step, KEYS * step)
         for head in range(heads[1] - heads[0]):
-            rows = values + slots[i] * step + (heads[0] + head) * shape.row_bytes
-            factors = weights + head * group * row_bytes + i * KEYS * FLOAT_BYTES
-            _add((factors, row_bytes), (rows, step), out + head * group * dim * FLOAT_BYTES, dims, kind)
+            at = (values + slots[i] * step + (heads[0] + head) * shape.row_bytes, step, shape.head_dim // 16)
+            for g in range(0, group, MAX_ROWS):
+                row = head * group + g
+                weights = (scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
+                target = (out + row * head_bytes, head_bytes)
+                if group - g >= 3:
+                    add_values(weights, at, target, 3, kind)
+                elif group - g == 2:
+                    add_values(weights, at, target, 2, kind)
+                else:
+                    add_values(weights, at, target, 1, kind)
 
 
-def _score(query: Any, keys: Any, out: Any, dims: Any, kind: Any) -> None:
-    """Scores of 16 keys (address, step) for the query heads that share them; `dims`: head_dim, group, scratch."""
-    raise NotImplementedError
-
-
-@overload(_score, jit_options=OPTIONS)
-def _overload_score(query: Any, keys: Any, out: Any, dims: Any, kind: Any) -> Any:
-    return _score_floats if kind == types.float32 else _score_small
-
-
-def _score_floats(query: Any, keys: Any, out: Any, dims: Any, kind: Any) -> None:
-    for g in range(dims[1]):
-        dot_keys(query + g * dims[0] * FLOAT_BYTES, keys[0], keys[1], dims[0] // KEYS, out[0] + g * out[1])
-
-
-def _score_small(query: Any, keys: Any, out: Any, dims: Any, kind: Any) -> None:
-    # Converted once for all query heads that share them.
-    dim, group, tile = dims
-    read_rows(keys[0], keys[1], dim // KEYS, tile, kind)
-    for g in range(group):
-        dot_keys(query + g * dim * FLOAT_BYTES, tile, dim * FLOAT_BYTES, dim // KEYS, out[0] + g * out[1])
-
-
-def _add(weights: Any, values: Any, out: Any, dims: Any, kind: Any) -> None:
-    """Add 16 value rows (address, step), weighted, to the outputs of the query heads that share them."""
-    raise NotImplementedError
-
-
-@overload(_add, jit_options=OPTIONS)
-def _overload_add(weights: Any, values: Any, out: Any, dims: Any, kind: Any) -> Any:
-    return _add_floats if kind == types.float32 else _add_small
-
-
-def _add_floats(weights: Any, values: Any, out: Any, dims: Any, kind: Any) -> None:
-    dim, group, _ = dims
-    for g in range(group):
-        add_values(weights[0] + g * weights[1], values[0], values[1], dim // KEYS, out + g * dim * FLOAT_BYTES)
-
-
-def _add_small(weights: Any, values: Any, out: Any, dims: Any, kind: Any) -> None:
-    dim, group, tile = dims
-    read_rows(values[0], values[1], dim // KEYS, tile, kind)
-    for g in range(group):
-        row = out + g * dim * FLOAT_BYTES
-        add_values(weights[0] + g * weights[1], tile, dim * FLOAT_BYTES, dim // KEYS, row)
+@jit
+def _steps(shape: Any) -> Any:
+    """Query heads that share a key/value head, bytes of a query head, bytes of a token in the cache."""
+    group = shape.num_heads // shape.num_kv_heads
+    return group, shape.head_dim * FLOAT_BYTES, shape.num_kv_heads * shape.row_bytes

@@ -72,7 +72,7 @@ def read_rows(typing: Any, rows: Any, step: Any, num_vectors: Any, out: Any, kin
         rows = [emit.at(rows_at, builder.mul(args[1], INT64(key))) for key in range(KEYS)]
         scales = []
         if bits == 8:
-            scales = [emit.splat(emit.load(_scale_at(emit, row, args[2]), FLOAT, 1)) for row in rows]
+            scales = [emit.splat(emit.load(scale_at(emit, row, args[2]), FLOAT, 1)) for row in rows]
         out_step = builder.mul(args[2], INT64(_VECTOR_BYTES))
         with emit.loop(args[2], []) as loop:
             column = builder.mul(loop.index, INT64(LANES * bits // 8))
@@ -116,11 +116,12 @@ def _quantising_factor(emit: Emitter, values_at: Any, row_at: Any, num_vectors: 
         magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
         loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
     largest = emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, loop.next[0])
-    emit.store(emit.builder.fdiv(largest, FLOAT(_INT8_LEVELS)), _scale_at(emit, row_at, num_vectors), 1)
+    emit.store(emit.builder.fdiv(largest, FLOAT(_INT8_LEVELS)), scale_at(emit, row_at, num_vectors), 1)
     return emit.builder.fdiv(FLOAT(_INT8_LEVELS), largest)
 
 
-def _scale_at(emit: Emitter, row_at: Any, num_vectors: Any) -> Any:
+def scale_at(emit: Emitter, row_at: Any, num_vectors: Any) -> Any:
+    """Where the scale of an int8 row is."""
     return emit.at(row_at, emit.builder.mul(num_vectors, INT64(LANES)))
 
 
@@ -161,74 +162,9 @@ def pair_rows(typing: Any, low: Any, high: Any, num_vectors: Any, out: Any, out_
 
 
 @_emit
-def dot_keys(typing: Any, query: Any, keys: Any, key_step: Any, num_vectors: Any, out: Any) -> Any:
-    """out[0:16] = dot products of one query row with 16 key rows, all fp32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = Emitter(context, builder)
-        query_at, keys_at = emit.pointer(args[0]), emit.pointer(args[1])
-        rows = [emit.at(keys_at, builder.mul(args[2], INT64(key))) for key in range(KEYS)]
-        with emit.loop(args[3], [constant(FLOATS, 0.0)] * KEYS) as loop:
-            column = builder.mul(loop.index, INT64(_VECTOR_BYTES))
-            left = emit.load(emit.at(query_at, column), FLOATS)
-            for row, total in zip(rows, loop.carried, strict=True):
-                loop.next.append(emit.multiply_add(left, emit.load(emit.at(row, column), FLOATS), total))
-        emit.store(_sums(builder, loop.next), emit.pointer(args[4]))
-        return context.get_dummy_value()
-
-    return types.void(*[_INTP] * 5), generate
-
-
-def _sums(builder: Any, vectors: list[Any]) -> Any:
-    """Lane i of the result is the sum over the lanes of vectors[i]: a tree of shuffles that adds pairs of vectors."""
-    size = LANES
-    while len(vectors) > 1:
-        half = len(vectors) // 2
-        merged = []
-        for low, high in zip(vectors[:half], vectors[half:], strict=True):
-            # Segments of `size` lanes belong to different vectors already; each is folded to half its width.
-            folds = [range(start, start + size // 2) for start in range(0, LANES, size)]
-            left = _gather(builder, low, high, folds)
-            right = _gather(builder, low, high, [range(f.stop, f.stop + size // 2) for f in folds])
-            merged.append(builder.fadd(left, right, flags=("fast",)))
-        vectors, size = merged, size // 2
-    return vectors[0]
-
-
-def _gather(builder: Any, low: Any, high: Any, segments: list[range]) -> Any:
-    """Each segment's lanes of `low`, then the same of `high`."""
-    mask: list[int] = []
-    for segment in segments:
-        mask += [*segment, *(lane + LANES for lane in segment)]
-    return builder.shuffle_vector(low, high, ir.Constant(INTS, mask))
-
-
-@_emit
-def add_values(typing: Any, weights: Any, values: Any, value_step: Any, num_vectors: Any, out: Any) -> Any:
-    """out += sum over 16 keys of weights[key] * value row, all fp32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = Emitter(context, builder)
-        weights_at, values_at, out_at = emit.pointer(args[0]), emit.pointer(args[1]), emit.pointer(args[4])
-        rows = [emit.at(values_at, builder.mul(args[2], INT64(key))) for key in range(KEYS)]
-        factors = [emit.splat(emit.load(emit.at(weights_at, 4 * key), FLOAT)) for key in range(KEYS)]
-        with emit.loop(args[3], []) as loop:
-            column = builder.mul(loop.index, INT64(_VECTOR_BYTES))
-            target = emit.at(out_at, column)
-            totals = [emit.load(target, FLOATS), constant(FLOATS, 0.0)]
-            for key, row in enumerate(rows):
-                read = emit.load(emit.at(row, column), FLOATS)
-                totals[key % 2] = emit.multiply_add(factors[key], read, totals[key % 2])
-            emit.store(builder.fadd(totals[0], totals[1]), target)
-        return context.get_dummy_value()
-
-    return types.void(*[_INTP] * 5), generate
-
-
-@_emit
 def exponents(typing: Any, scores: Any, num_vectors: Any, span: Any, scale: Any) -> Any:
-    """scores = 2^((scores - their largest) * scale), in place, for those in [span[0], span[1]), which are not none; 0 for
-    the others. Returns their sum.
+    """scores = 2^((scores - their largest) * scale), in place, for those in [span[0], span[1]), which are not none; 0
+    for the others. Returns their sum.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,5 +1,6 @@
 """The asynchronous client. `sync.py` is the same client for code without an event loop."""
 
+import copy
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self, Unpack
@@ -45,6 +46,14 @@ class AsyncClient:
             open_channel = channels_over(Tls() if tls is True else tls) if tls else insecure_channel
         self._connection = Connection(address, api_key, RetryPolicy(max_retries), open_channel)
         self._timeout_s = timeout
+
+    def acting_for(self, api_key: str | None) -> Self:
+        """This client with another API key, for services that call on behalf of others. It shares the connection: close
+        this one, and only at the end.
+        """
+        other = copy.copy(self)
+        other._connection = self._connection.acting_for(api_key)
+        return other
 
     async def __aenter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from tests.evidence import Evidence
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("tandem", "router", "prefill_worker", "decode_worker", "kvtransfer", "engine", "mesh"),
-    *("cli", "bench", "models"),
+    *("cli", "bench", "models", "gateway"),
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

@@ -1,0 +1,34 @@
+"""Request bodies: JSON to checked values, with messages a person can act on."""
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tandem import InvalidRequest
+
+M = TypeVar("M", bound=BaseModel)
+
+_MAX_SHOWN = 3
+
+
+class Body(BaseModel):
+    """Members nobody knows are left alone: clients of newer servers send them."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+def parse(schema: type[M], body: bytes) -> M:
+    """Raises InvalidRequest that names the members at fault."""
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise InvalidRequest(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    """What is wrong, without the input: that may be long, or secret."""
+    found: dict[str, str] = {}
+    for each in error.errors(include_url=False, include_context=False, include_input=False):
+        path = ".".join(map(str, each["loc"]))
+        found.setdefault(path, f"{path}: {each['msg']}" if path else str(each["msg"]))
+    return "; ".join(list(found.values())[:_MAX_SHOWN])

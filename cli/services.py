@@ -7,6 +7,7 @@ from typing import Any
 from cli.cores import CorePlan, Cores
 from cli.up_settings import UpSettings
 from decode_worker.settings import DecodeSettings
+from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from prefill_worker.settings import PrefillSettings
@@ -16,6 +17,7 @@ ROLES: Mapping[str, tuple[str, type]] = {
     "router": ("router", RouterSettings),
     "prefill": ("prefill_worker", PrefillSettings),
     "decode": ("decode_worker", DecodeSettings),
+    "gateway": ("gateway", GatewaySettings),
 }
 """Module and settings of each role."""
 
@@ -29,12 +31,18 @@ _OWN = frozenset(
         "advertise_host",
         "expect_prefill",
         "expect_decode",
+        "router",
+        "router_tls",
+        "router_tls_ca",
+        "router_tls_name",
         "cpu_list",
         "num_threads",
         "follow_stdin",
         "log_json",
     }
 )
+
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 
 Values = Mapping[str, Mapping[str, str]]
 """Settings by role and name."""
@@ -108,6 +116,18 @@ class MeshPlan:
             for number, cores in enumerate(all_cores)
         ]
 
+    def gateway(self, router_address: str, router: RouterSettings) -> Service | None:
+        """The HTTP gateway for a router with these settings, if one is wanted."""
+        settings = self.settings
+        if settings.http_port is None:
+            return None
+        own: dict[str, Any] = {"host": settings.http_host, "port": settings.http_port}
+        identity = router.load_public_tls()
+        if identity is not None:
+            own |= {"router_tls": True, "router_tls_ca": router.public_tls_cert, "router_tls_name": identity.name}
+        flags = _flags(**self._config(), router=_reachable(router_address), **own, **self.values.get("gateway", {}))
+        return Service("gateway", "gateway", (*flags, "--follow-stdin"))
+
     def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
         """The settings that `service` will find. Raises ConfigurationError as it would itself."""
         module, settings = ROLES[service.role]
@@ -120,9 +140,17 @@ class MeshPlan:
 
     def _flags(self, role: str, **own: Any) -> tuple[str, ...]:
         name = {"name": self.settings.name} if self.settings.name else {}
-        config = {"config": self.config} if self.config else {}
-        flags = _flags(**config, model=self.model, **name, **own, **self.values.get(role, {}))
+        flags = _flags(**self._config(), model=self.model, **name, **own, **self.values.get(role, {}))
         return (*flags, "--follow-stdin")
+
+    def _config(self) -> dict[str, str]:
+        return {"config": self.config} if self.config else {}
+
+
+def _reachable(address: str) -> str:
+    """Where something that listens on all addresses is reached on this machine."""
+    host, _, port = address.rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
 def _flags(**values: Any) -> tuple[str, ...]:

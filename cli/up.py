@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import secrets
 import socket
@@ -22,6 +23,7 @@ from cli.services import ROLES, MeshPlan, passed_on, split_by_role
 from cli.supervisor import MeshFailed, Supervisor
 from cli.trial import Trial
 from cli.up_settings import UpSettings, find_model
+from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from router.api_keys import digest_of, new_key
@@ -36,7 +38,9 @@ PROGRAMS: Programs = {role: (sys.executable, "-m", module) for role, (module, _)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: own settings, and those of the services under their own names."""
     parser.set_defaults(programs=PROGRAMS)
-    parser.add_argument("--config", metavar="FILE", help="TOML file; tables: up, router, prefill_worker, decode_worker")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file; tables: up, router, gateway, prefill_worker, decode_worker"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="ROLE.KEY=VALUE", help="a setting for one role only; repeatable"
     )
@@ -105,7 +109,17 @@ def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
     for worker in plan.workers("127.0.0.1:1"):
         plan.resolve(worker, environ)
     _require_free_port(plan.settings.host, plan.settings.port)
+    gateway = plan.gateway("127.0.0.1:1", router)
+    if gateway is not None:
+        http: GatewaySettings = plan.resolve(gateway, environ)
+        _require_installed("uvicorn")
+        _require_free_port(http.host, http.port)
     return Trial(router.prefill_threshold if plan.settings.num_prefill else 0, trial_key, tls)
+
+
+def _require_installed(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigurationError("the HTTP gateway is not installed: pip install 'tandem-serve[gateway]'")
 
 
 def _require_free_port(host: str, port: int) -> None:
@@ -117,7 +131,7 @@ def _require_free_port(host: str, port: int) -> None:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another --port") from error
+            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another port") from error
 
 
 def _child_environ(settings: UpSettings, trial_key: str) -> dict[str, str]:
@@ -142,6 +156,8 @@ def _log_dir(settings: UpSettings) -> Path:
     return folder
 
 
-def _announce_ready(address: str) -> None:
+def _announce_ready(address: str, http_address: str) -> None:
     sys.stdout.write(f"ready {address}\n")
+    if http_address:
+        sys.stdout.write(f"http http://{http_address}\n")
     sys.stdout.flush()

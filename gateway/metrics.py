@@ -79,14 +79,14 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """TGI's counters have no `_total` at the end."""
         for metric in self._registry.collect():
-            if metric.name in _PLAIN_COUNTERS:
-                plain = Metric(metric.name, metric.documentation, "unknown")
-                for sample in metric.samples:
-                    if sample.name.endswith("_total"):
-                        plain.add_sample(metric.name, sample.labels, sample.value)
-                yield plain
-            else:
+            if metric.name not in _PLAIN_COUNTERS:
                 yield metric
+                continue
+            plain = Metric(metric.name, metric.documentation, "unknown")
+            for sample in metric.samples:
+                if sample.name.endswith("_total"):
+                    plain.add_sample(metric.name, sample.labels, sample.value)
+            yield plain
 
     def text(self) -> bytes:
         """Prometheus' text format."""

@@ -108,6 +108,18 @@ def test_it_serves_until_asked_to_stop(tmp_path: Path, started: list[Up]) -> Non
     assert "decode-1" in up.stderr()
 
 
+def test_a_gateway_starts_beside_the_mesh_and_stops_first(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, "--http-port=0", "--max-body-bytes=1000")
+    started.append(up)
+    address = up.wait_ready()
+    assert up.process.stdout is not None
+    assert up.process.stdout.readline() == "http http://127.0.0.1:2\n"
+    assert up.flags("gateway")["router"] == address
+    assert up.flags("gateway")["max-body-bytes"] == "1000"
+    assert up.end(signal.SIGTERM) == 0
+    assert up.stopped()[:2] == ["gateway", "router"]
+
+
 def test_ctrl_c_reaches_the_whole_group_and_children_stop_in_order(tmp_path: Path, started: list[Up]) -> None:
     up = Up(tmp_path)
     started.append(up)

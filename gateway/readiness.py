@@ -28,6 +28,10 @@ class Readiness:
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
+    def forget(self) -> None:
+        """Ask anew next time."""
+        self._known_until_s = 0.0
+
     async def _ask(self) -> bool:
         try:
             await self._client.wait_ready(timeout=_ANSWER_S)

@@ -1,8 +1,8 @@
 """Request bodies: JSON to checked values, with messages a person can act on."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from tandem import InvalidRequest
 
@@ -12,9 +12,14 @@ _MAX_SHOWN = 3
 
 
 class Body(BaseModel):
-    """Members nobody knows are left alone: clients of newer servers send them."""
+    """Members nobody knows are left alone: clients of newer servers send them. Null is the same as nothing."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 def parse(schema: type[M], body: bytes) -> M:

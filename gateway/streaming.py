@@ -120,6 +120,14 @@ class Streamer:
             yield chunk
 
 
+def failed_stream(streamer: Streamer, error: Exception, renderer: Renderer) -> Response:
+    """A stream whose only event is an error, with status 200."""
+    problem = Problem.of(error)
+    streamer.exchange.arrival.progress.failed(problem)
+    content = b"".join(map(streamer.framing.frame, renderer.error(problem))) + streamer.framing.last
+    return Response(content, media_type=streamer.framing.media_type, headers=_HEADERS)
+
+
 class _FeedResponse(StreamingResponse):
     """Closes the feed however the response ends."""
 

@@ -61,9 +61,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
         """Text to token ids."""
-        tokens = await self._service.tokenize(_prompt_from_proto(request), request.model)
+        text, tokens = await self._service.tokenize(_prompt_from_proto(request), request.model)
         return generation_pb2.TokenizeResponse(
-            tokens=[generation_pb2.Token(id=token.id, text=token.text, special=token.special) for token in tokens]
+            tokens=[generation_pb2.Token(id=token.id, text=token.text, special=token.special) for token in tokens],
+            text=text,
         )
 
     async def GetModel(
@@ -125,6 +126,7 @@ def _asked_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) -
         top_logprobs=request.output.top_logprobs,
         prompt_logprobs=request.output.prompt_logprobs,
         echo=request.output.echo,
+        include_stop=request.output.include_stop,
         client_request_id=request.client_request_id,
         tenant=tenant,
         priority=_priority_from_proto(request.priority),

@@ -31,6 +31,7 @@ class GenerateInput:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     echo: bool = False
+    include_stop: bool = False
     client_request_id: str = ""
     tenant: Tenant = ANONYMOUS
     priority: Priority | None = None

@@ -20,7 +20,7 @@ _SCALARS = (
     "seed",
     "ignore_eos",
 )
-_OUTPUT = ("top_logprobs", "prompt_logprobs", "echo")
+_OUTPUT = ("top_logprobs", "prompt_logprobs", "echo", "include_stop")
 _INPUTS = ("prompt", "token_ids", "messages")
 
 
@@ -60,6 +60,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     top_logprobs: int | None
     prompt_logprobs: bool | None
     echo: bool | None
+    include_stop: bool | None
     n: int | None
     client_request_id: str | None
     priority: Priority | str | None

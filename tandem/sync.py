@@ -143,6 +143,10 @@ class Client:
         """See AsyncClient.tokenize."""
         return self._background.run(self._client.tokenize(**arguments))
 
+    def render(self, **arguments: Unpack[TokenizeArguments]) -> str:
+        """See AsyncClient.render."""
+        return self._background.run(self._client.render(**arguments))
+
     def models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """See AsyncClient.models."""
         return self._background.run(self._client.models(timeout=timeout))

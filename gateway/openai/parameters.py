@@ -34,7 +34,7 @@ def chat_arguments(body: ChatBody) -> GenerateArguments:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs")
     arguments = _sampling(body)
-    arguments["messages"] = [_message(each) for each in body.messages]
+    arguments["messages"] = messages_of(body)
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
     return arguments
@@ -59,6 +59,7 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         stop_token_ids=body.stop_token_ids,
         min_new_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,
+        include_stop=body.include_stop_str_in_output,
         priority=body.priority,
         ttft_target=body.ttft_target,
     )
@@ -75,6 +76,11 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Gene
         for each in prompt
         if not isinstance(each, int)
     ]
+
+
+def messages_of(body: ChatBody) -> list[dict[str, str]]:
+    """The turns. Raises InvalidRequest for content that is not text."""
+    return [_message(each) for each in body.messages]
 
 
 def _message(message: Message) -> dict[str, str]:

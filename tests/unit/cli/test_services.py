@@ -80,7 +80,7 @@ def test_settings_go_to_the_roles_that_have_them() -> None:
         "router": {"max_queued_requests": "3", "grace_s": "2"},
         "prefill": {"block_size": "8"},
         "decode": {"block_size": "4"},
-        "gateway": {"grace_s": "2"},
+        "gateway": {},
     }
 
 

@@ -23,9 +23,17 @@ class Body(BaseModel):
 
 
 def parse(schema: type[M], body: bytes) -> M:
-    """Raises InvalidRequest that names the members at fault."""
+    """JSON to a checked value. Raises InvalidRequest that names the members at fault."""
     try:
         return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise InvalidRequest(_explain(error)) from None
+
+
+def check(schema: type[M], payload: dict[str, Any]) -> M:
+    """The same for JSON that has been read already."""
+    try:
+        return schema.model_validate(payload)
     except ValidationError as error:
         raise InvalidRequest(_explain(error)) from None
 

@@ -7,30 +7,28 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import Answer, collect, total_usage
 from gateway.errors import Problem
 from gateway.exchange import Exchange
-from gateway.feed import Feed
 from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, usage_json
 from gateway.openai.errors import error_body
 from gateway.openai.logprobs import chat_logprobs, event_tokens, shown_tokens
 from gateway.openai.parameters import chat_arguments
 from gateway.openai.schemas import ChatBody
 from gateway.schema import parse
-from gateway.streaming import SSE_DONE, Json, Streamer
+from gateway.streaming import SSE_DONE, Framing, Json, Streamer
 from tandem import Choice, TokenEvent
 
 
 async def chat_completions(exchange: Exchange) -> Response:
     """The handler."""
-    body = parse(ChatBody, exchange.body)
+    return await answer_chat(exchange, parse(ChatBody, exchange.body), SSE_DONE)
+
+
+async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> Response:
+    """Answer as a whole, or as a stream if the body wants one. Raises InvalidRequest."""
     envelope = Envelope.new("chat.completion", "chatcmpl", body.model)
-    feed = open_chat(exchange, body)
+    feed = exchange.feed([chat_arguments(body)], body.n or 1)
     if body.stream:
-        return await Streamer(SSE_DONE, exchange).respond(feed, ChatChunks(body, envelope))
+        return await Streamer(framing, exchange).respond(feed, ChatChunks(body, envelope))
     return JSONResponse(chat_json(await collect(feed), body, envelope))
-
-
-def open_chat(exchange: Exchange, body: ChatBody) -> Feed:
-    """Start answering. Raises InvalidRequest."""
-    return exchange.feed([chat_arguments(body)], body.n or 1)
 
 
 def chat_json(answer: Answer, body: ChatBody, envelope: Envelope) -> Json:

@@ -7,30 +7,29 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import Answer, collect, total_usage
 from gateway.errors import Problem
 from gateway.exchange import Exchange
-from gateway.feed import Feed
 from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, usage_json
 from gateway.openai.errors import error_body
 from gateway.openai.logprobs import CompletionLogprobs, event_tokens, shown_tokens
 from gateway.openai.parameters import completion_arguments
 from gateway.openai.schemas import CompletionBody
 from gateway.schema import parse
-from gateway.streaming import SSE_DONE, Json, Streamer
+from gateway.streaming import SSE_DONE, Framing, Json, Streamer
 from tandem import Choice, Token, TokenEvent
 
 
 async def completions(exchange: Exchange) -> Response:
     """The handler."""
-    body = parse(CompletionBody, exchange.body)
+    return await answer_completion(exchange, parse(CompletionBody, exchange.body), SSE_DONE)
+
+
+async def answer_completion(exchange: Exchange, body: CompletionBody, framing: Framing) -> Response:
+    """Answer as a whole, or as a stream if the body wants one. Raises InvalidRequest."""
+    num_choices = body.n or 1
     envelope = Envelope.new("text_completion", "cmpl", body.model)
-    feed = open_completion(exchange, body)
+    feed = exchange.feed(completion_arguments(body, exchange.settings.max_client_batch_size), num_choices)
     if body.stream:
-        return await Streamer(SSE_DONE, exchange).respond(feed, CompletionChunks(body, envelope))
-    return JSONResponse(completion_json(await collect(feed, body.n or 1), body, envelope))
-
-
-def open_completion(exchange: Exchange, body: CompletionBody) -> Feed:
-    """Start answering. Raises InvalidRequest."""
-    return exchange.feed(completion_arguments(body, exchange.settings.max_client_batch_size), body.n or 1)
+        return await Streamer(framing, exchange).respond(feed, CompletionChunks(body, envelope))
+    return JSONResponse(completion_json(await collect(feed, num_choices), body, envelope))
 
 
 def completion_json(answer: Answer, body: CompletionBody, envelope: Envelope) -> Json:

@@ -7,7 +7,7 @@ from gateway.answers import Answer, collect
 from gateway.errors import UnsupportedMediaType
 from gateway.exchange import Exchange
 from gateway.schema import parse
-from gateway.streaming import SSE, Streamer, failed_stream
+from gateway.streaming import SSE, Framing, Streamer, failed_stream
 from gateway.tgi.parameters import generate_arguments
 from gateway.tgi.render import Shape, StreamEvents, answer_json
 from gateway.tgi.schemas import GenerateBody
@@ -21,20 +21,23 @@ async def generate(exchange: Exchange) -> Response:
 
 async def generate_stream(exchange: Exchange) -> Response:
     """Events. What goes wrong after parsing is an event too: clients read nothing else."""
-    return await stream(exchange, _parse(exchange), full_text=False)
+    return await _stream(exchange, _parse(exchange), SSE, full_text=False)
 
 
 async def generate_compat(exchange: Exchange) -> Response:
     """An array of one object, or events if the body has `stream`. The text begins with the prompt unless refused."""
-    body = _parse(exchange)
+    return await answer_compat(exchange, _parse(exchange), SSE)
+
+
+async def answer_compat(exchange: Exchange, body: GenerateBody, framing: Framing) -> Response:
+    """Answer as / and SageMaker's TGI containers do."""
     if body.stream:
-        return await stream(exchange, body, full_text=True)
+        return await _stream(exchange, body, framing, full_text=True)
     return await _whole(exchange, body, full_text=True, as_array=True)
 
 
-async def stream(exchange: Exchange, body: GenerateBody, *, full_text: bool) -> Response:
-    """The answer as events."""
-    streamer = Streamer(SSE, exchange, raise_early=False)
+async def _stream(exchange: Exchange, body: GenerateBody, framing: Framing, *, full_text: bool) -> Response:
+    streamer = Streamer(framing, exchange, raise_early=False)
     try:
         arguments = await _arguments(exchange, body, stream=True)
     except tandem.TandemError as error:

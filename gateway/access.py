@@ -41,7 +41,10 @@ def _fit(key: str) -> str | None:
 
 
 class Gate:
-    """Lets known keys by. `open_to_all`: callers of other machines need no key, if the router asks for none."""
+    """Lets known keys by. `open_to_all`: callers of other machines need no key, if the router asks for none.
+
+    `served_name` is the model's, as the router has told it last.
+    """
 
     def __init__(
         self, client: tandem.AsyncClient, *, open_to_all: bool, clock: Callable[[], float] = time.monotonic
@@ -49,6 +52,7 @@ class Gate:
         self._client = client
         self._open_to_all = open_to_all
         self._clock = clock
+        self.served_name = ""
         self._trusted: OrderedDict[bytes, float] = OrderedDict()
         self._checks: dict[bytes, asyncio.Task[None]] = {}
 
@@ -68,7 +72,8 @@ class Gate:
             self._trusted.popitem(last=False)
 
     async def _ask(self, key: str | None) -> None:
-        await self._client.acting_for(key).models(timeout=_CHECK_TIMEOUT_S)
+        models = await self._client.acting_for(key).models(timeout=_CHECK_TIMEOUT_S)
+        self.served_name = models[0].name if models else ""
         if not self._open_to_all:
             await self._require_closed()
 

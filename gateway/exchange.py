@@ -30,6 +30,8 @@ log = structlog.get_logger(__name__)
 _ID_HEADERS = ("x-request-id", "x-amzn-sagemaker-inference-id")
 _MAX_ID_CHARS = 128
 _CLIENT_GONE = 499
+_DISCARD_S = 1.0
+_MAX_DISCARDED_BYTES = 16 << 20
 
 
 class Dialect(Protocol):
@@ -72,6 +74,11 @@ class Exchange:
     def request_id(self) -> str:
         """What the client calls this request, or we do."""
         return self.arrival.request_id
+
+    @property
+    def served_name(self) -> str:
+        """The model that answers requests which name none."""
+        return self.arrival.backend.gate.served_name
 
     def feed(self, arguments: Sequence[tandem.GenerateArguments], num_choices: int = 1) -> Feed:
         """Start generating: one call for each of `arguments`, of `num_choices` choices each."""
@@ -116,19 +123,27 @@ class Endpoint:
     async def _respond(self, arrival: Arrival, *, has_place: bool) -> Response:
         """The answer, or what the dialect says instead. Raises ClientDisconnect."""
         try:
-            if not has_place:
-                raise tandem.Overloaded("too many requests are open; try again later", retry_after_s=1.0)
-            client = await _admit(arrival)
-            body = await _read_body(arrival)
-            return await _unless_gone(self.handler(Exchange(arrival, client, body)), arrival.request)
+            exchange = await _receive(arrival, has_place=has_place)
         except ClientDisconnect:
             raise
         except Exception as error:
-            if is_ours(error):
-                log.exception("a request failed", request_id=arrival.request_id)
-            problem = Problem.of(error)
-            arrival.progress.failed(problem)
-            return self.dialect.error_response(problem)
+            response = self._tell(error, arrival)
+            if not await _discard_rest(arrival.request):
+                response.headers["connection"] = "close"
+            return response
+        try:
+            return await _unless_gone(self.handler(exchange), arrival.request)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            return self._tell(error, arrival)
+
+    def _tell(self, error: Exception, arrival: Arrival) -> Response:
+        if is_ours(error):
+            log.exception("a request failed", request_id=arrival.request_id)
+        problem = Problem.of(error)
+        arrival.progress.failed(problem)
+        return self.dialect.error_response(problem)
 
     def _record(self, backend: Backend, request_id: str, progress: Progress, status: int) -> None:
         duration_s = progress.duration_s()
@@ -144,6 +159,14 @@ class Endpoint:
             duration_ms=round(duration_s * 1000, 1),
             mesh_request_ids=sorted(progress.mesh_request_ids),
         )
+
+
+async def _receive(arrival: Arrival, *, has_place: bool) -> Exchange:
+    """All that comes before a handler. Raises what keeps the request out."""
+    if not has_place:
+        raise tandem.Overloaded("too many requests are open; try again later", retry_after_s=1.0)
+    client = await _admit(arrival)
+    return Exchange(arrival, client, await _read_body(arrival))
 
 
 async def _admit(arrival: Arrival) -> tandem.AsyncClient:
@@ -173,6 +196,20 @@ async def _read_body(arrival: Arrival) -> bytes:
     except TimeoutError:
         raise BodyTooSlow(f"the body did not come within {settings.body_timeout_s:g} s") from None
     return bytes(body)
+
+
+async def _discard_rest(request: Request) -> bool:
+    """Read on and forget, for a while: a client that is still sending would lose the answer. True if all is read."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > _MAX_DISCARDED_BYTES:
+                    return False
+    except (TimeoutError, ClientDisconnect):
+        return False
+    return True
 
 
 async def _unless_gone(work: Coroutine[Any, Any, Response], request: Request) -> Response:

@@ -7,14 +7,13 @@ from gateway.streaming import Json
 
 
 class LmiDialect:
-    """What clients of DJLServing understand. Errors close the connection, as there."""
+    """What clients of DJLServing understand."""
 
     name = "lmi"
 
     def error_response(self, problem: Problem) -> Response:
         """{"code", "error"} for requests that cannot be handled, {"code", "type", "message"} for all else."""
-        headers = {"connection": "close", **problem.headers}
-        return JSONResponse(error_body(problem), problem.row.lmi.status, headers)
+        return JSONResponse(error_body(problem), problem.row.lmi.status, problem.headers)
 
 
 def error_body(problem: Problem) -> Json:

@@ -24,7 +24,7 @@ async def chat_completions(exchange: Exchange) -> Response:
 
 async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> Response:
     """Answer as a whole, or as a stream if the body wants one. Raises InvalidRequest."""
-    envelope = Envelope.new("chat.completion", "chatcmpl", body.model)
+    envelope = Envelope.new("chat.completion", "chatcmpl", body.model or exchange.served_name)
     feed = exchange.feed([chat_arguments(body)], body.n or 1)
     if body.stream:
         return await Streamer(framing, exchange).respond(feed, ChatChunks(body, envelope))

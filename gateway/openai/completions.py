@@ -25,7 +25,7 @@ async def completions(exchange: Exchange) -> Response:
 async def answer_completion(exchange: Exchange, body: CompletionBody, framing: Framing) -> Response:
     """Answer as a whole, or as a stream if the body wants one. Raises InvalidRequest."""
     num_choices = body.n or 1
-    envelope = Envelope.new("text_completion", "cmpl", body.model)
+    envelope = Envelope.new("text_completion", "cmpl", body.model or exchange.served_name)
     feed = exchange.feed(completion_arguments(body, exchange.settings.max_client_batch_size), num_choices)
     if body.stream:
         return await Streamer(framing, exchange).respond(feed, CompletionChunks(body, envelope))

@@ -41,17 +41,17 @@ class RunningGateway:
 @asynccontextmanager
 async def running_gateway(script: Script | None = None, **settings: Any) -> AsyncIterator[RunningGateway]:
     """Router and gateway, until the block ends."""
-    async with running_router(script) as router, gateway_before(router, **settings) as gateway:
-        yield gateway
+    async with running_router(script) as router, gateway_at(router.address, **settings) as (url, backend, http):
+        yield RunningGateway(url, router, backend, http)
 
 
 @asynccontextmanager
-async def gateway_before(router: FakeRouter, **settings: Any) -> AsyncIterator[RunningGateway]:
-    """A gateway for a router that runs."""
-    chosen = GatewaySettings(router=router.address, port=0, **settings)
+async def gateway_at(address: str, **settings: Any) -> AsyncIterator[tuple[str, Backend, httpx2.AsyncClient]]:
+    """A gateway for the router at an address: its URL, its inside, and a client."""
+    chosen = GatewaySettings(router=address, **({"port": 0} | settings))
     async with tandem.AsyncClient(chosen.router, max_retries=0) as client:
         backend = build_backend(chosen, client)
-        async with serving(build_app(backend), chosen) as address:
-            url = f"http://{address}"
+        async with serving(build_app(backend), chosen) as http_address:
+            url = f"http://{http_address}"
             async with httpx2.AsyncClient(base_url=url, timeout=30) as http:
-                yield RunningGateway(url, router, backend, http)
+                yield url, backend, http

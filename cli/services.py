@@ -70,6 +70,11 @@ def passed_on() -> dict[str, tuple[str, Any]]:
     return found
 
 
+def roles_of() -> dict[str, list[str]]:
+    """The roles that have each of those settings."""
+    return {name: roles.split(",") for name, (roles, _) in passed_on().items()}
+
+
 def split_by_role(given: Mapping[str, str], overrides: Sequence[str]) -> Values:
     """Hand each setting to the roles that have it; `overrides` ("role.key=value") go to one role and win."""
     values: dict[str, dict[str, str]] = {role: {} for role in ROLES}

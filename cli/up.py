@@ -19,7 +19,8 @@ import tandem
 from cli.child import Launch, Programs
 from cli.cores import assign_cores
 from cli.display import Display
-from cli.services import ROLES, MeshPlan, passed_on, split_by_role
+from cli.services import ROLES, MeshPlan, passed_on, roles_of, split_by_role
+from cli.serving import LowCode, read_low_code
 from cli.supervisor import MeshFailed, Supervisor
 from cli.trial import Trial
 from cli.up_settings import UpSettings, find_model
@@ -32,6 +33,8 @@ from router.settings import RouterSettings
 NAME = "up"
 ABOUT = 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve'
 
+_LMI_PORT = 8080
+
 PROGRAMS: Programs = {role: (sys.executable, "-m", module) for role, (module, _) in ROLES.items()}
 
 
@@ -43,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="ROLE.KEY=VALUE", help="a setting for one role only; repeatable"
+    )
+    parser.add_argument(
+        "--serving-properties",
+        metavar="FILE",
+        help="serving.properties of LMI; OPTION_* and variables of TGI and SageMaker are read in any case",
     )
     for each in fields(UpSettings):
         if not each.metadata["secret"]:
@@ -62,10 +70,15 @@ def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
 def run(args: argparse.Namespace) -> int:
     """Start, serve, stop."""
     display = Display(Console(stderr=True, highlight=False))
-    settings = _settings(args)
+    low_code = read_low_code(args.serving_properties, os.environ, roles_of())
+    for line in low_code.lines:
+        display.line(line)
+    for line in low_code.warnings:
+        display.line(line, "yellow")
+    settings = _settings(args, low_code)
     trial_key = new_key()
     environ = _child_environ(settings, trial_key)
-    plan = _plan(args, settings)
+    plan = _plan(args, settings, low_code)
     trial = _check(plan, environ, trial_key)
     log_dir = _log_dir(settings)
     display.line(f"logs: {log_dir}")
@@ -79,16 +92,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> UpSettings:
-    given = {each.name for each in fields(UpSettings)} & vars(args).keys()
-    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given]
+def _settings(args: argparse.Namespace, low_code: LowCode) -> UpSettings:
+    given = low_code.of("up") | {
+        each.name: getattr(args, each.name) for each in fields(UpSettings) if each.name in args
+    }
+    if args.serving_properties:
+        given = {"http_port": _LMI_PORT} | given
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     config = [f"--config={args.config}"] if args.config else []
     return load_settings(UpSettings, [*flags, *config], prog=NAME).values
 
 
-def _plan(args: argparse.Namespace, settings: UpSettings) -> MeshPlan:
+def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode) -> MeshPlan:
     given = {name: getattr(args, name) for name in passed_on() if name in args}
-    values = split_by_role(given, args.set)
+    flags = split_by_role(given, args.set)
+    values = {role: low_code.of(role) | dict(own) for role, own in flags.items()}
     model = find_model(settings.model)
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else range(os.cpu_count() or 1)

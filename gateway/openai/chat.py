@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import Answer, collect, total_usage
 from gateway.errors import Problem
 from gateway.exchange import Exchange
-from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, usage_json
+from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, token_ids, usage_json
 from gateway.openai.errors import error_body
 from gateway.openai.logprobs import chat_logprobs, event_tokens, shown_tokens
 from gateway.openai.parameters import chat_arguments
@@ -44,7 +44,7 @@ def _choice(choice: Choice, body: ChatBody) -> Json:
         "message": {"role": "assistant", "content": choice.text, "refusal": None},
         "logprobs": chat_logprobs(tokens, body.top_logprobs or 0) if body.logprobs else None,
         "finish_reason": finish_reason(choice.finish_reason),
-    }
+    } | token_ids(body, choice.tokens)
 
 
 class ChatChunks:

@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import Answer, collect, total_usage
 from gateway.errors import Problem
 from gateway.exchange import Exchange
-from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, usage_json
+from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, token_ids, usage_json
 from gateway.openai.errors import error_body
 from gateway.openai.logprobs import CompletionLogprobs, event_tokens, shown_tokens
 from gateway.openai.parameters import completion_arguments
@@ -49,7 +49,7 @@ def _choice(choice: Choice, prompt_tokens: Sequence[Token], body: CompletionBody
         "text": choice.text,
         "logprobs": logprobs,
         "finish_reason": finish_reason(choice.finish_reason),
-    }
+    } | token_ids(body, choice.tokens)
 
 
 class CompletionChunks:
@@ -71,11 +71,13 @@ class CompletionChunks:
         self._usage.saw(event)
         tokens = self._shown(event)
         wants_logprobs = self._body.logprobs is not None
-        if not (event.text or (wants_logprobs and tokens) or event.finish_reason is not None):
+        wants_tokens = (wants_logprobs and tokens) or (self._body.return_token_ids and event.token)
+        if not (event.text or wants_tokens or event.finish_reason is not None):
             return
         logprobs = self._logprobs[event.index].of(tokens, self._body.logprobs or 0) if wants_logprobs else None
         reason = None if event.finish_reason is None else finish_reason(event.finish_reason)
         choice = {"index": event.index, "text": event.text, "logprobs": logprobs, "finish_reason": reason}
+        choice |= token_ids(self._body, (event.token,) if event.token else ())
         yield self._envelope.json([choice]) | self._usage.of_chunk()
 
     def end(self) -> Iterable[Json]:

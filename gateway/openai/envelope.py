@@ -7,7 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from gateway.openai.schemas import SamplingBody
-from tandem import FinishReason, TokenEvent, Usage
+from tandem import FinishReason, Token, TokenEvent, Usage
 
 Json = dict[str, Any]
 
@@ -45,6 +45,11 @@ class Envelope:
 def finish_reason(reason: FinishReason) -> str:
     """OpenAI knows no difference between a stop string and the model's own end."""
     return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def token_ids(body: SamplingBody, tokens: Iterable[Token]) -> Json:
+    """The member `token_ids` of a choice, if it was asked for: what continues an answer exactly."""
+    return {"token_ids": [token.id for token in tokens]} if body.return_token_ids else {}
 
 
 def usage_json(usage: Usage) -> Json:

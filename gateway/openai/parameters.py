@@ -4,6 +4,8 @@ from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Messag
 from tandem import GenerateArguments, InvalidRequest
 
 _DEFAULT_TEMPERATURE = 1.0
+# What clients that do not know the model's name send for it: TGI's, huggingface_hub's, LMI's.
+_NO_NAMES = ("", "tgi", "dummy", "lmi")
 # A newer name for the same.
 _ROLES = {"developer": "system"}
 
@@ -44,7 +46,7 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
     if body.typical_p not in (None, 1.0):
         raise InvalidRequest("typical_p is not supported")
     return GenerateArguments(
-        model=body.model or None,
+        model=None if body.model in _NO_NAMES else body.model,
         n=body.n,
         temperature=_DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
         top_p=body.top_p,

@@ -39,6 +39,7 @@ class SamplingBody(Body):
     typical_p: float | None = None
     priority: Literal["batch", "standard", "interactive"] | None = None
     ttft_target: float | None = None
+    return_token_ids: bool = False
 
 
 class CompletionBody(SamplingBody):

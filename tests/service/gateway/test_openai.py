@@ -116,6 +116,21 @@ async def test_the_sum_of_chat_is_the_confidence_of_the_answer(gateway: RunningG
     assert math.exp(sum(logprobs) / len(logprobs)) == pytest.approx(math.exp(-0.5))
 
 
+async def test_token_ids_continue_an_answer(gateway: RunningGateway) -> None:
+    body = {"prompt": list(b"One"), "max_tokens": 5, "return_token_ids": True}
+    first = (await gateway.post("/v1/completions", body)).json()["choices"][0]
+    assert first["token_ids"] == list(b" fine")
+    lines = await gateway.lines("/v1/completions", body | {"prompt": [*b"One", *first["token_ids"]], "stream": True})
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[each] for each in b" day "]
+
+
+@pytest.mark.parametrize("model", ["", "tgi", "dummy"])
+async def test_names_that_are_none_mean_the_served_model(gateway: RunningGateway, model: str) -> None:
+    assert (await gateway.post("/v1/chat/completions", {"model": model, "messages": MESSAGES})).status_code == 200
+    assert gateway.script.requests[-1].model == ""
+
+
 async def test_models(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         assert [model.id async for model in client.models.list()] == ["fake"]

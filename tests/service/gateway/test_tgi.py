@@ -16,6 +16,12 @@ from tests.service.gateway.http import RunningGateway, running_gateway
 REST = STORY.removeprefix("One fine day")
 
 
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests forbid the hub's client all calls, which would be ours to the gateway, too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
 @pytest.fixture
 async def gateway() -> AsyncIterator[RunningGateway]:
     async with running_gateway() as running:

@@ -18,7 +18,7 @@ from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.queue import PlacementQueue
 from router.service import GenerationService, ModelInfo
 from router.tenants import Priority, Tenant
-from router.text.chat import ChatMessage
+from router.text.chat import ChatMessage, parse_extra, parse_tools
 from router.validation import GenerateInput
 from tandem.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -148,10 +148,15 @@ def _prompt_from_proto(request: generation_pb2.GenerateRequest | generation_pb2.
     if kind == "prompt":
         return TextPrompt(request.prompt)
     if kind == "chat":
-        return ChatPrompt(tuple(ChatMessage(turn.role, turn.content) for turn in request.chat.messages))
+        return _chat_from_proto(request.chat)
     if isinstance(request, generation_pb2.GenerateRequest) and kind == "token_ids":
         return TokenPrompt(request.token_ids.ids)
     return None
+
+
+def _chat_from_proto(chat: generation_pb2.Chat) -> ChatPrompt:
+    turns = (ChatMessage(turn.role, turn.content, parse_extra(turn.extra_json)) for turn in chat.messages)
+    return ChatPrompt(tuple(turns), parse_tools(chat.tools_json))
 
 
 def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:

@@ -12,7 +12,7 @@ from router.limits import Limits
 from router.prompts import ChatPrompt, Prompt, TextPrompt
 from router.tenants import ANONYMOUS, Priority, Tenant
 
-CHAT_ROLES = ("system", "user", "assistant")
+CHAT_ROLES = ("system", "user", "assistant", "tool")
 
 _EMPTY = "the prompt is empty: at least one token is needed"
 

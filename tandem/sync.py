@@ -1,6 +1,7 @@
 """The client for code without an event loop: AsyncClient on a loop in a background thread."""
 
 import asyncio
+import copy
 import threading
 from collections.abc import Coroutine, Generator
 from types import TracebackType
@@ -98,6 +99,12 @@ class Client:
     def __init__(self, address: str = DEFAULT_ADDRESS, **options: Unpack[ClientOptions]) -> None:
         self._client = AsyncClient(address, **options)
         self._background = _BackgroundLoop()
+
+    def acting_for(self, api_key: str | None) -> Self:
+        """See AsyncClient.acting_for."""
+        other = copy.copy(self)
+        other._client = self._client.acting_for(api_key)
+        return other
 
     def __enter__(self) -> Self:
         return self

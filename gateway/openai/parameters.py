@@ -1,5 +1,7 @@
 """OpenAI requests to arguments of the SDK."""
 
+from typing import Any
+
 from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
 from tandem import GenerateArguments, InvalidRequest
 
@@ -31,12 +33,11 @@ def chat_arguments(body: ChatBody) -> GenerateArguments:
     """Raises InvalidRequest."""
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest(f"response_format {body.response_format.type!r} is not supported: only text is")
-    if body.tools and body.tool_choice != "none":
-        raise InvalidRequest('tools are not supported: leave them out, or set tool_choice to "none"')
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs")
     arguments = _sampling(body)
     arguments["messages"] = messages_of(body)
+    arguments["tools"] = tools_of(body)
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
     return arguments
@@ -80,13 +81,21 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Gene
     ]
 
 
-def messages_of(body: ChatBody) -> list[dict[str, str]]:
+def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
+    """What the chat template is shown. Raises InvalidRequest where a call would have to be forced."""
+    if body.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequest("tool_choice may be auto or none: calls cannot be forced")
+    return None if body.tool_choice == "none" else body.tools
+
+
+def messages_of(body: ChatBody) -> list[dict[str, Any]]:
     """The turns. Raises InvalidRequest for content that is not text."""
     return [_message(each) for each in body.messages]
 
 
-def _message(message: Message) -> dict[str, str]:
-    return {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
+def _message(message: Message) -> dict[str, Any]:
+    extra = message.model_dump(include={"tool_calls", "tool_call_id", "name"}, exclude_none=True)
+    return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
 
 
 def _text(content: str | list[ContentPart] | None) -> str:

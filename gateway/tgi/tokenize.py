@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse, Response
 
 import tandem
 from gateway.exchange import Exchange
-from gateway.openai.parameters import messages_of
+from gateway.openai.parameters import messages_of, tools_of
 from gateway.openai.schemas import ChatBody
 from gateway.schema import parse
 from gateway.streaming import Json
@@ -23,7 +23,9 @@ async def tokenize(exchange: Exchange) -> Response:
 async def chat_tokenize(exchange: Exchange) -> Response:
     """The tokens of a conversation, and the text they are made of."""
     body = parse(ChatBody, exchange.body)
-    arguments = tandem.TokenizeArguments(messages=messages_of(body), timeout=exchange.settings.request_timeout_s)
+    arguments = tandem.TokenizeArguments(
+        messages=messages_of(body), tools=tools_of(body), timeout=exchange.settings.request_timeout_s
+    )
     tokens = await exchange.client.tokenize(**arguments)
     text = await exchange.client.render(**arguments)
     return JSONResponse({"tokenize_response": _tokens_json(tokens), "templated_text": text})

@@ -1,6 +1,7 @@
 """The examples for HTTP clients against the bundled model, as they are; the gateway's answers against the SDK's."""
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -12,7 +13,8 @@ import pytest
 import tandem
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "http"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "http"
 MESSAGES = [{"role": "user", "content": "What is 27 + 45?"}]
 
 
@@ -38,6 +40,7 @@ async def test_examples_run_and_http_answers_as_grpc_does(tmp_path: Path) -> Non
         tandem.AsyncClient(running.address) as client,
     ):
         await check_examples(running)
+        await check_documented_calls(running)
         await check_same_answers(running, client)
         await check_stop_strings(running)
         await check_many_payloads(running)
@@ -57,6 +60,22 @@ async def check_examples(running: MeshProcess) -> None:
     assert text == streamed
     confidence = re.fullmatch(r"length, confidence (0\.\d\d|1\.00)", ending)
     assert confidence
+
+
+async def check_documented_calls(running: MeshProcess) -> None:
+    """Every curl of docs/http.md, as it stands there but for the port."""
+    blocks = re.findall(r"```sh\n(curl .*?)```", (ROOT / "docs" / "http.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 6
+    for block in blocks:
+        command = block.replace("http://127.0.0.1:8080", running.http).replace("curl -s", "curl --fail-with-body -s")
+        process = await asyncio.create_subprocess_shell(
+            command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await process.communicate()
+        assert process.returncode == 0, (block, out, err)
+        assert b"error" not in out
+        last = out.decode().replace("data: [DONE]", "").strip().splitlines()[-1]
+        assert json.loads(last.removeprefix("data: ")), block
 
 
 async def check_same_answers(running: MeshProcess, client: tandem.AsyncClient) -> None:

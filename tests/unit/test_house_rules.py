@@ -70,7 +70,15 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    ["docs/architecture.md", "docs/gpu.md", "docs/operations.md", "docs/security.md", "README.md", "CONTRIBUTING.md"],
+    [
+        "docs/architecture.md",
+        "docs/gpu.md",
+        "docs/http.md",
+        "docs/operations.md",
+        "docs/security.md",
+        "README.md",
+        "CONTRIBUTING.md",
+    ],
 )
 def test_documents_name_real_files(document: str) -> None:
     path = ROOT / document

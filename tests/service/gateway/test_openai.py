@@ -125,6 +125,27 @@ async def test_token_ids_continue_an_answer(gateway: RunningGateway) -> None:
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[each] for each in b" day "]
 
 
+async def test_tools_and_what_they_gave_reach_the_template(gateway: RunningGateway) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "72", "tool_call_id": "1"},
+    ]
+    body = {"messages": turns, "tools": tools}
+    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
+    chat = gateway.script.requests[-1].chat
+    assert json.loads(chat.tools_json) == tools
+    assert [json.loads(turn.extra_json or "{}") for turn in chat.messages] == [
+        {},
+        {"tool_calls": calls},
+        {"tool_call_id": "1"},
+    ]
+    assert (await gateway.post("/v1/chat/completions", body | {"tool_choice": "none"})).status_code == 200
+    assert gateway.script.requests[-1].chat.tools_json == ""
+
+
 @pytest.mark.parametrize("model", ["", "tgi", "dummy"])
 async def test_names_that_are_none_mean_the_served_model(gateway: RunningGateway, model: str) -> None:
     assert (await gateway.post("/v1/chat/completions", {"model": model, "messages": MESSAGES})).status_code == 200
@@ -188,7 +209,7 @@ async def test_an_error_later_is_one_event_and_the_stream_is_closed_properly(gat
         ("chat/completions", {"model": "fake"}, "messages"),
         ("chat/completions", {"messages": MESSAGES, "temperature": "hot"}, "temperature"),
         ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
-        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{}], "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ("completions", {"prompt": "a", "best_of": 3}, "best_of"),
         ("completions", {"prompt": ["a"] * 100}, "prompt"),

@@ -206,9 +206,8 @@ class Supervisor:
     async def _stop(self) -> None:
         """Stop gateway and router, then all workers. All children are gone afterwards."""
         self._is_stopping = True
-        for name in ("gateway", "router"):
-            if name in self._children:
-                await self._children[name].stop(_STOP_LIMIT_S)
+        front = [child for name, child in self._children.items() if name in ("gateway", "router")]
+        await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in front))
         await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in self._children.values()))
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ import psutil
 import tandem
 
 START_S = 90.0
-STOP_S = 20.0
+STOP_S = 40.0
 
 
 @dataclass

@@ -1,7 +1,7 @@
 # Every target sets up what it needs, from a bare clone. Override PYTHON to choose the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
-TYPED := tandem router prefill_worker decode_worker kvtransfer engine mesh cli bench models examples
+TYPED := tandem router prefill_worker decode_worker kvtransfer engine mesh gateway cli bench models examples
 SOURCES := $(TYPED) tests
 
 .PHONY: demo up test lint protos test-gpu chaos bench clean
@@ -9,7 +9,7 @@ SOURCES := $(TYPED) tests
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,redis]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,gateway,redis]'
 	touch $@
 
 demo: .venv/.installed  ## Start a mesh of three processes, ask the bundled model, stop.

@@ -8,6 +8,7 @@ from typing import Any
 from cli.cores import CorePlan
 from cli.up_settings import UpSettings
 from decode_worker.settings import DecodeSettings
+from gateway.settings import GatewaySettings
 from mesh.cores import Cores
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
@@ -18,6 +19,7 @@ ROLES: Mapping[str, tuple[str, type]] = {
     "router": ("router", RouterSettings),
     "prefill": ("prefill_worker", PrefillSettings),
     "decode": ("decode_worker", DecodeSettings),
+    "gateway": ("gateway", GatewaySettings),
 }
 """Module and settings of each role."""
 
@@ -31,6 +33,10 @@ _OWN = frozenset(
         "advertise_host",
         "expect_prefill",
         "expect_decode",
+        "router",
+        "router_tls",
+        "router_tls_ca",
+        "router_tls_name",
         "cpu_list",
         "core_table",
         "lent_cores",
@@ -39,6 +45,8 @@ _OWN = frozenset(
         "log_json",
     }
 )
+
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 
 Values = Mapping[str, Mapping[str, str]]
 """Settings by role and name."""
@@ -64,6 +72,11 @@ def passed_on() -> dict[str, tuple[str, Any]]:
                 roles = found[each.name][0] + "," if each.name in found else ""
                 found[each.name] = (roles + role, each)
     return found
+
+
+def roles_of() -> dict[str, list[str]]:
+    """The roles that have each of those settings."""
+    return {name: roles.split(",") for name, (roles, _) in passed_on().items()}
 
 
 def split_by_role(given: Mapping[str, str], overrides: Sequence[str]) -> Values:
@@ -115,6 +128,18 @@ class MeshPlan:
             for number, cores in enumerate(all_cores)
         ]
 
+    def gateway(self, router_address: str, router: RouterSettings) -> Service | None:
+        """The HTTP gateway for a router with these settings, if one is wanted."""
+        settings = self.settings
+        if settings.http_port is None:
+            return None
+        own: dict[str, Any] = {"host": settings.http_host, "port": settings.http_port}
+        identity = router.load_public_tls()
+        if identity is not None:
+            own |= {"router_tls": True, "router_tls_ca": router.public_tls_cert, "router_tls_name": identity.name}
+        flags = _flags(**self._config(), router=_reachable(router_address), **own, **self.values.get("gateway", {}))
+        return Service("gateway", "gateway", (*flags, "--follow-stdin"))
+
     def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
         """The settings that `service` will find. Raises ConfigurationError as it would itself."""
         module, settings = ROLES[service.role]
@@ -131,9 +156,17 @@ class MeshPlan:
 
     def _flags(self, role: str, **own: Any) -> tuple[str, ...]:
         name = {"name": self.settings.name} if self.settings.name else {}
-        config = {"config": self.config} if self.config else {}
-        flags = _flags(**config, model=self.model, **name, **own, **self.values.get(role, {}))
+        flags = _flags(**self._config(), model=self.model, **name, **own, **self.values.get(role, {}))
         return (*flags, "--follow-stdin")
+
+    def _config(self) -> dict[str, str]:
+        return {"config": self.config} if self.config else {}
+
+
+def _reachable(address: str) -> str:
+    """Where something that listens on all addresses is reached on this machine."""
+    host, _, port = address.rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
 def _flags(**values: Any) -> tuple[str, ...]:

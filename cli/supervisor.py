@@ -1,8 +1,8 @@
 """Runs a mesh as child processes, in the foreground.
 
-    start router ──listening──▶ start workers ──all ready──▶ trial request ──▶ ready ──▶ watch
-    a worker dies: start it again, later and later    the router dies: stop    SIGINT, SIGTERM: stop
-    stop: router first (it drains), then workers; a second signal kills
+    start router ──listening──▶ start workers and gateway ──all ready──▶ trial request ──▶ ready ──▶ watch
+    a worker or the gateway dies: start it again, later and later    the router dies: stop    SIGINT, SIGTERM: stop
+    stop: gateway and router first (they drain), then workers; a second signal kills
 
 Everything that happens comes through one queue, in order, and is handled by one task.
 """
@@ -74,13 +74,16 @@ class Supervisor:
         self._backoffs: dict[str, Backoff] = {}
         self._is_stopping = False
 
-    async def run(self, on_ready: Callable[[str], None]) -> None:
-        """Serve until a signal comes; calls `on_ready(address)` once. Raises MeshFailed or ConfigurationError."""
+    async def run(self, on_ready: Callable[[str, str], None]) -> None:
+        """Serve until a signal comes; calls `on_ready(router's address, gateway's or "")` once.
+
+        Raises MeshFailed or ConfigurationError.
+        """
         with self._signals():
             try:
                 address = await self._start()
                 self._display.table(self._children.values())
-                on_ready(address)
+                on_ready(address, self._children["gateway"].address if "gateway" in self._children else "")
                 await self._watch()
             except _StopAsked:
                 self._display.loaded()
@@ -116,9 +119,15 @@ class Supervisor:
             elif event.kind == "ready":
                 not_ready.discard(name)
             elif event.kind == "listening" and name == "router":
-                for worker in self._plan.workers(event.fields["registry_address"]):
-                    not_ready.add(worker.name)
-                    await self._spawn(worker)
+                for service in self._behind_router(event.child.address, event.fields["registry_address"]):
+                    not_ready.add(service.name)
+                    await self._spawn(service)
+
+    def _behind_router(self, address: str, registry_address: str) -> list[Service]:
+        """What needs to know where the router listens."""
+        settings = self._plan.resolve(self._plan.router(), self._launch.environ)
+        gateway = self._plan.gateway(address, settings)
+        return [*self._plan.workers(registry_address), *([gateway] if gateway else [])]
 
     async def _try(self, address: str) -> None:
         async def attempt() -> None:
@@ -195,10 +204,10 @@ class Supervisor:
         self._started_s[service.name] = time.monotonic()
 
     async def _stop(self) -> None:
-        """Stop the router, then all workers. All children are gone afterwards."""
+        """Stop gateway and router, then all workers. All children are gone afterwards."""
         self._is_stopping = True
-        if "router" in self._children:
-            await self._children["router"].stop(_STOP_LIMIT_S)
+        front = [child for name, child in self._children.items() if name in ("gateway", "router")]
+        await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in front))
         await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in self._children.values()))
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import secrets
 import socket
@@ -18,10 +19,12 @@ import tandem
 from cli.child import Launch, Programs
 from cli.cores import assign_cores
 from cli.display import Display
-from cli.services import ROLES, MeshPlan, passed_on, split_by_role
+from cli.services import ROLES, MeshPlan, passed_on, roles_of, split_by_role
+from cli.serving import LowCode, read_low_code
 from cli.supervisor import MeshFailed, Supervisor
 from cli.trial import Trial
 from cli.up_settings import UpSettings, find_model
+from gateway.settings import GatewaySettings
 from mesh.cores import make_core_table
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
@@ -31,15 +34,24 @@ from router.settings import RouterSettings
 NAME = "up"
 ABOUT = 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve'
 
+_LMI_PORT = 8080
+
 PROGRAMS: Programs = {role: (sys.executable, "-m", module) for role, (module, _) in ROLES.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: own settings, and those of the services under their own names."""
     parser.set_defaults(programs=PROGRAMS)
-    parser.add_argument("--config", metavar="FILE", help="TOML file; tables: up, router, prefill_worker, decode_worker")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file; tables: up, router, gateway, prefill_worker, decode_worker"
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="ROLE.KEY=VALUE", help="a setting for one role only; repeatable"
+    )
+    parser.add_argument(
+        "--serving-properties",
+        metavar="FILE",
+        help="serving.properties of LMI; OPTION_* and variables of TGI and SageMaker are read in any case",
     )
     for each in fields(UpSettings):
         if not each.metadata["secret"]:
@@ -59,11 +71,16 @@ def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
 def run(args: argparse.Namespace) -> int:
     """Start, serve, stop."""
     display = Display(Console(stderr=True, highlight=False))
-    settings = _settings(args)
+    low_code = read_low_code(args.serving_properties, os.environ, roles_of())
+    for line in low_code.lines:
+        display.line(line)
+    for line in low_code.warnings:
+        display.line(line, "yellow")
+    settings = _settings(args, low_code)
     trial_key = new_key()
     environ = _child_environ(settings, trial_key)
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
-        plan = _plan(args, settings, Path(folder) / "table")
+        plan = _plan(args, settings, low_code, Path(folder) / "table")
         trial = _check(plan, environ, trial_key)
         log_dir = _log_dir(settings)
         display.line(f"logs: {log_dir}")
@@ -82,16 +99,21 @@ def _serve(supervisor: Supervisor) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> UpSettings:
-    given = {each.name for each in fields(UpSettings)} & vars(args).keys()
-    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in given]
+def _settings(args: argparse.Namespace, low_code: LowCode) -> UpSettings:
+    given = low_code.of("up") | {
+        each.name: getattr(args, each.name) for each in fields(UpSettings) if each.name in args
+    }
+    if args.serving_properties:
+        given = {"http_port": _LMI_PORT} | given
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     config = [f"--config={args.config}"] if args.config else []
     return load_settings(UpSettings, [*flags, *config], prog=NAME).values
 
 
-def _plan(args: argparse.Namespace, settings: UpSettings, core_table: Path) -> MeshPlan:
+def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, core_table: Path) -> MeshPlan:
     given = {name: getattr(args, name) for name in passed_on() if name in args}
-    values = split_by_role(given, args.set)
+    flags = split_by_role(given, args.set)
+    values = {role: low_code.of(role) | dict(own) for role, own in flags.items()}
     model = find_model(settings.model)
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else range(os.cpu_count() or 1)
@@ -113,7 +135,17 @@ def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
     for worker in plan.workers("127.0.0.1:1"):
         plan.resolve(worker, environ)
     _require_free_port(plan.settings.host, plan.settings.port)
+    gateway = plan.gateway("127.0.0.1:1", router)
+    if gateway is not None:
+        http: GatewaySettings = plan.resolve(gateway, environ)
+        _require_installed("uvicorn")
+        _require_free_port(http.host, http.port)
     return Trial(router.prefill_threshold if plan.settings.num_prefill else 0, trial_key, tls)
+
+
+def _require_installed(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigurationError("the HTTP gateway is not installed: pip install 'tandem-serve[gateway]'")
 
 
 def _require_free_port(host: str, port: int) -> None:
@@ -125,7 +157,7 @@ def _require_free_port(host: str, port: int) -> None:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another --port") from error
+            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another port") from error
 
 
 def _child_environ(settings: UpSettings, trial_key: str) -> dict[str, str]:
@@ -150,6 +182,8 @@ def _log_dir(settings: UpSettings) -> Path:
     return folder
 
 
-def _announce_ready(address: str) -> None:
+def _announce_ready(address: str, http_address: str) -> None:
     sys.stdout.write(f"ready {address}\n")
+    if http_address:
+        sys.stdout.write(f"http http://{http_address}\n")
     sys.stdout.flush()

@@ -20,6 +20,8 @@ class UpSettings:
     colocated: bool = setting(False, "no prefill workers: decode workers do both")
     host: str = setting("127.0.0.1", "address clients reach")
     port: int = setting(50051, "port clients reach; 0 takes a free one", env=("PORT",))
+    http_host: str = setting("127.0.0.1", "address HTTP clients reach")
+    http_port: int | None = setting(None, "port of the HTTP gateway; 0 takes a free one; default: no gateway")
     threads_per_worker: int | None = setting(None, "most cores of a worker; default: a fair share of all")
     model_loading_timeout: float = setting(
         240.0, "seconds until everything must serve", env=("OPTION_MODEL_LOADING_TIMEOUT",)
@@ -33,8 +35,9 @@ class UpSettings:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigurationError(f"{name} must be >= {low}, got {value}")
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"port must be in [0, 65535], got {self.port}")
+        for name in ("port", "http_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
+                raise ConfigurationError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
         if not 0 < self.model_loading_timeout < float("inf"):
             raise ConfigurationError(f"model_loading_timeout must be > 0, got {self.model_loading_timeout:g}")
 

@@ -80,7 +80,9 @@ class Choice:
         self._max_new_tokens = valid.sampling.max_new_tokens or 0
         self._order = TokenOrder()
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer.detokenizer(), StopMatcher(valid.sampling.stop))
+        self._text = TextStream(
+            tokenizer.detokenizer(), StopMatcher(valid.sampling.stop, keep=valid.asked.include_stop)
+        )
         self._pending: list[TokenEvent] = []
 
     @property

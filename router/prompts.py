@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mesh.domain.errors import InvalidRequest
 from router.served_model import ServedModel
@@ -34,9 +34,10 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, oldest turn first."""
+    """A conversation, oldest turn first, and what the model may call."""
 
     messages: tuple[ChatMessage, ...]
+    tools: Sequence[Any] | None = None
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -90,6 +91,6 @@ class PromptEncoder:
     def _encode_chat(self, prompt: ChatPrompt) -> EncodedPrompt:
         if self._model.chat_template is None:
             raise InvalidRequest(f"model {self._model.name} has no chat template: send a prompt or token_ids")
-        text = self._model.chat_template.render(prompt.messages)
+        text = self._model.chat_template.render(prompt.messages, prompt.tools)
         # The template writes the special tokens itself.
         return EncodedPrompt(self._model.tokenizer.encode(text, add_special_tokens=False), text)

@@ -103,8 +103,11 @@ class GenerationService:
             raise
         return self._start(valid, permits, timeline, echo)
 
-    async def tokenize(self, prompt: Prompt | None, model: str) -> list[TextToken]:
-        """Token ids that `generate` would use, with their texts. Prompts that it would not take are refused."""
+    async def tokenize(self, prompt: Prompt | None, model: str) -> tuple[str, list[TextToken]]:
+        """The text, as rendered, and the token ids that `generate` would use, with their texts.
+
+        Prompts that it would not take are refused.
+        """
         self._require_model(model)
         if self._num_tokenizing >= _MAX_TOKENIZING:
             raise Overloaded(f"{self._num_tokenizing} prompts are being tokenised; try again later")
@@ -113,7 +116,7 @@ class GenerationService:
         try:
             encoded = await encoder.encode(require_prompt(prompt))
             self._check_ids(encoded, self._limits())
-            return await encoder.pieces(encoded.ids)
+            return encoded.text or "", await encoder.pieces(encoded.ids)
         finally:
             self._num_tokenizing -= 1
 

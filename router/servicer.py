@@ -19,7 +19,7 @@ from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.queue import PlacementQueue
 from router.service import GenerationService, ModelInfo
 from router.tenants import Priority, Tenant
-from router.text.chat import ChatMessage
+from router.text.chat import ChatMessage, parse_extra, parse_tools
 from router.validation import GenerateInput
 from tandem.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -62,9 +62,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
         """Text to token ids."""
-        tokens = await self._service.tokenize(_prompt_from_proto(request), request.model)
+        text, tokens = await self._service.tokenize(_prompt_from_proto(request), request.model)
         return generation_pb2.TokenizeResponse(
-            tokens=[generation_pb2.Token(id=token.id, text=token.text, special=token.special) for token in tokens]
+            tokens=[generation_pb2.Token(id=token.id, text=token.text, special=token.special) for token in tokens],
+            text=text,
         )
 
     async def GetModel(
@@ -126,6 +127,7 @@ def _asked_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) -
         top_logprobs=request.output.top_logprobs,
         prompt_logprobs=request.output.prompt_logprobs,
         echo=request.output.echo,
+        include_stop=request.output.include_stop,
         client_request_id=request.client_request_id,
         tenant=tenant,
         priority=_priority_from_proto(request.priority),
@@ -147,10 +149,15 @@ def _prompt_from_proto(request: generation_pb2.GenerateRequest | generation_pb2.
     if kind == "prompt":
         return TextPrompt(request.prompt)
     if kind == "chat":
-        return ChatPrompt(tuple(ChatMessage(turn.role, turn.content) for turn in request.chat.messages))
+        return _chat_from_proto(request.chat)
     if isinstance(request, generation_pb2.GenerateRequest) and kind == "token_ids":
         return TokenPrompt(request.token_ids.ids)
     return None
+
+
+def _chat_from_proto(chat: generation_pb2.Chat) -> ChatPrompt:
+    turns = (ChatMessage(turn.role, turn.content, parse_extra(turn.extra_json)) for turn in chat.messages)
+    return ChatPrompt(tuple(turns), parse_tools(chat.tools_json))
 
 
 def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:

@@ -12,7 +12,7 @@ from router.limits import Limits
 from router.prompts import ChatPrompt, Prompt, TextPrompt
 from router.tenants import ANONYMOUS, Priority, Tenant
 
-CHAT_ROLES = ("system", "user", "assistant")
+CHAT_ROLES = ("system", "user", "assistant", "tool")
 
 _EMPTY = "the prompt is empty: at least one token is needed"
 
@@ -31,6 +31,7 @@ class GenerateInput:
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     echo: bool = False
+    include_stop: bool = False
     client_request_id: str = ""
     tenant: Tenant = ANONYMOUS
     priority: Priority | None = None

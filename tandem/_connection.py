@@ -1,6 +1,7 @@
 """A client's way to its routers: deadlines, credentials, retries, and errors of this package instead of gRPC's."""
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -29,8 +30,14 @@ class Connection:
 
     def __init__(self, addresses: str, api_key: str | None, policy: RetryPolicy, open_channel: ChannelFactory) -> None:
         self._routers = Routers(addresses, open_channel)
-        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._metadata = _credentials(api_key)
         self._policy = policy
+
+    def acting_for(self, api_key: str | None) -> "Connection":
+        """The same routers over the same channels, with another key."""
+        other = copy.copy(self)
+        other._metadata = _credentials(api_key)
+        return other
 
     async def close(self) -> None:
         """Close the channels; running calls are cancelled. May be called twice."""
@@ -113,6 +120,10 @@ class MessageStream:
     def cancel(self) -> None:
         """End the call; nothing happens if it has ended."""
         self._call.cancel()
+
+
+def _credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 async def _wait_serving(router: Router, timeout_s: float) -> Router:

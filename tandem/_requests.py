@@ -1,5 +1,6 @@
 """Keyword arguments to request messages. Names and types are checked here; ranges are the server's to check."""
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -20,15 +21,19 @@ _SCALARS = (
     "seed",
     "ignore_eos",
 )
-_OUTPUT = ("top_logprobs", "prompt_logprobs", "echo")
+_OUTPUT = ("top_logprobs", "prompt_logprobs", "echo", "include_stop")
 _INPUTS = ("prompt", "token_ids", "messages")
 
 
 class TokenizeArguments(TypedDict, total=False):
-    """Arguments of `tokenize`: one of prompt and messages."""
+    """Arguments of `tokenize`: one of prompt and messages.
+
+    A message has `role` and `content`; what else it has, and `tools`, goes to the model's chat template as it is.
+    """
 
     prompt: str | None
-    messages: Iterable[Mapping[str, str]] | None
+    messages: Iterable[Mapping[str, Any]] | None
+    tools: Sequence[Mapping[str, Any]] | None
     model: str | None
     timeout: float | None
 
@@ -60,6 +65,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     top_logprobs: int | None
     prompt_logprobs: bool | None
     echo: bool | None
+    include_stop: bool | None
     n: int | None
     client_request_id: str | None
     priority: Priority | str | None
@@ -110,6 +116,8 @@ def _set_input(request: Any, given: Mapping[str, Any], inputs: Sequence[str]) ->
     if name == "messages":
         request.chat.SetInParent()
         request.chat.messages.extend(_message(turn) for turn in value)
+        if given.get("tools"):
+            request.chat.tools_json = _json("tools", list(given["tools"]))
     elif name == "token_ids":
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, value, name)
@@ -117,13 +125,23 @@ def _set_input(request: Any, given: Mapping[str, Any], inputs: Sequence[str]) ->
         _set(request, name, value)
 
 
-def _message(turn: Mapping[str, str]) -> generation_pb2.ChatMessage:
-    if not isinstance(turn, Mapping) or turn.keys() != {"role", "content"}:
+def _message(turn: Mapping[str, Any]) -> generation_pb2.ChatMessage:
+    if not isinstance(turn, Mapping) or not turn.keys() >= {"role", "content"}:
         raise InvalidRequest('each of messages must be {"role": ..., "content": ...}')
     message = generation_pb2.ChatMessage()
     _set(message, "role", turn["role"])
     _set(message, "content", turn["content"])
+    extra = {name: value for name, value in turn.items() if name not in ("role", "content")}
+    if extra:
+        message.extra_json = _json("messages", extra)
     return message
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name}: {error}") from error
 
 
 def _set_sampling(sampling: sampling_pb2.SamplingParams, given: Mapping[str, Any]) -> None:

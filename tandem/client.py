@@ -1,8 +1,9 @@
 """The asynchronous client. `sync.py` is the same client for code without an event loop."""
 
+import copy
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from tandem._channel import ChannelFactory, Tls, channels_over, insecure_channel
 from tandem._connection import Connection
@@ -45,6 +46,14 @@ class AsyncClient:
             open_channel = channels_over(Tls() if tls is True else tls) if tls else insecure_channel
         self._connection = Connection(address, api_key, RetryPolicy(max_retries), open_channel)
         self._timeout_s = timeout
+
+    def acting_for(self, api_key: str | None) -> Self:
+        """This client with another API key, for services that call on behalf of others. It shares the connection: close
+        this one, and only at the end.
+        """
+        other = copy.copy(self)
+        other._connection = self._connection.acting_for(api_key)
+        return other
 
     async def __aenter__(self) -> Self:
         return self
@@ -95,10 +104,12 @@ class AsyncClient:
 
     async def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
         """The tokens that `generate` would use for a prompt or messages; no log-probs."""
-        request = tokenize_request(arguments)
-        deadline = self._deadline(arguments.get("timeout"))
-        response = await self._connection.unary(lambda stubs: stubs.generation.Tokenize, request, deadline)
-        return tuple(map(token, response.tokens))
+        return tuple(map(token, (await self._tokenize(arguments)).tokens))
+
+    async def render(self, **arguments: Unpack[TokenizeArguments]) -> str:
+        """The text that `tokenize` makes tokens of: messages as the model's chat template writes them."""
+        text: str = (await self._tokenize(arguments)).text
+        return text
 
     async def models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """The served models."""
@@ -127,6 +138,11 @@ class AsyncClient:
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Return when a router says that it serves; none need be up yet. Raises DeadlineExceeded."""
         await self._connection.wait_serving(timeout)
+
+    async def _tokenize(self, arguments: TokenizeArguments) -> Any:
+        request = tokenize_request(arguments)
+        deadline = self._deadline(arguments.get("timeout"))
+        return await self._connection.unary(lambda stubs: stubs.generation.Tokenize, request, deadline)
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self._timeout_s if timeout is None else timeout)

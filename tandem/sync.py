@@ -1,6 +1,7 @@
 """The client for code without an event loop: AsyncClient on a loop in a background thread."""
 
 import asyncio
+import copy
 import threading
 from collections.abc import Coroutine, Generator
 from types import TracebackType
@@ -99,6 +100,12 @@ class Client:
         self._client = AsyncClient(address, **options)
         self._background = _BackgroundLoop()
 
+    def acting_for(self, api_key: str | None) -> Self:
+        """See AsyncClient.acting_for."""
+        other = copy.copy(self)
+        other._client = self._client.acting_for(api_key)
+        return other
+
     def __enter__(self) -> Self:
         return self
 
@@ -142,6 +149,10 @@ class Client:
     def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
         """See AsyncClient.tokenize."""
         return self._background.run(self._client.tokenize(**arguments))
+
+    def render(self, **arguments: Unpack[TokenizeArguments]) -> str:
+        """See AsyncClient.render."""
+        return self._background.run(self._client.render(**arguments))
 
     def models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """See AsyncClient.models."""

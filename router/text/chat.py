@@ -1,13 +1,13 @@
 """Chat templates: Jinja, sandboxed, from the operator's model folder only.
 
-Templates see what Hugging Face transformers shows them: messages, add_generation_prompt, the special tokens,
+Templates see what Hugging Face transformers shows them: messages, tools, add_generation_prompt, the special tokens,
 `raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and `{% generation %}`.
 Rendering is bounded in time and size (`sandbox.py`), because messages come from clients.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,30 @@ class ChatMessage:
 
     role: str
     content: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_extra(text: str) -> dict[str, Any]:
+    """What a client wants the template to see of a turn beside role and content. Raises InvalidRequest."""
+    extra = _parse(text, "extra_json", {})
+    if not isinstance(extra, dict):
+        raise InvalidRequest("extra_json must be a JSON object")
+    return extra
+
+
+def parse_tools(text: str) -> list[Any] | None:
+    """Functions the model may call. Raises InvalidRequest."""
+    tools = _parse(text, "tools_json", None)
+    if not isinstance(tools, list | None):
+        raise InvalidRequest("tools_json must be a JSON array")
+    return tools
+
+
+def _parse(text: str, name: str, default: Any) -> Any:
+    try:
+        return json.loads(text) if text else default
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{name} is not valid JSON") from None
 
 
 class ChatTemplate:
@@ -56,13 +80,13 @@ class ChatTemplate:
         source = path.read_text(encoding="utf-8") if path.exists() else _named(config.get("chat_template"))
         return cls(source, _special_tokens(config)) if source else None
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> str:
         """The prompt, ready for the assistant's turn. Raises InvalidRequest. May take long: run it on a thread."""
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [{**message.extra, "role": message.role, "content": message.content} for message in messages]
+        values = {"messages": turns, "tools": tools, "add_generation_prompt": True, **self._special_tokens}
         try:
             with self._sandbox.budget(_MAX_RENDER_S):
-                chunks = self._template.generate(messages=turns, add_generation_prompt=True, **self._special_tokens)
-                return "".join(self._bounded(chunks))
+                return "".join(self._bounded(self._template.generate(values)))
         except (TooMuchWork, MemoryError, RecursionError) as error:
             raise InvalidRequest(
                 f"the rendered chat is too big: the limits are {MAX_CHARS} characters and {_MAX_RENDER_S:g} s"

@@ -35,15 +35,16 @@ class _Pattern:
 
 
 class StopMatcher:
-    """Looks for stop strings, and holds back text that may be the start of one."""
+    """Looks for stop strings, and holds back text that may be the start of one. `keep` lets the one that is met out."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
+        self._keep = keep
         self._patterns = [_Pattern.compile(stop) for stop in stops]
         self._states = [0] * len(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that may go out, and whether a stop string was met; it and what follows it are dropped."""
+        """Text that may go out, and whether a stop string was met; it, if not kept, and what follows are dropped."""
         if not self._patterns:
             return text, False
         buffer = self._held + text
@@ -52,7 +53,7 @@ class StopMatcher:
             matched = self._advance(char)
             if matched:
                 self._held = ""
-                return buffer[: start + offset + 1 - matched], True
+                return buffer[: start + offset + 1 - (0 if self._keep else matched)], True
         held = max(self._states)
         self._held = buffer[len(buffer) - held :]
         return buffer[: len(buffer) - held], False

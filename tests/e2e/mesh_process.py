@@ -14,7 +14,7 @@ import psutil
 import tandem
 
 START_S = 90.0
-STOP_S = 20.0
+STOP_S = 40.0
 
 
 @dataclass
@@ -24,6 +24,7 @@ class MeshProcess:
     process: asyncio.subprocess.Process
     address: str
     log_dir: Path
+    http: str = ""
 
     def pids(self, module: str) -> list[int]:
         """Process ids of the services started as `python -m MODULE`, oldest first."""
@@ -72,7 +73,10 @@ async def mesh(model: Path | str, log_dir: Path, *flags: str) -> AsyncIterator[M
         if not line.startswith("ready "):
             process.kill()
             raise AssertionError(f"no ready line, but {line!r}; stderr: {(await stderr).decode()}")
-        yield MeshProcess(process, line.split()[1], log_dir)
+        http = ""
+        if any(flag.startswith("--http-port") for flag in flags):
+            http = (await process.stdout.readline()).decode().split()[1]
+        yield MeshProcess(process, line.split()[1], log_dir, http)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), STOP_S) == 0

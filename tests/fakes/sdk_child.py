@@ -64,7 +64,7 @@ async def until_file(name: str) -> None:
 def main() -> None:
     role, *rest = sys.argv[1:]
     flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in rest)
-    name = flags.get("worker-id", "router")
+    name = flags.get("worker-id", role)
     folder = Path(os.environ["FAKE_DIR"])
     (folder / f"{name}.flags").write_text(json.dumps(flags))
     with (folder / "pids").open("a") as pids:

@@ -76,8 +76,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             raise
 
     async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
-        tokens = [pb.Token(id=byte, text=chr(byte)) for byte in input_ids(request)]
-        return pb.TokenizeResponse(tokens=tokens)
+        ids = input_ids(request)
+        tokens = [pb.Token(id=byte, text=chr(byte)) for byte in ids]
+        return pb.TokenizeResponse(tokens=tokens, text=bytes(ids).decode())
 
     async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
         if request.model not in ("", "fake"):

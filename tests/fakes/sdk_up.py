@@ -8,7 +8,8 @@ from cli.main import build_parser, execute
 def main() -> int:
     args = build_parser().parse_args()
     args.programs = {
-        role: (sys.executable, "-m", "tests.fakes.sdk_child", role) for role in ("router", "prefill", "decode")
+        role: (sys.executable, "-m", "tests.fakes.sdk_child", role)
+        for role in ("router", "prefill", "decode", "gateway")
     }
     return execute(args)
 

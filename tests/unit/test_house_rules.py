@@ -13,7 +13,7 @@ from tests.evidence import Evidence
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("tandem", "router", "prefill_worker", "decode_worker", "kvtransfer", "engine", "mesh"),
-    *("cli", "bench", "models"),
+    *("cli", "bench", "models", "gateway"),
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
@@ -76,6 +76,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/benchmarking-peers.md",
         "docs/capacity.md",
         "docs/gpu.md",
+        "docs/http.md",
         "docs/operations.md",
         "docs/security.md",
         "README.md",

@@ -191,6 +191,15 @@ async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:
     assert (await client.mesh()).queued_requests == 1
 
 
+async def test_one_connection_serves_many_callers(router: FakeRouter) -> None:
+    async with tandem.AsyncClient(router.address, api_key="own") as client:
+        for caller in (client.acting_for("alice"), client.acting_for(None), client):
+            await caller.generate(prompt="One", max_new_tokens=1)
+        assert await client.acting_for("bob").render(messages=[{"role": "user", "content": "hi"}]) == "user: hi\n"
+    sent = [metadata.get("authorization") for metadata in router.script.metadata]
+    assert sent == ["Bearer alice", None, "Bearer own"]
+
+
 async def test_nobody_there() -> None:
     async with tandem.AsyncClient("127.0.0.1:1", max_retries=0) as client:
         with pytest.raises(tandem.ConnectionFailed, match=r"127\.0\.0\.1:1"):

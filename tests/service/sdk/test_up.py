@@ -108,6 +108,32 @@ def test_it_serves_until_asked_to_stop(tmp_path: Path, started: list[Up]) -> Non
     assert "decode-1" in up.stderr()
 
 
+def test_a_gateway_starts_beside_the_mesh_and_stops_before_the_workers(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, "--http-port=0", "--max-body-bytes=1000")
+    started.append(up)
+    address = up.wait_ready()
+    assert up.process.stdout is not None
+    assert up.process.stdout.readline() == "http http://127.0.0.1:2\n"
+    assert up.flags("gateway")["router"] == address
+    assert up.flags("gateway")["max-body-bytes"] == "1000"
+    assert up.end(signal.SIGTERM) == 0
+    assert sorted(up.stopped()[:2]) == ["gateway", "router"]
+
+
+def test_a_serving_properties_file_is_enough(tmp_path: Path, started: list[Up]) -> None:
+    file = tmp_path / "serving.properties"
+    file.write_text("option.max_rolling_batch_size=7\noption.tgi_compat=true\noption.odd=1\noption.block_size=4\n")
+    up = Up(tmp_path, f"--serving-properties={file}", "--http-port=0", "--block-size=8")
+    started.append(up)
+    up.wait_ready()
+    assert up.flags("decode-0")["max-rolling-batch-size"] == "7"
+    assert up.flags("decode-0")["block-size"] == "8", "own flags win"
+    assert up.flags("gateway")["tgi-compat"] == "true"
+    assert "option.max_rolling_batch_size=7 (serving.properties)" in up.stderr()
+    assert "option.odd (serving.properties) is not known here" in up.stderr()
+    assert up.end(signal.SIGINT) == 0
+
+
 def test_ctrl_c_reaches_the_whole_group_and_children_stop_in_order(tmp_path: Path, started: list[Up]) -> None:
     up = Up(tmp_path)
     started.append(up)

@@ -66,6 +66,16 @@ def test_services_accept_their_flags(tmp_path: Path) -> None:
         assert (settings.worker_id, settings.follow_stdin) == (worker.name, True)
 
 
+def test_the_gateway_knows_where_its_router_is(tmp_path: Path) -> None:
+    plan = plan_of(UpSettings(http_port=0), str(tmp_path), gateway={"grace_s": "3"})
+    router = plan.resolve(plan.router(), {})
+    gateway = plan.gateway("0.0.0.0:7", router)
+    assert gateway is not None
+    settings = plan.resolve(gateway, {"PORT": "9"})
+    assert (settings.router, settings.host, settings.port, settings.grace_s) == ("127.0.0.1:7", "127.0.0.1", 0, 3.0)
+    assert plan_of(UpSettings(), str(tmp_path)).gateway("0.0.0.0:7", router) is None
+
+
 def test_where_cores_cannot_be_had_workers_are_not_pinned(tmp_path: Path) -> None:
     plan = MeshPlan(UpSettings(), str(tmp_path), CorePlan(((0,),), ((1,),)), pin=False)
     for worker in plan.workers("h:1"):
@@ -79,6 +89,7 @@ def test_settings_go_to_the_roles_that_have_them() -> None:
         "router": {"max_queued_requests": "3", "grace_s": "2"},
         "prefill": {"block_size": "8"},
         "decode": {"block_size": "4"},
+        "gateway": {},
     }
 
 

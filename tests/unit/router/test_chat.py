@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text.chat import ChatMessage, ChatTemplate
+from router.text.chat import ChatMessage, ChatTemplate, parse_extra, parse_tools
 
 TURNS = [ChatMessage("system", "be <brief>"), ChatMessage("user", "héllo"), ChatMessage("assistant", "hi")]
 
@@ -36,6 +36,20 @@ RENDERED = [
 @pytest.mark.parametrize(("source", "rendered"), RENDERED)
 def test_renders_as_transformers_does(source: str, rendered: str) -> None:
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(TURNS) == rendered
+
+
+def test_templates_see_tools_and_all_members_of_a_turn() -> None:
+    source = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{{ messages[0].tool_calls[0].id }}"
+    turn = ChatMessage("assistant", "", parse_extra('{"tool_calls": [{"id": "7"}], "role": "system"}'))
+    assert ChatTemplate(source, {}).render([turn], parse_tools('[{"function": {"name": "add"}}]')) == "add;7"
+    assert ChatTemplate("{{ messages[0].role }}", {}).render([turn]) == "assistant", "which a client cannot replace"
+
+
+@pytest.mark.parametrize("text", ["{", "3", "[" * 100_000])
+def test_tools_that_are_no_json_are_refused(text: str) -> None:
+    for parse in (parse_extra, parse_tools):
+        with pytest.raises(InvalidRequest):
+            parse(text)
 
 
 def test_a_template_may_reject_messages() -> None:

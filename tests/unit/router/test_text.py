@@ -123,22 +123,23 @@ def test_prompts_are_never_cut_or_padded() -> None:
     assert len(Tokenizer(native).encode("qqqqq", add_special_tokens=True)) == 5
 
 
-def stopped_by_hand(text: str, stops: list[str]) -> tuple[str, bool]:
-    """The first prefix that ends with a stop string ends the text; the longest such string is cut off."""
+def stopped_by_hand(text: str, stops: list[str], *, keep: bool) -> tuple[str, bool]:
+    """The first prefix that ends with a stop string ends the text; unless kept, the longest such string is cut off."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
-            return text[: end - max(map(len, found))], True
+            return text[: end - (0 if keep else max(map(len, found)))], True
     return text, False
 
 
 @given(
     st.lists(st.text(alphabet="ab", max_size=5), max_size=12),
     st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.booleans(),
 )
 @settings(max_examples=500, deadline=None)
-def test_stop_strings_do_not_depend_on_the_cut(pieces: list[str], stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+def test_stop_strings_do_not_depend_on_the_cut(pieces: list[str], stops: list[str], keep: bool) -> None:
+    matcher = StopMatcher(stops, keep=keep)
     shown, matched = "", False
     for piece in pieces:
         text, matched = matcher.push(piece)
@@ -148,7 +149,7 @@ def test_stop_strings_do_not_depend_on_the_cut(pieces: list[str], stops: list[st
             break
     else:
         shown += matcher.flush()
-    assert (shown, matched) == stopped_by_hand("".join(pieces), stops)
+    assert (shown, matched) == stopped_by_hand("".join(pieces), stops, keep=keep)
 
 
 @given(st.lists(st.text(alphabet="abc", max_size=4), max_size=10))

@@ -101,7 +101,7 @@ def test_no_more_choices_than_permits() -> None:
         (ChatPrompt(()), "chat.messages is empty"),
         (
             ChatPrompt((ChatMessage("user", "hi"), ChatMessage("root", "hi"))),
-            r"chat.messages\[1\].role must be one of system, user, assistant, got 'root'",
+            r"chat.messages\[1\].role must be one of system, user, assistant, tool, got 'root'",
         ),
     ],
 )

@@ -1,0 +1,93 @@
+"""Values as LMI and TGI write them, into values of our settings. Each raises ConfigurationError."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from mesh.domain.errors import ConfigurationError
+
+Convert = Callable[[str], str]
+
+_DTYPES: Mapping[str, str] = MappingProxyType(
+    {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+)
+_FORMATTERS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: name for name in ("json", "jsonlines", "sse")},
+        **{f"{name}_chat": name for name in ("json", "jsonlines", "sse")},
+    }
+)
+_BYTES_OF_MB = 1 << 20
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+
+
+def as_is(value: str) -> str:
+    """The service itself checks it."""
+    return value
+
+
+def dtype(value: str) -> str:
+    """Short names of types, too."""
+    if value.lower() == "int8":
+        raise ConfigurationError("int8 is no dtype here: set option.quantize=int8")
+    return _DTYPES.get(value.lower(), value)
+
+
+def formatter(value: str) -> str:
+    """Chat has the formatters of the rest."""
+    if value not in _FORMATTERS:
+        raise ConfigurationError(f"want one of {', '.join(_FORMATTERS)}, got {value!r}")
+    return _FORMATTERS[value]
+
+
+def one_only(value: str) -> str:
+    """A degree of parallelism inside a worker, where there is only one."""
+    if value not in ("1", "max"):
+        raise ConfigurationError(
+            f"a worker runs on one device: want 1 or max, got {value!r}; see --decode and --prefill"
+        )
+    return value
+
+
+def megabytes(value: str) -> str:
+    """To bytes."""
+    return str(round(number(value) * _BYTES_OF_MB))
+
+
+def number(value: str) -> float:
+    """Any number."""
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigurationError(f"want a number, got {value!r}") from None
+
+
+def lmi_schema(value: str) -> str:
+    """LMI's async mode has a wire format of its own."""
+    return "async" if flag(value) else "rolling"
+
+
+def flag(value: str) -> bool:
+    """True or false in any of their spellings."""
+    if value.lower() not in (*_TRUE, *_FALSE):
+        raise ConfigurationError(f"want true or false, got {value!r}")
+    return value.lower() in _TRUE
+
+
+def off_only(value: str) -> str:
+    """Something that cannot be turned on."""
+    if flag(value):
+        raise ConfigurationError("this is not supported")
+    return value
+
+
+def never(value: str) -> str:
+    """Something that would be missed."""
+    raise ConfigurationError("this is not supported")
+
+
+def builtin_handler(value: str) -> str:
+    """LMI's own entry points mean what is done here anyway; other people's code is not run."""
+    if not value.startswith("djl_python."):
+        raise ConfigurationError("custom handlers (model.py) are not supported")
+    return value

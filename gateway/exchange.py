@@ -1,0 +1,251 @@
+"""The road every request takes, whatever its dialect.
+
+    room? ─▶ origin, key ─▶ body ─▶ handler ─▶ response
+Each step can end it with an error, which the dialect puts into words. A client that leaves cancels what is done for it,
+wherever the request is.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from uuid import uuid4
+
+import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+import tandem
+from gateway.access import is_foreign_page, key_in
+from gateway.backend import Backend
+from gateway.errors import BodyTooLarge, BodyTooSlow, Problem, is_ours
+from gateway.feed import Feed
+from gateway.metrics import Outcome
+from gateway.progress import Progress
+from gateway.settings import GatewaySettings
+
+log = structlog.get_logger(__name__)
+
+_ID_HEADERS = ("x-request-id", "x-amzn-sagemaker-inference-id")
+_MAX_ID_CHARS = 128
+_CLIENT_GONE = 499
+_DISCARD_S = 1.0
+_MAX_DISCARDED_BYTES = 16 << 20
+
+
+class Dialect(Protocol):
+    """How one family of clients is spoken to."""
+
+    @property
+    def name(self) -> str:
+        """For logs and metrics."""
+        ...
+
+    def error_response(self, problem: Problem) -> Response:
+        """What a client gets instead of an answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that has come in: nothing of it is believed yet."""
+
+    backend: Backend
+    request: Request
+    request_id: str
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request that is being answered. `client` calls the router in its caller's name."""
+
+    arrival: Arrival
+    client: tandem.AsyncClient
+    body: bytes
+
+    @property
+    def settings(self) -> GatewaySettings:
+        """The gateway's."""
+        return self.arrival.backend.settings
+
+    @property
+    def request_id(self) -> str:
+        """What the client calls this request, or we do."""
+        return self.arrival.request_id
+
+    @property
+    def served_name(self) -> str:
+        """The model that answers requests which name none."""
+        return self.arrival.backend.gate.served_name
+
+    def feed(self, arguments: Sequence[tandem.GenerateArguments], num_choices: int = 1) -> Feed:
+        """Start generating: one call for each of `arguments`, of `num_choices` choices each."""
+        return Feed([self._call(each) for each in arguments], num_choices, self.arrival.progress.saw)
+
+    def _call(self, arguments: tandem.GenerateArguments) -> AsyncGenerator[tandem.TokenEvent, None]:
+        own = tandem.GenerateArguments(
+            timeout=self.settings.request_timeout_s, client_request_id=self.arrival.request_id
+        )
+        return self.client.stream(**(own | arguments))
+
+
+Handler = Callable[[Exchange], Coroutine[Any, Any, Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An ASGI application: one route's handler in its dialect. Only those that `generate` count in TGI's figures."""
+
+    dialect: Dialect
+    handler: Handler
+    generates: bool = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive)
+        backend: Backend = scope["app"].state.backend
+        request_id = _request_id(request)
+        progress = Progress(backend.metrics)
+        status = _CLIENT_GONE
+        with backend.places.one() as has_place:
+            try:
+                response = await self._respond(Arrival(backend, request, request_id, progress), has_place=has_place)
+                response.headers["x-request-id"] = request_id
+                status = response.status_code
+                await response(scope, receive, _impatient(send, backend.settings.slow_reader_s))
+            except (ClientDisconnect, TimeoutError):
+                progress.failure = "dropped"
+            finally:
+                self._record(backend, request_id, progress, status)
+
+    async def _respond(self, arrival: Arrival, *, has_place: bool) -> Response:
+        """The answer, or what the dialect says instead. Raises ClientDisconnect."""
+        try:
+            exchange = await _receive(arrival, has_place=has_place)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            response = self._tell(error, arrival)
+            if not await _discard_rest(arrival.request):
+                response.headers["connection"] = "close"
+            return response
+        try:
+            return await _unless_gone(self.handler(exchange), arrival.request)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            return self._tell(error, arrival)
+
+    def _tell(self, error: Exception, arrival: Arrival) -> Response:
+        if is_ours(error):
+            log.exception("a request failed", request_id=arrival.request_id)
+        problem = Problem.of(error)
+        arrival.progress.failed(problem)
+        return self.dialect.error_response(problem)
+
+    def _record(self, backend: Backend, request_id: str, progress: Progress, status: int) -> None:
+        duration_s = progress.duration_s()
+        backend.metrics.ended(
+            Outcome(self.dialect.name, status, progress.failure, duration_s), generates=self.generates
+        )
+        log.info(
+            "answered",
+            request_id=request_id,
+            dialect=self.dialect.name,
+            status=status,
+            failure=progress.failure or None,
+            duration_ms=round(duration_s * 1000, 1),
+            mesh_request_ids=sorted(progress.mesh_request_ids),
+        )
+
+
+async def _receive(arrival: Arrival, *, has_place: bool) -> Exchange:
+    """All that comes before a handler. Raises what keeps the request out."""
+    if not has_place:
+        raise tandem.Overloaded("too many requests are open; try again later", retry_after_s=1.0)
+    client = await _admit(arrival)
+    return Exchange(arrival, client, await _read_body(arrival))
+
+
+async def _admit(arrival: Arrival) -> tandem.AsyncClient:
+    """A client with the caller's key. Raises Unauthenticated, PermissionDenied."""
+    backend, headers = arrival.backend, arrival.request.headers
+    if is_foreign_page(headers, backend.allowed_origins):
+        raise tandem.PermissionDenied("pages of this origin may not call; see cors_allow_origin")
+    key = key_in(headers)
+    await backend.gate.check(key)
+    return backend.client.acting_for(key)
+
+
+async def _read_body(arrival: Arrival) -> bytes:
+    """Raises BodyTooLarge before more than the cap is read, BodyTooSlow and ClientDisconnect."""
+    settings = arrival.backend.settings
+    too_large = BodyTooLarge(f"the body may have {settings.max_body_bytes} bytes at most")
+    announced = arrival.request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > settings.max_body_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in arrival.request.stream():
+                body += chunk
+                if len(body) > settings.max_body_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not come within {settings.body_timeout_s:g} s") from None
+    return bytes(body)
+
+
+async def _discard_rest(request: Request) -> bool:
+    """Read on and forget, for a while: a client that is still sending would lose the answer. True if all is read."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(_DISCARD_S):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > _MAX_DISCARDED_BYTES:
+                    return False
+    except (TimeoutError, ClientDisconnect):
+        return False
+    return True
+
+
+async def _unless_gone(work: Coroutine[Any, Any, Response], request: Request) -> Response:
+    """The response of `work`, which is cancelled if the client leaves. Raises ClientDisconnect then."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_until_gone(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _impatient(send: Send, limit_s: float) -> Send:
+    """Raises TimeoutError when a client takes nothing for `limit_s`."""
+
+    async def send_in_time(message: Message) -> None:
+        async with asyncio.timeout(limit_s):
+            await send(message)
+
+    return send_in_time
+
+
+def _request_id(request: Request) -> str:
+    """The client's, where it is fit to be shown, or a new one."""
+    for name in _ID_HEADERS:
+        given = request.headers.get(name, "")
+        if given and given.isascii() and given.isprintable():
+            return given[:_MAX_ID_CHARS]
+    return uuid4().hex

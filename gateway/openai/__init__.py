@@ -1,0 +1,5 @@
+"""OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions."""
+
+from gateway.openai.routes import routes
+
+__all__ = ["routes"]

@@ -1,0 +1,83 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import Iterable
+
+from starlette.responses import JSONResponse, Response
+
+from gateway.answers import Answer, collect, total_usage
+from gateway.errors import Problem
+from gateway.exchange import Exchange
+from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, token_ids, usage_json
+from gateway.openai.errors import error_body
+from gateway.openai.logprobs import chat_logprobs, event_tokens, shown_tokens
+from gateway.openai.parameters import chat_arguments
+from gateway.openai.schemas import ChatBody
+from gateway.schema import parse
+from gateway.streaming import SSE_DONE, Framing, Json, Streamer
+from tandem import Choice, TokenEvent
+
+
+async def chat_completions(exchange: Exchange) -> Response:
+    """The handler."""
+    return await answer_chat(exchange, parse(ChatBody, exchange.body), SSE_DONE)
+
+
+async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> Response:
+    """Answer as a whole, or as a stream if the body wants one. Raises InvalidRequest."""
+    envelope = Envelope.new("chat.completion", "chatcmpl", body.model or exchange.served_name)
+    feed = exchange.feed([chat_arguments(body)], body.n or 1)
+    if body.stream:
+        return await Streamer(framing, exchange).respond(feed, ChatChunks(body, envelope))
+    return JSONResponse(chat_json(await collect(feed), body, envelope))
+
+
+def chat_json(answer: Answer, body: ChatBody, envelope: Envelope) -> Json:
+    """The whole answer."""
+    usage = total_usage(answer.choices, body.n or 1)
+    return envelope.json([_choice(each, body) for each in answer.choices]) | {"usage": usage_json(usage)}
+
+
+def _choice(choice: Choice, body: ChatBody) -> Json:
+    tokens = shown_tokens(choice.tokens, choice.finish_reason)
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": chat_logprobs(tokens, body.top_logprobs or 0) if body.logprobs else None,
+        "finish_reason": finish_reason(choice.finish_reason),
+    } | token_ids(body, choice.tokens)
+
+
+class ChatChunks:
+    """The answer as a stream: the role first, then text, then the finish reason of each choice."""
+
+    def __init__(self, body: ChatBody, envelope: Envelope) -> None:
+        self._body = body
+        self._envelope = envelope.as_chunk()
+        self._usage = UsageOfStream(body)
+
+    def start(self) -> Iterable[Json]:
+        """The role of each choice."""
+        for index in range(self._body.n or 1):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def event(self, event: TokenEvent) -> Iterable[Json]:
+        """Nothing for a token whose text is held back, unless its log-prob is wanted."""
+        self._usage.saw(event)
+        tokens = event_tokens(event)
+        if event.text or (self._body.logprobs and tokens):
+            logprobs = chat_logprobs(tokens, self._body.top_logprobs or 0) if self._body.logprobs else None
+            yield self._chunk(event.index, {"content": event.text}, logprobs)
+        if event.finish_reason is not None:
+            yield self._chunk(event.index, {}, reason=finish_reason(event.finish_reason))
+
+    def end(self) -> Iterable[Json]:
+        """The usage, if it was asked for."""
+        return self._usage.last_chunk(self._envelope)
+
+    def error(self, problem: Problem) -> Iterable[Json]:
+        """One object, which clients raise as an error."""
+        yield error_body(problem)
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._envelope.json([choice]) | self._usage.of_chunk()

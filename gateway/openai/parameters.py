@@ -1,0 +1,107 @@
+"""OpenAI requests to arguments of the SDK."""
+
+from typing import Any
+
+from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
+from tandem import GenerateArguments, InvalidRequest
+
+_DEFAULT_TEMPERATURE = 1.0
+# What clients that do not know the model's name send for it: TGI's, huggingface_hub's, LMI's.
+_NO_NAMES = ("", "tgi", "dummy", "lmi")
+# A newer name for the same.
+_ROLES = {"developer": "system"}
+
+
+def completion_arguments(body: CompletionBody, max_prompts: int) -> list[GenerateArguments]:
+    """One for each prompt. Raises InvalidRequest."""
+    if body.suffix:
+        raise InvalidRequest("suffix is not supported")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest("best_of is not supported: it may only be equal to n")
+    shared = _sampling(body)
+    shared["max_new_tokens"] = body.max_tokens
+    shared["echo"] = body.echo
+    shared["top_logprobs"] = body.logprobs
+    shared["prompt_logprobs"] = body.echo and body.logprobs is not None
+    prompts = _prompts(body.prompt)
+    if not 1 <= len(prompts) <= max_prompts:
+        raise InvalidRequest(f"prompt: 1 to {max_prompts} prompts may be in one request, got {len(prompts)}")
+    return [shared | prompt for prompt in prompts]
+
+
+def chat_arguments(body: ChatBody) -> GenerateArguments:
+    """Raises InvalidRequest."""
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InvalidRequest(f"response_format {body.response_format.type!r} is not supported: only text is")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs")
+    arguments = _sampling(body)
+    arguments["messages"] = messages_of(body)
+    arguments["tools"] = tools_of(body)
+    arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    arguments["top_logprobs"] = body.top_logprobs
+    return arguments
+
+
+def _sampling(body: SamplingBody) -> GenerateArguments:
+    if body.typical_p not in (None, 1.0):
+        raise InvalidRequest("typical_p is not supported")
+    return GenerateArguments(
+        model=None if body.model in _NO_NAMES else body.model,
+        n=body.n,
+        temperature=_DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
+        top_p=body.top_p,
+        top_k=max(0, body.top_k) if body.top_k is not None else None,  # -1 means off as well
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        seed=body.seed,
+        stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        min_new_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        include_stop=body.include_stop_str_in_output,
+        priority=body.priority,
+        ttft_target=body.ttft_target,
+    )
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[GenerateArguments]:
+    """The four forms: a text, texts, token ids, lists of token ids."""
+    if isinstance(prompt, str):
+        return [GenerateArguments(prompt=prompt)]
+    if prompt and isinstance(prompt[0], int):
+        return [GenerateArguments(token_ids=[each for each in prompt if isinstance(each, int)])]
+    return [
+        GenerateArguments(prompt=each) if isinstance(each, str) else GenerateArguments(token_ids=each)
+        for each in prompt
+        if not isinstance(each, int)
+    ]
+
+
+def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
+    """What the chat template is shown. Raises InvalidRequest where a call would have to be forced."""
+    if body.tool_choice not in (None, "auto", "none"):
+        raise InvalidRequest("tool_choice may be auto or none: calls cannot be forced")
+    return None if body.tool_choice == "none" else body.tools
+
+
+def messages_of(body: ChatBody) -> list[dict[str, Any]]:
+    """The turns. Raises InvalidRequest for content that is not text."""
+    return [_message(each) for each in body.messages]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    extra = message.model_dump(include={"tool_calls", "tool_call_id", "name"}, exclude_none=True)
+    return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
+
+
+def _text(content: str | list[ContentPart] | None) -> str:
+    if isinstance(content, list):
+        for part in content:
+            if part.type != "text":
+                raise InvalidRequest(f"content of type {part.type!r} is not supported: only text is")
+        return "".join(part.text for part in content)
+    return content or ""

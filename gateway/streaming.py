@@ -1,0 +1,149 @@
+"""Streams to HTTP clients: server-sent events and JSON lines.
+
+The status is decided by the first event. An SSE stream that has none for a ping interval starts all the same, with 200
+and a comment: proxies and clients give up on connections that stay silent. From then on errors are an event of the
+stream. JSON lines have no comments, so there the first event is waited for.
+
+Framing is done here rather than by an SSE library: the usual one patches the server's shutdown and cuts streams off,
+where ours may finish within the grace.
+"""
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+from starlette.responses import Response, StreamingResponse
+
+from gateway.errors import Problem, is_ours
+from gateway.exchange import Exchange
+from gateway.feed import Feed
+from tandem import TokenEvent
+
+log = structlog.get_logger(__name__)
+
+Json = dict[str, Any]
+
+
+class Renderer(Protocol):
+    """Events to the JSON objects of one dialect. One for each answer."""
+
+    def start(self) -> Iterable[Json]:
+        """What comes before all events."""
+        ...
+
+    def event(self, event: TokenEvent) -> Iterable[Json]:
+        """What one event makes."""
+        ...
+
+    def end(self) -> Iterable[Json]:
+        """What comes after all events."""
+        ...
+
+    def error(self, problem: Problem) -> Iterable[Json]:
+        """What ends a stream that has failed."""
+        ...
+
+
+def encode(content: Any) -> bytes:
+    """Compact JSON, one line."""
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How objects lie in a body. `last` closes every stream, also one that has failed; `ping` fills silence."""
+
+    media_type: str
+    frame: Callable[[Json], bytes]
+    ping: bytes = b""
+    last: bytes = b""
+
+
+def _sse_frame(content: Json) -> bytes:
+    return b"data: " + encode(content) + b"\n\n"
+
+
+def _json_line(content: Json) -> bytes:
+    return encode(content) + b"\n"
+
+
+_PING = b": ping\n\n"
+SSE = Framing("text/event-stream", _sse_frame, ping=_PING)
+SSE_DONE = Framing("text/event-stream", _sse_frame, ping=_PING, last=b"data: [DONE]\n\n")
+JSON_LINES = Framing("application/jsonlines", _json_line)
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class Streamer:
+    """Makes the streaming response of an exchange. Without `raise_early` errors are events in every case."""
+
+    framing: Framing
+    exchange: Exchange
+    raise_early: bool = True
+
+    async def respond(self, feed: Feed, renderer: Renderer) -> Response:
+        """Returns when the status is known. Raises TandemError if nothing came before it; `feed` is closed then."""
+        try:
+            await feed.wait(self._silence_s)
+            if self.raise_early:
+                feed.raise_early_error()
+        except BaseException:
+            await feed.close()
+            raise
+        return _FeedResponse(feed, self._body(feed, renderer), media_type=self.framing.media_type, headers=_HEADERS)
+
+    @property
+    def _silence_s(self) -> float | None:
+        return self.exchange.settings.ping_interval_s if self.framing.ping else None
+
+    async def _body(self, feed: Feed, renderer: Renderer) -> AsyncIterator[bytes]:
+        frame, ping = self.framing.frame, self.framing.ping
+        try:
+            opening = b"".join(map(frame, renderer.start()))
+            async for events in feed.batches(self._silence_s):
+                chunk = b"".join(frame(each) for event in events for each in renderer.event(event))
+                if opening and events:
+                    chunk, opening = opening + chunk, b""
+                if chunk or not events:
+                    yield chunk or ping
+            chunk = opening + b"".join(map(frame, renderer.end())) + self.framing.last
+        except Exception as error:
+            problem = Problem.of(error)
+            self.exchange.arrival.progress.failed(problem)
+            _log(error, self.exchange.request_id)
+            chunk = b"".join(map(frame, renderer.error(problem))) + self.framing.last
+        if chunk:
+            yield chunk
+
+
+def failed_stream(streamer: Streamer, error: Exception, renderer: Renderer) -> Response:
+    """A stream whose only event is an error, with status 200."""
+    problem = Problem.of(error)
+    streamer.exchange.arrival.progress.failed(problem)
+    content = b"".join(map(streamer.framing.frame, renderer.error(problem))) + streamer.framing.last
+    return Response(content, media_type=streamer.framing.media_type, headers=_HEADERS)
+
+
+class _FeedResponse(StreamingResponse):
+    """Closes the feed however the response ends."""
+
+    def __init__(self, feed: Feed, body: AsyncIterator[bytes], **options: Any) -> None:
+        super().__init__(body, **options)
+        self._feed = feed
+
+    async def __call__(self, *connection: Any) -> None:
+        try:
+            await super().__call__(*connection)
+        finally:
+            await self._feed.close()
+
+
+def _log(error: Exception, request_id: str) -> None:
+    if is_ours(error):
+        log.exception("a stream failed", request_id=request_id)
+    else:
+        log.warning("a stream failed", request_id=request_id, error=type(error).__name__, message=str(error))

@@ -1,0 +1,91 @@
+"""POST /generate, /generate_stream and /."""
+
+from starlette.responses import JSONResponse, Response
+
+import tandem
+from gateway.answers import Answer, collect
+from gateway.errors import UnsupportedMediaType
+from gateway.exchange import Exchange
+from gateway.schema import parse
+from gateway.streaming import SSE, Framing, Streamer, failed_stream
+from gateway.tgi.parameters import generate_arguments
+from gateway.tgi.render import Shape, StreamEvents, answer_json
+from gateway.tgi.schemas import GenerateBody
+from gateway.truncation import truncated
+
+
+async def generate(exchange: Exchange) -> Response:
+    """One object."""
+    return await _whole(exchange, _parse(exchange), full_text=False)
+
+
+async def generate_stream(exchange: Exchange) -> Response:
+    """Events. What goes wrong after parsing is an event too: clients read nothing else."""
+    return await _stream(exchange, _parse(exchange), SSE, full_text=False)
+
+
+async def generate_compat(exchange: Exchange) -> Response:
+    """An array of one object, or events if the body has `stream`. The text begins with the prompt unless refused."""
+    return await answer_compat(exchange, _parse(exchange), SSE)
+
+
+async def answer_compat(exchange: Exchange, body: GenerateBody, framing: Framing) -> Response:
+    """Answer as / and SageMaker's TGI containers do."""
+    if body.stream:
+        return await _stream(exchange, body, framing, full_text=True)
+    return await _whole(exchange, body, full_text=True, as_array=True)
+
+
+async def _stream(exchange: Exchange, body: GenerateBody, framing: Framing, *, full_text: bool) -> Response:
+    streamer = Streamer(framing, exchange, raise_early=False)
+    try:
+        arguments = await _arguments(exchange, body, stream=True)
+    except tandem.TandemError as error:
+        return failed_stream(streamer, error, StreamEvents(shape_of(body, {}, full_text=full_text)))
+    renderer = StreamEvents(shape_of(body, arguments, full_text=full_text))
+    return await streamer.respond(exchange.feed([arguments]), renderer)
+
+
+async def _whole(exchange: Exchange, body: GenerateBody, *, full_text: bool, as_array: bool = False) -> Response:
+    arguments = await _arguments(exchange, body, stream=False)
+    answer = await collect(exchange.feed([arguments]))
+    content = answer_json(answer, shape_of(body, arguments, full_text=full_text))
+    return JSONResponse([content] if as_array else content, headers=_figures(exchange, body, answer))
+
+
+async def _arguments(exchange: Exchange, body: GenerateBody, *, stream: bool) -> tandem.GenerateArguments:
+    return await truncated(exchange, generate_arguments(body, stream=stream), body.parameters.truncate)
+
+
+def shape_of(body: GenerateBody, arguments: tandem.GenerateArguments, *, full_text: bool) -> Shape:
+    """What the answer shows; `full_text` is the route's default."""
+    parameters = body.parameters
+    wants_full = full_text if parameters.return_full_text is None else parameters.return_full_text
+    return Shape(
+        details=parameters.wants_details,
+        prefill=parameters.decoder_input_details,
+        prefix=body.inputs if wants_full else "",
+        seed=arguments.get("seed"),
+        top_tokens=bool(parameters.top_n_tokens),
+        max_new_tokens=parameters.max_new_tokens,
+    )
+
+
+def _parse(exchange: Exchange) -> GenerateBody:
+    content_type = exchange.arrival.request.headers.get("content-type", "")
+    if "json" not in content_type:
+        raise UnsupportedMediaType("Expected request with `Content-Type: application/json`")
+    return parse(GenerateBody, exchange.body)
+
+
+def _figures(exchange: Exchange, body: GenerateBody, answer: Answer) -> dict[str, str]:
+    """TGI's headers, as far as a client of the router can know them. Milliseconds."""
+    usage = answer.choices[0].usage
+    total_ms = exchange.arrival.progress.duration_s() * 1000
+    return {
+        "x-compute-characters": str(len(body.inputs)),
+        "x-total-time": str(round(total_ms)),
+        "x-time-per-token": str(round(total_ms / max(1, usage.completion_tokens))),
+        "x-prompt-tokens": str(usage.prompt_tokens),
+        "x-generated-tokens": str(usage.completion_tokens),
+    }

@@ -1,0 +1,112 @@
+"""The examples for HTTP clients against the bundled model, as they are; the gateway's answers against the SDK's."""
+
+import asyncio
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import httpx2
+import pytest
+
+import tandem
+from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "http"
+MESSAGES = [{"role": "user", "content": "What is 27 + 45?"}]
+
+
+async def run_example(running: MeshProcess, name: str, *arguments: str) -> str:
+    """What it prints; AssertionError if it fails."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(EXAMPLES / f"{name}.py"),
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"TANDEM_HTTP": running.http, "HF_HUB_OFFLINE": "0"},
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out.decode()
+
+
+@pytest.mark.timeout(300)
+async def test_examples_run_and_http_answers_as_grpc_does(tmp_path: Path) -> None:
+    async with (
+        mesh("tandem-small", tmp_path, "--http-port=0") as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        await check_examples(running)
+        await check_documented_calls(running)
+        await check_same_answers(running, client)
+        await check_stop_strings(running)
+        await check_many_payloads(running)
+        await pools_are_whole(client)
+
+
+async def check_examples(running: MeshProcess) -> None:
+    chat = await run_example(running, "openai_chat")
+    assert "72" in "".join(re.findall(r"^'(.*?)' ", chat, re.MULTILINE))
+    assert re.search(r"\d+ \+ \d+ tokens$", chat.strip())
+    hub = await run_example(running, "hub_generate")
+    assert "length after 12 tokens" in hub
+    assert "42" in hub
+    whole, streamed = (await run_example(running, "sagemaker_invoke")).splitlines()[:2]
+    assert whole == f"{streamed!r}: length"
+    text, ending = (await run_example(running, "lmi_lines")).splitlines()
+    assert text == streamed
+    confidence = re.fullmatch(r"length, confidence (0\.\d\d|1\.00)", ending)
+    assert confidence
+
+
+async def check_documented_calls(running: MeshProcess) -> None:
+    """Every curl of docs/http.md, as it stands there but for the port."""
+    blocks = re.findall(r"```sh\n(curl .*?)```", (ROOT / "docs" / "http.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 6
+    for block in blocks:
+        command = block.replace("http://127.0.0.1:8080", running.http).replace("curl -s", "curl --fail-with-body -s")
+        process = await asyncio.create_subprocess_shell(
+            command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await process.communicate()
+        assert process.returncode == 0, (block, out, err)
+        assert b"error" not in out
+        last = out.decode().replace("data: [DONE]", "").strip().splitlines()[-1]
+        assert json.loads(last.removeprefix("data: ")), block
+
+
+async def check_same_answers(running: MeshProcess, client: tandem.AsyncClient) -> None:
+    """Text, log-probs and counts of every dialect are the SDK's; chained requests give what one long one gives."""
+    expected = await client.generate(messages=MESSAGES, max_new_tokens=60)
+    async with httpx2.AsyncClient(base_url=running.http, timeout=60) as http:
+        body = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0, "logprobs": True}
+        chat = (await http.post("/v1/chat/completions", json=body)).json()
+        choice = chat["choices"][0]
+        assert choice["message"]["content"] == expected.text
+        shown = [token.logprob for token in expected.tokens if not token.special]
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(shown, abs=1e-4)
+        assert chat["usage"]["completion_tokens"] == expected.usage.completion_tokens
+        table = [{"role": "user", "content": "Write the times table of 12."}]
+        whole = await http.post("/v1/chat/completions", json=body | {"messages": table, "max_tokens": 300})
+    chained, ending = (await run_example(running, "chained")).strip().rsplit("\n", 1)
+    assert chained == whole.json()["choices"][0]["message"]["content"]
+    assert re.fullmatch(r"\d+ requests, the last one ended with stop", ending)
+
+
+async def check_stop_strings(running: MeshProcess) -> None:
+    """TGI leaves the stop string in the text, OpenAI does not."""
+    async with httpx2.AsyncClient(base_url=running.http, timeout=60) as http:
+        parameters = {"stop": [" Tom"], "max_new_tokens": 12, "details": True}
+        tgi = (await http.post("/generate", json={"inputs": "Once upon a time", "parameters": parameters})).json()
+        body = {"prompt": "Once upon a time", "stop": " Tom", "max_tokens": 12, "temperature": 0}
+        openai = (await http.post("/v1/completions", json=body)).json()
+    assert tgi["details"]["finish_reason"] == "stop_sequence"
+    assert tgi["generated_text"] == openai["choices"][0]["text"] + " Tom"
+
+
+async def check_many_payloads(running: MeshProcess) -> None:
+    """1,000 payloads over 128 threads; two tokens each, because this is no benchmark."""
+    assert "1000 payloads from 128 threads" in await run_example(running, "many_payloads", "1000", "128", "2")

@@ -1,0 +1,176 @@
+"""LMI's formats, as its clients read them."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.fakes.sdk_router import STORY, Refusal
+from tests.service.gateway.http import RunningGateway, running_gateway
+
+REST = STORY.removeprefix("One fine day")
+LONG = {"max_new_tokens": 100}
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with running_gateway() as running:
+        yield running
+
+
+def invocation(inputs: Any = "One fine day", *, stream: bool = False, **parameters: Any) -> dict[str, Any]:
+    return {"inputs": inputs, "parameters": LONG | parameters, "stream": stream}
+
+
+async def test_whole_answer(gateway: RunningGateway) -> None:
+    assert (await gateway.post("/invocations", invocation())).json() == {"generated_text": REST}
+    asked = gateway.script.requests[-1]
+    assert (asked.sampling.temperature, asked.sampling.max_new_tokens) == (0.0, 100)
+    body = invocation(details=True, decoder_input_details=True, return_full_text=True, max_new_tokens=2)
+    answer = (await gateway.post("/predictions/fake", body)).json()
+    assert answer["generated_text"] == "One fine day a"
+    details = answer["details"]
+    assert (details["finish_reason"], details["generated_tokens"], details["inputs"]) == ("length", 2, "One fine day")
+    assert details["tokens"] == [{"id": ord(char), "text": char, "log_prob": -0.5} for char in " a"]
+    assert [token["log_prob"] for token in details["prefill"]][:2] == [None, -1.0]
+
+
+async def test_json_lines(gateway: RunningGateway) -> None:
+    async with gateway.http.stream("POST", "/invocations", json=invocation(stream=True, details=True)) as response:
+        assert response.headers["content-type"] == "application/jsonlines"
+        assert response.headers["x-request-id"]
+        lines = [json.loads(line) async for line in response.aiter_lines()]
+    assert lines[0] == {"token": {"id": ord(" "), "text": " ", "log_prob": -0.5}}
+    assert "".join(line["token"]["text"] for line in lines) == REST
+    assert lines[-1]["token"]["special_token"] is True
+    assert lines[-1]["generated_text"] == REST
+    assert lines[-1]["details"] == {"finish_reason": "eos_token", "generated_tokens": 22, "inputs": "One fine day"}
+
+
+async def test_the_format_of_026(gateway: RunningGateway) -> None:
+    async with running_gateway(lmi_schema="0.26", output_formatter="jsonlines") as old:
+        lines = [json.loads(line) for line in await old.lines("/invocations", {"inputs": "One fine day"})]
+    assert lines[-1] == {"token": {"id": 256, "log_prob": -0.5, "special_token": True}, "generated_text": REST}
+
+
+async def test_the_async_format() -> None:
+    async with running_gateway(lmi_schema="async") as newest:
+        body = invocation(stream=True, details=True, seed=3)
+        lines = [json.loads(line) for line in await newest.lines("/invocations", body)]
+        assert newest.script.requests[-1].sampling.temperature == 1.0
+    token = {"id": ord(" "), "text": " ", "logprob": -0.5}
+    assert lines[0] == {"index": 0, "token": token, "generated_text": None, "details": None}
+    assert lines[-1]["details"] == {"finish_reason": "stop", "generated_tokens": 22, "seed": 3, "input_length": 12}
+
+
+async def test_tgi_compat_is_an_array_and_events() -> None:
+    async with running_gateway(tgi_compat=True) as compat:
+        (answer,) = (await compat.post("/invocations", invocation(return_full_text=False))).json()
+        lines = await compat.lines("/invocations", invocation(stream=True))
+    assert answer["generated_text"] == REST
+    assert answer["details"]["tokens"][0] == {"id": ord(" "), "text": " ", "logprob": -0.5, "special": False}
+    assert json.loads(lines[-1].removeprefix("data: "))["generated_text"] == STORY
+
+
+async def test_chat_and_completions_by_their_members(gateway: RunningGateway) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    assert (await gateway.post("/invocations", chat)).json()["choices"][0]["message"]["content"] == STORY
+    lines = [json.loads(line) for line in await gateway.lines("/invocations", chat | {"stream": True})]
+    assert "".join(line["choices"][0]["delta"].get("content", "") for line in lines) == STORY
+    completion = {"prompt": "One fine day", "max_tokens": 100}
+    assert (await gateway.post("/invocations", completion)).json()["choices"][0]["text"] == REST
+
+
+async def test_many_inputs_keep_their_order(gateway: RunningGateway) -> None:
+    inputs = ["One fine", "One", "nothing of it"]
+    answers = (await gateway.post("/invocations", invocation(inputs, n=2))).json()
+    assert [answer["generated_text"] for answer in answers] == [STORY[8:], STORY[3:], STORY]
+    assert [len(answer["details"]["best_of_sequences"]) for answer in answers] == [1, 1, 1]
+    gateway.script.refusals.append(Refusal(grpc.StatusCode.INTERNAL))
+    assert (await gateway.post("/invocations", invocation(inputs))).status_code == 424, "all or nothing"
+
+
+async def test_other_content_types(gateway: RunningGateway) -> None:
+    for content, kind in (("One fine day", "text/plain"), ('inputs,note\n"One fine day",x\n', "text/csv")):
+        headers = {"content-type": kind}
+        answer = (await gateway.http.post("/invocations", content=content.encode(), headers=headers)).json()
+        first = answer[0] if isinstance(answer, list) else answer
+        assert first["generated_text"] == REST
+
+
+@pytest.mark.parametrize(
+    ("parameters", "temperature"),
+    [
+        ({}, 0.0),
+        ({"do_sample": True}, 1.0),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
+        ({"temperature": 0.5}, 0.5),
+        ({"do_sample": True, "temperature": 0.5, "top_k": -1, "top_p": 0}, 0.5),
+    ],
+)
+async def test_when_lmi_samples(gateway: RunningGateway, parameters: dict[str, Any], temperature: float) -> None:
+    assert (await gateway.post("/invocations", invocation(**parameters))).status_code == 200
+    asked = gateway.script.requests[-1].sampling
+    assert asked.temperature == temperature
+    assert asked.top_k == 0
+    assert not asked.HasField("top_p")
+
+
+async def test_stop_has_two_names_and_unknown_parameters_are_dropped(gateway: RunningGateway) -> None:
+    body = invocation(stop_sequences=["x"], include_stop_str_in_output=True, ignore_eos_token=True, what_is_this=1)
+    assert (await gateway.post("/invocations", body)).status_code == 200
+    asked = gateway.script.requests[-1]
+    assert (list(asked.sampling.stop), asked.output.include_stop, asked.sampling.ignore_eos) == (["x"], True, True)
+    assert (await gateway.post("/invocations", invocation(stop=["y"]))).status_code == 200
+    assert list(gateway.script.requests[-1].sampling.stop) == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "JSON"),
+        (b"[1]", "JSON object"),
+        (b"{}", "inputs"),
+        (b'{"inputs": 3}', "inputs"),
+        (b'{"inputs": ["a"], "stream": true}', "streaming"),
+        (b'{"inputs": "a", "parameters": {"num_beams": 4}}', "num_beams"),
+        (b'{"inputs": "a", "parameters": {"bad_sequences": ["b"]}}', "bad_sequences"),
+        (b'{"inputs": "a", "adapters": "b"}', "adapters"),
+        (b'{"inputs": "a", "parameters": {"temperature": "hot"}}', "temperature"),
+    ],
+)
+async def test_what_cannot_be_parsed_is_424(gateway: RunningGateway, body: bytes, said: str) -> None:
+    response = await gateway.http.post("/invocations", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 424
+    assert response.json()["code"] == 424
+    assert said in response.json()["error"]
+
+
+async def test_an_adapter_is_refused_not_left_out(gateway: RunningGateway) -> None:
+    header = {"x-amzn-sagemaker-adapter-identifier": "mine"}
+    assert (await gateway.http.post("/invocations", json=invocation(), headers=header)).status_code == 424
+
+
+async def test_refusals_have_lmis_bodies(gateway: RunningGateway) -> None:
+    full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("retry-after-ms", "100"),))
+    gateway.script.refusals.extend([full, full, Refusal(grpc.StatusCode.INTERNAL)])
+    for stream in (False, True):
+        response = await gateway.post("/invocations", invocation(stream=stream))
+        assert response.status_code == 503
+        assert response.json() == {"code": 503, "type": "WlmCapacityException", "message": "full"}
+        assert response.headers["retry-after"] == "1"
+    assert (await gateway.post("/invocations", invocation())).status_code == 424
+    response = await gateway.post("/nothing/here", {})
+    assert (response.status_code, response.json()["code"]) == (404, 404)
+    assert (await gateway.http.get("/invocations")).status_code == 405
+    assert (await gateway.http.options("/invocations")).json() == {}
+
+
+async def test_a_failed_stream_ends_with_an_error_line(gateway: RunningGateway) -> None:
+    gateway.script.refusals.append(Refusal(grpc.StatusCode.INTERNAL, "broken", after_messages=2))
+    lines = [json.loads(line) for line in await gateway.lines("/invocations", invocation(stream=True))]
+    assert len(lines) == 3
+    assert lines[-1]["token"]["id"] == -1
+    assert lines[-1]["details"]["finish_reason"] == "error"

@@ -1,0 +1,265 @@
+"""OpenAI's own Python client, unmodified."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+
+import grpc
+import openai
+import pytest
+
+from tests.fakes.sdk_router import STORY, Refusal, Script
+from tests.service.gateway.http import RunningGateway, running_gateway
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+REST = STORY.removeprefix("One fine day")
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with running_gateway() as running:
+        yield running
+
+
+def client_of(gateway: RunningGateway, key: str = "x") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
+
+
+async def test_chat(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        answer = await client.chat.completions.create(
+            model="fake", messages=MESSAGES, logprobs=True, top_logprobs=2, n=2, temperature=0.5, stop=["zzz"], seed=7
+        )
+    assert [choice.message.content for choice in answer.choices] == [STORY, STORY]
+    assert answer.system_fingerprint
+    first = answer.choices[0]
+    assert (first.finish_reason, first.message.role) == ("stop", "assistant")
+    assert first.logprobs is not None
+    assert first.logprobs.content is not None
+    assert b"".join(bytes(entry.bytes or []) for entry in first.logprobs.content).decode() == STORY
+    assert len(first.logprobs.content[0].top_logprobs) == 2
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.completion_tokens == 2 * (len(STORY.encode()) + 1)
+    asked = gateway.script.requests[-1]
+    assert (asked.model, asked.num_choices, asked.sampling.seed) == ("fake", 2, 7)
+    assert (asked.sampling.temperature, list(asked.sampling.stop)) == (0.5, ["zzz"])
+    assert not asked.sampling.HasField("max_new_tokens"), "the rest of the context"
+
+
+async def test_chat_streams_roles_text_reasons_and_usage(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        stream = await client.chat.completions.create(
+            model="fake",
+            messages=MESSAGES,
+            stream=True,
+            stream_options={"include_usage": True},
+            logprobs=True,
+            top_logprobs=2,
+        )
+        chunks = [chunk async for chunk in stream]
+    deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert (deltas[0].delta.role, deltas[0].delta.content) == ("assistant", "")
+    assert "".join(each.delta.content or "" for each in deltas) == STORY
+    assert [each.finish_reason for each in deltas if each.finish_reason] == ["stop"]
+    assert deltas[-1].delta.content is None
+    last = chunks[-1]
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(STORY.encode()) + 1
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert {chunk.id for chunk in chunks} == {last.id}
+
+
+async def test_completions_echo_with_logprobs_for_several_prompts(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        answer = await client.completions.create(
+            model="fake", prompt=["One", "One fine"], logprobs=2, echo=True, max_tokens=4, n=2
+        )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in answer.choices] == ["One fin", "One fin", "One fine day", "One fine day"]
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    logprobs = answer.choices[2].logprobs
+    assert logprobs is not None
+    assert "".join(logprobs.tokens or []) == "One fine day"
+    assert logprobs.token_logprobs is not None
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1] == -1.0
+    assert logprobs.text_offset == list(range(12))
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3 + 8, 4 * 4)
+
+
+async def test_completions_stream_interleaves_choices(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        stream = await client.completions.create(
+            model="fake", prompt=["One fine day", "One"], n=2, stream=True, max_tokens=9, echo=True, logprobs=0
+        )
+        texts = dict.fromkeys(range(4), "")
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {0: STORY[:20], 1: STORY[:20], 2: STORY[:12], 3: STORY[:12]}
+
+
+@pytest.mark.parametrize("prompt", [list(b"One fine day"), [list(b"One fine day")]])
+async def test_prompts_may_be_token_ids(gateway: RunningGateway, prompt: list[int]) -> None:
+    async with client_of(gateway) as client:
+        answer = await client.completions.create(model="fake", prompt=prompt, max_tokens=100)
+    assert answer.choices[0].text == REST
+
+
+async def test_the_sum_of_chat_is_the_confidence_of_the_answer(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        answer = await client.chat.completions.create(model="fake", messages=MESSAGES, logprobs=True)
+    assert answer.choices[0].logprobs is not None
+    logprobs = [entry.logprob for entry in answer.choices[0].logprobs.content or []]
+    assert math.exp(sum(logprobs) / len(logprobs)) == pytest.approx(math.exp(-0.5))
+
+
+async def test_token_ids_continue_an_answer(gateway: RunningGateway) -> None:
+    body = {"prompt": list(b"One"), "max_tokens": 5, "return_token_ids": True}
+    first = (await gateway.post("/v1/completions", body)).json()["choices"][0]
+    assert first["token_ids"] == list(b" fine")
+    lines = await gateway.lines("/v1/completions", body | {"prompt": [*b"One", *first["token_ids"]], "stream": True})
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[each] for each in b" day "]
+
+
+async def test_tools_and_what_they_gave_reach_the_template(gateway: RunningGateway) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "72", "tool_call_id": "1"},
+    ]
+    body = {"messages": turns, "tools": tools}
+    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
+    chat = gateway.script.requests[-1].chat
+    assert json.loads(chat.tools_json) == tools
+    assert [json.loads(turn.extra_json or "{}") for turn in chat.messages] == [
+        {},
+        {"tool_calls": calls},
+        {"tool_call_id": "1"},
+    ]
+    assert (await gateway.post("/v1/chat/completions", body | {"tool_choice": "none"})).status_code == 200
+    assert gateway.script.requests[-1].chat.tools_json == ""
+
+
+@pytest.mark.parametrize("model", ["", "tgi", "dummy"])
+async def test_names_that_are_none_mean_the_served_model(gateway: RunningGateway, model: str) -> None:
+    assert (await gateway.post("/v1/chat/completions", {"model": model, "messages": MESSAGES})).status_code == 200
+    assert gateway.script.requests[-1].model == ""
+
+
+async def test_models(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        assert [model.id async for model in client.models.list()] == ["fake"]
+        assert (await client.models.retrieve("fake")).id == "fake"
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.models.retrieve("other")
+    assert caught.value.code == "model_not_found"
+
+
+REFUSALS = [
+    (grpc.StatusCode.INVALID_ARGUMENT, (), openai.BadRequestError),
+    (grpc.StatusCode.NOT_FOUND, (("tandem-error", "ModelNotFound"),), openai.NotFoundError),
+    (grpc.StatusCode.UNAUTHENTICATED, (), openai.AuthenticationError),
+    (grpc.StatusCode.PERMISSION_DENIED, (), openai.PermissionDeniedError),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, (("retry-after-ms", "2500"),), openai.RateLimitError),
+    (grpc.StatusCode.UNAVAILABLE, (("tandem-error", "NoWorkers"),), openai.InternalServerError),
+    (grpc.StatusCode.INTERNAL, (), openai.InternalServerError),
+]
+
+
+@pytest.mark.parametrize(("code", "trailing", "raised"), REFUSALS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_before_the_first_token_have_their_status(
+    code: grpc.StatusCode, trailing: tuple[tuple[str, str], ...], raised: type[Exception], stream: bool
+) -> None:
+    script = Script()
+    script.refusals.append(Refusal(code, "because", trailing))
+    async with running_gateway(script) as gateway, client_of(gateway) as client:
+        with pytest.raises(raised) as caught:
+            await client.chat.completions.create(model="fake", messages=MESSAGES, stream=stream)
+    if isinstance(caught.value, openai.RateLimitError):
+        assert caught.value.response.headers["retry-after"] == "3"
+        assert caught.value.response.headers["retry-after-ms"] == "2500"
+
+
+async def test_an_error_later_is_one_event_and_the_stream_is_closed_properly(gateway: RunningGateway) -> None:
+    for _ in range(2):
+        gateway.script.refusals.append(Refusal(grpc.StatusCode.INTERNAL, "10.1.2.3 fell over", after_messages=3))
+    async with client_of(gateway) as client:
+        stream = await client.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
+        seen = [await anext(stream) for _ in range(1 + 3)]
+        with pytest.raises(openai.APIError) as caught:
+            await anext(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in seen) == STORY[:3]
+    assert "10.1.2.3" not in str(caught.value)
+    lines = await gateway.lines("/v1/chat/completions", {"model": "fake", "messages": MESSAGES, "stream": True})
+    assert lines[-1] == "data: [DONE]"
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+    assert sum("error" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("chat/completions", {"model": "fake"}, "messages"),
+        ("chat/completions", {"messages": MESSAGES, "temperature": "hot"}, "temperature"),
+        ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{}], "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ("completions", {"prompt": "a", "best_of": 3}, "best_of"),
+        ("completions", {"prompt": ["a"] * 100}, "prompt"),
+        ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_and_named(
+    gateway: RunningGateway, path: str, body: dict[str, object], named: str
+) -> None:
+    response = await gateway.post(f"/v1/{path}", body)
+    assert response.status_code == 400
+    assert named in response.json()["error"]["message"]
+    assert gateway.script.requests == []
+
+
+async def test_members_nobody_knows_are_left_alone(gateway: RunningGateway) -> None:
+    body = {"model": "fake", "messages": MESSAGES, "metadata": {"a": 1}, "top_p": 1, "user": "me", "new_thing": []}
+    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_cancels_its_request(stream: bool) -> None:
+    script = Script(hold_after_messages=0)
+    async with running_gateway(script) as gateway, client_of(gateway) as client:
+        call = asyncio.create_task(
+            client.chat.completions.create(model="fake", messages=MESSAGES, stream=stream)  # type: ignore[call-overload]
+        )
+        await script.holding.wait()
+        call.cancel()
+        await script.cancelled.wait()
+
+
+async def test_leaving_in_the_middle_of_a_stream_cancels_it() -> None:
+    script = Script(hold_after_messages=3)
+    async with running_gateway(script) as gateway, client_of(gateway) as client:
+        stream = await client.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
+        await script.holding.wait()
+        await stream.close()
+        await script.cancelled.wait()
+
+
+async def test_a_silent_stream_gets_pings_and_then_its_answer() -> None:
+    script = Script(hold_after_messages=0)
+    async with running_gateway(script, ping_interval_s=0.01) as gateway:
+        body = {"model": "fake", "messages": MESSAGES, "stream": True}
+        async with gateway.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            lines = response.aiter_lines()
+            assert await anext(lines) == ": ping"
+            script.release.set()
+            rest = [line async for line in lines if line.startswith("data")]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[0].removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"

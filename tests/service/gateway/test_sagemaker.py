@@ -1,0 +1,114 @@
+"""boto3's sagemaker-runtime, unmodified."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import boto3
+import grpc
+import pytest
+from botocore.config import Config
+from botocore.eventstream import EventStreamBuffer
+from botocore.exceptions import ClientError, EventStreamError
+
+from gateway.lmi.eventstream import payload_part
+from tests.fakes.sdk_router import STORY, Refusal
+from tests.service.gateway.http import RunningGateway, running_gateway
+
+REST = STORY.removeprefix("One fine day")
+PAYLOAD = {"inputs": "One fine day", "parameters": {"max_new_tokens": 100, "details": True}}
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with running_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+def runtime(gateway: RunningGateway) -> Iterator[Any]:
+    client = boto3.client(
+        "sagemaker-runtime",
+        region_name="us-east-1",
+        endpoint_url=gateway.url,
+        aws_access_key_id="tandem-key",
+        aws_secret_access_key="unused",
+        config=Config(retries={"max_attempts": 0}),
+    )
+    yield client
+    client.close()
+
+
+def arguments(payload: Any = PAYLOAD, name: str = "fake") -> dict[str, Any]:
+    return {"EndpointName": name, "ContentType": "application/json", "Body": json.dumps(payload).encode()}
+
+
+async def test_invoke_endpoint(gateway: RunningGateway, runtime: Any) -> None:
+    def ask() -> Any:
+        response = runtime.invoke_endpoint(**arguments())
+        return response["ContentType"], json.loads(response["Body"].read())
+
+    content_type, answer = await asyncio.to_thread(ask)
+    assert content_type == "application/json"
+    assert answer["generated_text"] == REST
+    assert gateway.script.metadata[-1]["authorization"] == "Bearer tandem-key"
+
+
+async def test_invoke_endpoint_with_response_stream(runtime: Any) -> None:
+    def ask() -> tuple[str, list[bytes]]:
+        response = runtime.invoke_endpoint_with_response_stream(**arguments(PAYLOAD | {"stream": True}))
+        return response["ContentType"], [event["PayloadPart"]["Bytes"] for event in response["Body"]]
+
+    content_type, parts = await asyncio.to_thread(ask)
+    assert content_type == "application/jsonlines"
+    lines = [json.loads(line) for line in b"".join(parts).splitlines()]
+    assert "".join(line["token"]["text"] for line in lines) == REST
+    assert lines[-1]["generated_text"] == REST
+
+
+async def test_an_answer_that_is_no_stream_is_one_part(runtime: Any) -> None:
+    def ask() -> bytes:
+        response = runtime.invoke_endpoint_with_response_stream(**arguments())
+        return b"".join(event["PayloadPart"]["Bytes"] for event in response["Body"])
+
+    assert json.loads(await asyncio.to_thread(ask))["generated_text"] == REST
+
+
+async def test_errors_of_the_model_are_inside_a_model_error(gateway: RunningGateway, runtime: Any) -> None:
+    gateway.script.refusals.append(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
+    with pytest.raises(ClientError) as caught:
+        await asyncio.to_thread(lambda: runtime.invoke_endpoint(**arguments()))
+    assert caught.value.response["Error"]["Code"] == "ModelError"
+    assert caught.value.response["OriginalStatusCode"] == 503
+    assert "WlmCapacityException" in caught.value.response["OriginalMessage"]
+
+
+async def test_another_endpoint_is_a_validation_error(gateway: RunningGateway, runtime: Any) -> None:
+    refusal = Refusal(grpc.StatusCode.NOT_FOUND, "no such model", (("tandem-error", "ModelNotFound"),))
+    gateway.script.refusals.append(refusal)
+    with pytest.raises(ClientError) as caught:
+        await asyncio.to_thread(lambda: runtime.invoke_endpoint(**arguments(name="other")))
+    assert caught.value.response["Error"]["Code"] == "ValidationError"
+
+
+async def test_a_failed_stream_raises(gateway: RunningGateway, runtime: Any) -> None:
+    gateway.script.refusals.append(Refusal(grpc.StatusCode.INTERNAL, "broken", after_messages=2))
+
+    def ask() -> None:
+        response = runtime.invoke_endpoint_with_response_stream(**arguments(PAYLOAD | {"stream": True}))
+        assert list(response["Body"])
+
+    with pytest.raises(EventStreamError, match="ModelStreamError"):
+        await asyncio.to_thread(ask)
+
+
+def test_messages_may_be_cut_anywhere() -> None:
+    contents = [b"", b"x", bytes(range(256)) * 9]
+    stream = b"".join(map(payload_part, contents))
+    buffer = EventStreamBuffer()
+    found = []
+    for place in range(0, len(stream), 7):
+        buffer.add_data(stream[place : place + 7])
+        found += [event.payload for event in buffer]
+    assert found == contents

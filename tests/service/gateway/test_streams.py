@@ -1,0 +1,121 @@
+"""What every stream keeps to, however it goes."""
+
+import json
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.responses import StreamingResponse
+
+import tandem
+from gateway.errors import Problem
+from gateway.feed import Feed
+from gateway.lmi.formats import FORMATS
+from gateway.lmi.render import Lines
+from gateway.lmi.render import Shape as LmiShape
+from gateway.lmi.schemas import InvocationBody
+from gateway.openai.chat import ChatChunks
+from gateway.openai.envelope import Envelope
+from gateway.openai.schemas import ChatBody
+from gateway.streaming import JSON_LINES, SSE, SSE_DONE, Streamer
+from gateway.tgi.render import Shape, StreamEvents
+from tandem import FinishReason, Token, TokenEvent, Usage
+from tests.evidence import Evidence
+
+FAULTS = [tandem.InternalError, tandem.NoWorkers, tandem.ConnectionFailed, tandem.DeadlineExceeded, tandem.Cancelled]
+NUM_STREAMS = 10_000
+
+
+def exchange() -> Any:
+    """As much of one as a stream needs."""
+    progress = SimpleNamespace(failed=lambda problem: None)
+    settings = SimpleNamespace(ping_interval_s=10.0)
+    return SimpleNamespace(settings=settings, request_id="r", arrival=SimpleNamespace(progress=progress))
+
+
+async def events(num_tokens: int, fault: Exception | None) -> AsyncGenerator[TokenEvent, None]:
+    """Some tokens, then the fault, or a proper end."""
+    for number in range(num_tokens):
+        is_last = fault is None and number == num_tokens - 1
+        usage = Usage(1, num_tokens) if is_last else None
+        reason = FinishReason.LENGTH if is_last else None
+        yield TokenEvent(0, Token(number, "x", -0.5), "request", reason, usage)
+    if fault is not None:
+        raise fault
+
+
+def chat() -> Any:
+    return ChatChunks(ChatBody(messages=[]), Envelope.new("chat.completion", "chatcmpl", "m"))
+
+
+def tgi() -> Any:
+    shape = Shape(details=True, prefill=False, prefix="", seed=None, top_tokens=False, max_new_tokens=None)
+    return StreamEvents(shape)
+
+
+def lmi() -> Any:
+    return Lines(LmiShape(FORMATS["rolling"], InvocationBody(inputs="x")))
+
+
+def ends_well_chat(lines: list[bytes], faulted: bool) -> bool:
+    last = json.loads(lines[-2].removeprefix(b"data: "))
+    return lines[-1] == b"data: [DONE]" and (("error" in last) == faulted)
+
+
+def ends_well_tgi(lines: list[bytes], faulted: bool) -> bool:
+    last = json.loads(lines[-1].removeprefix(b"data: "))
+    return "error_type" in last if faulted else last["generated_text"] is not None
+
+
+def ends_well_lmi(lines: list[bytes], faulted: bool) -> bool:
+    last = json.loads(lines[-1])
+    return (last.get("details", {}).get("finish_reason") == "error") == faulted and "generated_text" in last
+
+
+@pytest.mark.parametrize(
+    ("framing", "renderer", "ends_well"),
+    [(SSE_DONE, chat, ends_well_chat), (SSE, tgi, ends_well_tgi), (JSON_LINES, lmi, ends_well_lmi)],
+    ids=["openai", "tgi", "lmi"],
+)
+async def test_no_stream_ends_barely(
+    framing: Any, renderer: Callable[[], Any], ends_well: Callable[[list[bytes], bool], bool], evidence: Evidence
+) -> None:
+    draw = random.Random(22)
+    bare = 0
+    for _ in range(NUM_STREAMS // 3):
+        fault = draw.choice([None, *FAULTS])
+        error = None if fault is None else fault("broken")
+        feed = Feed([events(draw.randint(1, 4), error)])
+        response = await Streamer(framing, exchange()).respond(feed, renderer())
+        assert isinstance(response, StreamingResponse)
+        body = b"".join([chunk async for chunk in _chunks(response)])
+        await feed.close()
+        lines = [line for line in body.split(b"\n") if line]
+        bare += not ends_well(lines, fault is not None)
+    evidence("R22", "streams without a proper end", f"{bare} of {NUM_STREAMS // 3}", target="0", ok=bare == 0)
+    assert bare == 0
+
+
+def _chunks(response: StreamingResponse) -> AsyncIterator[bytes]:
+    return response.body_iterator  # type: ignore[return-value]
+
+
+async def test_an_early_error_is_raised_and_a_late_one_is_not() -> None:
+    with pytest.raises(tandem.NoWorkers):
+        await Streamer(SSE_DONE, exchange()).respond(Feed([events(0, tandem.NoWorkers("none"))]), chat())
+
+
+def test_every_sdk_error_is_in_the_table() -> None:
+    from gateway.errors import TABLE
+
+    def below(cls: type[Exception]) -> set[type[Exception]]:
+        return {each for child in cls.__subclasses__() for each in {child} | below(child)}
+
+    assert below(tandem.TandemError) <= TABLE.keys()
+
+
+def test_errors_that_could_name_addresses_have_a_text_of_their_own() -> None:
+    for kind in (tandem.ConnectionFailed, tandem.Cancelled, tandem.InternalError, tandem.DeadlineExceeded, ValueError):
+        assert "10.1.2.3" not in Problem.of(kind("10.1.2.3")).message

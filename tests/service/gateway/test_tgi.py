@@ -1,0 +1,214 @@
+"""Clients of Text Generation Inference: huggingface_hub's, unmodified, and the strict reader of text-generation."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from huggingface_hub import AsyncInferenceClient
+from huggingface_hub.errors import OverloadedError, ValidationError
+from pydantic import BaseModel, ConfigDict
+
+from tests.fakes.sdk_router import STORY, Refusal, Script
+from tests.service.gateway.http import RunningGateway, running_gateway
+
+REST = STORY.removeprefix("One fine day")
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests forbid the hub's client all calls, which would be ours to the gateway, too."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with running_gateway() as running:
+        yield running
+
+
+class Strict(BaseModel):
+    """As text-generation reads answers: nothing may be missing, nothing of another type."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class PrefillToken(Strict):
+    id: int
+    text: str
+    logprob: float | None
+
+
+class StrictToken(Strict):
+    id: int
+    text: str
+    logprob: float
+    special: bool
+
+
+class StrictDetails(Strict):
+    finish_reason: str
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[StrictToken]
+    top_tokens: list[list[StrictToken]] | None = None
+
+
+class StrictAnswer(Strict):
+    generated_text: str
+    details: StrictDetails
+
+
+async def test_hub_generates_with_details(gateway: RunningGateway) -> None:
+    async with AsyncInferenceClient(gateway.url) as client:
+        answer = await client.text_generation(
+            "One fine day", details=True, max_new_tokens=9, decoder_input_details=True, return_full_text=False
+        )
+    assert answer.generated_text == STORY[12:20]
+    assert answer.details is not None
+    assert (answer.details.finish_reason, answer.details.generated_tokens) == ("length", 9)
+    assert answer.details.seed is None
+    assert "".join(token.text for token in answer.details.prefill) == "One fine day"
+    assert [token.logprob for token in answer.details.prefill][:2] == [None, -1.0]
+    asked = gateway.script.requests[-1]
+    assert asked.sampling.temperature == 0
+    assert asked.output.include_stop
+
+
+async def test_hub_gets_the_prompt_in_front_by_default(gateway: RunningGateway) -> None:
+    async with AsyncInferenceClient(gateway.url) as client:
+        assert await client.text_generation("One fine day", max_new_tokens=100) == STORY
+
+
+async def test_hub_streams(gateway: RunningGateway) -> None:
+    async with AsyncInferenceClient(gateway.url) as client:
+        stream = await client.text_generation(
+            "One fine day", details=True, stream=True, max_new_tokens=100, seed=5, temperature=0.5, top_n_tokens=2
+        )
+        events = [event async for event in stream]
+    assert [event.index for event in events] == list(range(1, len(events) + 1))
+    assert "".join(event.token.text for event in events) == REST
+    assert all(event.generated_text is None for event in events[:-1])
+    last = events[-1]
+    assert last.token.special
+    assert last.generated_text == STORY
+    assert last.details is not None
+    assert (last.details.finish_reason, last.details.seed, last.details.input_length) == ("eos_token", 5, 12)
+    assert events[0].top_tokens is not None
+    assert len(events[0].top_tokens) == 2
+
+
+async def test_hub_chats(gateway: RunningGateway) -> None:
+    async with AsyncInferenceClient(gateway.url) as client:
+        stream = await client.chat_completion([{"role": "user", "content": "hi"}], stream=True, max_tokens=100)
+        chunks = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert "".join(chunks) == STORY
+
+
+async def test_hub_asks_for_info_and_health(gateway: RunningGateway) -> None:
+    info = (await gateway.http.get("/info")).json()
+    assert (info["model_id"], info["max_input_tokens"], info["max_total_tokens"]) == ("fake", 999, 1000)
+    assert (await gateway.http.get("/health")).status_code == 200
+    await gateway.router.set_serving(False)
+    gateway.backend.readiness.forget()
+    response = await gateway.http.get("/health")
+    assert (response.status_code, response.json()["error_type"]) == (503, "healthcheck")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_hub_raises_what_went_wrong(gateway: RunningGateway, stream: bool) -> None:
+    async def ask(**arguments: Any) -> None:
+        answer = await client.text_generation("x", stream=stream, **arguments)
+        if stream:
+            assert [event async for event in answer]
+
+    async with AsyncInferenceClient(gateway.url) as client:
+        with pytest.raises(ValidationError, match="Input validation error: `typical_p`"):
+            await ask(typical_p=0.5)
+        gateway.script.refusals.append(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
+        with pytest.raises(OverloadedError):
+            await ask()
+
+
+async def test_strict_clients_get_every_member(gateway: RunningGateway) -> None:
+    parameters = {"details": True, "decoder_input_details": True, "do_sample": True, "top_n_tokens": 1}
+    whole = (await gateway.post("/generate", {"inputs": "One", "parameters": parameters})).json()
+    answer = StrictAnswer.model_validate(whole)
+    assert answer.generated_text == STORY[3:]
+    assert answer.details.seed is not None, "drawn by us, and told"
+    assert gateway.script.requests[-1].sampling.seed == answer.details.seed
+    compat = (await gateway.post("/", {"inputs": "One", "parameters": parameters})).json()
+    assert [StrictAnswer.model_validate(each).generated_text for each in compat] == [STORY]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "temperature"),
+    [(None, 1.0), ({}, 0.0), ({"do_sample": True}, 1.0), ({"top_k": 3}, 1.0), ({"temperature": 0.5}, 0.5)],
+)
+async def test_when_tgi_samples(gateway: RunningGateway, parameters: dict[str, Any] | None, temperature: float) -> None:
+    body = {"inputs": "x"} | ({} if parameters is None else {"parameters": parameters})
+    assert (await gateway.post("/generate", body)).status_code == 200
+    assert gateway.script.requests[-1].sampling.temperature == temperature
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"temperature": 0}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"best_of": 2}, "best_of"),
+        ({"grammar": {"type": "json", "value": {}}}, "grammar"),
+        ({"watermark": True}, "watermark"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+async def test_what_is_refused(gateway: RunningGateway, parameters: dict[str, Any], named: str) -> None:
+    response = await gateway.post("/generate", {"inputs": "x", "parameters": parameters})
+    assert response.status_code == 422
+    assert response.json()["error_type"] == "validation"
+    assert named in response.json()["error"]
+
+
+async def test_top_p_of_one_is_taken(gateway: RunningGateway) -> None:
+    assert (await gateway.post("/generate", {"inputs": "x", "parameters": {"top_p": 1.0}})).status_code == 200
+
+
+async def test_errors_of_a_stream_are_events_with_status_200(gateway: RunningGateway) -> None:
+    gateway.script.refusals.append(Refusal(grpc.StatusCode.INTERNAL, "broken", after_messages=2))
+    lines = await gateway.lines("/generate_stream", {"inputs": "One"})
+    assert len(lines) == 3
+    assert json.loads(lines[-1].removeprefix("data: "))["error_type"] == "generation"
+    gateway.script.refusals.append(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED))
+    (line,) = await gateway.lines("/generate_stream", {"inputs": "One"})
+    assert json.loads(line.removeprefix("data: ")) == {"error": "Model is overloaded", "error_type": "overloaded"}
+    (line,) = await gateway.lines("/generate_stream", {"inputs": ""})
+    assert "cannot be empty" in line
+
+
+async def test_the_last_token_allowed_ends_by_length_whatever_it_is() -> None:
+    async with running_gateway(Script(story="ab")) as gateway:
+        body = {"inputs": "a", "parameters": {"max_new_tokens": 2, "details": True}}
+        assert (await gateway.post("/generate", body)).json()["details"]["finish_reason"] == "length"
+
+
+async def test_truncate_keeps_the_last_tokens(gateway: RunningGateway) -> None:
+    body = {"inputs": "One fine day", "parameters": {"truncate": 3, "return_full_text": True, "max_new_tokens": 1}}
+    assert (await gateway.post("/generate", body)).json()["generated_text"].startswith("One fine day")
+    assert bytes(gateway.script.requests[-1].token_ids.ids) == b"day"
+
+
+async def test_tokenize(gateway: RunningGateway) -> None:
+    tokens = (await gateway.post("/tokenize", {"inputs": "day"})).json()
+    assert tokens[1] == {"id": ord("a"), "text": "a", "start": 1, "stop": 2}
+    chat = (await gateway.post("/chat_tokenize", {"messages": [{"role": "user", "content": "hi"}]})).json()
+    assert chat["templated_text"] == "user: hi\n"
+    assert len(chat["tokenize_response"]) == len("user: hi\n")
+
+
+async def test_another_content_type_is_refused(gateway: RunningGateway) -> None:
+    response = await gateway.http.post("/generate", content=b'{"inputs":"x"}', headers={"content-type": "text/plain"})
+    assert response.status_code == 415

@@ -1,0 +1,122 @@
+"""serving.properties, OPTION_*, and the variables of TGI and SageMaker."""
+
+from pathlib import Path
+
+import pytest
+
+from cli.services import passed_on, roles_of
+from cli.serving import LowCode, read_low_code
+from cli.serving.knobs import KNOBS
+from cli.up_settings import UpSettings
+from mesh.domain.errors import ConfigurationError
+
+PROPERTIES = r"""
+# a model of LMI
+engine=MPI
+option.model_id = /models/llama
+option.rolling_batch: auto
+option.dtype=fp16
+option.max_rolling_batch_size=16
+option.max_model_len \
+    = 2048
+option.tensor_parallel_degree=max
+option.block_size=8
+option.nobody_knows=1
+job_queue_size=50
+"""
+
+
+def read(tmp_path: Path, properties: str = "", **environ: str) -> LowCode:
+    path = tmp_path / "serving.properties"
+    path.write_text(properties)
+    return read_low_code(str(path), environ, roles_of())
+
+
+def test_a_file_configures_the_whole_mesh(tmp_path: Path) -> None:
+    found = read(tmp_path, PROPERTIES)
+    assert found.of("up") == {"model": "/models/llama"}
+    workers = {"dtype": "float16", "max_model_len": "2048", "block_size": "8"}
+    assert found.of("prefill") == workers
+    assert found.of("decode") == workers | {"max_rolling_batch_size": "16"}
+    assert found.of("router") == {"max_concurrent_requests": "50", "max_queued_requests": "50"}
+    assert "option.dtype=fp16 (serving.properties): decode.dtype = float16" in found.lines
+    warned = "\n".join(found.warnings)
+    assert "option.rolling_batch=auto (serving.properties) has no effect: batching is always continuous" in warned
+    assert "option.nobody_knows (serving.properties) is not known" in warned
+
+
+def test_who_wins(tmp_path: Path) -> None:
+    found = read(
+        tmp_path,
+        "option.dtype=fp32",
+        OPTION_DTYPE="bf16",
+        OPTION_MAX_ROLLING_BATCH_SIZE="9",
+        MAX_BATCH_SIZE="5",
+        DTYPE="fp16",
+        QUANTIZE="int8",
+        OPTION_LOAD_FORMAT="",
+        LOAD_FORMAT="dummy",
+        OPTION_TGI_COMPAT="true",
+        TANDEM_QUANTIZE="none",
+    )
+    assert found.of("decode") == {"dtype": "float32", "max_rolling_batch_size": "9"}
+    assert found.of("gateway") == {"tgi_compat": "true"}
+    assert any(line.endswith("decode.quantize stays as TANDEM_QUANTIZE has it") for line in found.lines)
+
+
+def test_variables_of_tgi_and_sagemaker() -> None:
+    environ = {
+        "HF_MODEL_ID": "/opt/ml/model",
+        "SM_NUM_GPUS": "1",
+        "MAX_INPUT_TOKENS": "100",
+        "MAX_TOTAL_TOKENS": "200",
+        "MAX_BATCH_PREFILL_TOKENS": "300",
+        "MAX_BATCH_TOTAL_TOKENS": "4000",
+        "WAITING_SERVED_RATIO": "1.2",
+        "SAGEMAKER_MAX_PAYLOAD_IN_MB": "2",
+        "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS": "60",
+    }
+    found = read_low_code(None, environ, roles_of())
+    assert found.of("up") == {"model": "/opt/ml/model"}
+    assert found.of("router") == {"max_input_length": "100", "max_total_tokens": "200"}
+    assert found.of("prefill") == {"max_batch_prefill_tokens": "300"}
+    assert found.of("decode") == {"max_batch_total_tokens": "4000"}
+    assert found.of("gateway") == {"max_body_bytes": str(2 << 20), "request_timeout_s": "60"}
+    assert any("WAITING_SERVED_RATIO=1.2" in warning for warning in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ", "said"),
+    [
+        ("option.tensor_parallel_degree=1\noption.tensor_parallel_size=2", {}, "contradict each other"),
+        ("option.tensor_parallel_degree=4", {}, "one device"),
+        ("option.async_mode=true\noption.rolling_batch=vllm", {}, "option.rolling_batch=disable"),
+        ("option.enable_lora=true", {}, "not supported"),
+        ("option.entryPoint=model.py", {}, "custom handlers"),
+        ("option.output_formatter=3p", {}, "jsonlines"),
+        ("option.dtype=int8", {}, "option.quantize=int8"),
+        ("", {"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "contradict each other"),
+        ("", {"MAX_INPUT_TOKENS": "9", "MAX_TOTAL_TOKENS": "9"}, "`max_input_tokens` must be < `max_total_tokens`"),
+        (
+            "",
+            {"MAX_BATCH_PREFILL_TOKENS": "9", "MAX_BATCH_TOTAL_TOKENS": "8"},
+            "`max_batch_prefill_tokens` must be <= `max_batch_total_tokens`. Given: 9 and 8",
+        ),
+        ("", {"MAX_TOTAL_TOKENS": "9", "MAX_BATCH_TOTAL_TOKENS": "8"}, "`max_total_tokens` must be <="),
+        ("option.a=\\u12", {}, "cannot read"),
+    ],
+)
+def test_contradictions_are_refused(tmp_path: Path, properties: str, environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read(tmp_path, properties, **environ)
+    assert said in str(caught.value)
+
+
+def test_the_table_means_settings_that_exist() -> None:
+    settings = passed_on()
+    for knob in KNOBS:
+        for target in knob.targets:
+            role, _, name = target.partition(".")
+            known = UpSettings.__dataclass_fields__ if role == "up" else settings
+            assert name in known, target
+            assert role == "up" or role in roles_of()[name], target

@@ -3,6 +3,7 @@
 import copy
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.load import RunnerSettings, load_model_runner
+from engine.model_runner import ModelRunner
 from tests.component.checkpoints import VOCAB_SIZE
 from tests.component.driving import Driver, Run
 from tests.fakes.requests import make_request
@@ -55,10 +57,17 @@ def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> Expected:
     return Expected(prompt, token_ids, torch.cat(rows))
 
 
-def run_mixed(settings: RunnerSettings, logprobs: bool = True) -> list[Run]:
+@lru_cache(maxsize=2)
+def expect_prompts(model_dir: Path) -> list[Expected]:
+    """What the model in this folder says to each of the prompts."""
+    model = reference_model(model_dir)
+    return [expect(model, prompt) for prompt in prompts()]
+
+
+def run_mixed(runner: ModelRunner) -> list[Run]:
     """The prompts in chunks, beside each other and beside decodes, in scattered blocks."""
-    driver = Driver(load_model_runner(settings))
-    options = {"max_new_tokens": NUM_NEW, "prompt_logprobs": logprobs, "top_logprobs": NUM_TOP}
+    driver = Driver(runner)
+    options = {"max_new_tokens": NUM_NEW, "prompt_logprobs": True, "top_logprobs": NUM_TOP}
     first, second, third = (driver.add(make_request(f"r{i}", p, **options)) for i, p in enumerate(prompts()))
     driver.step((first, 7))
     driver.step((first, 2), (second, 5))
@@ -89,15 +98,23 @@ def require_prompt_logprobs(run: Run, expected: Expected, tolerance: float) -> N
         assert [top.logprob for top in scored.top] == pytest.approx(row.topk(NUM_TOP).values.tolist(), abs=tolerance)
 
 
-def check_parity(model_dir: Path, settings: RunnerSettings) -> None:
+def logprob_differences(runs: list[Run], expected: list[Run]) -> tuple[float, float]:
+    """The mean and the largest difference between log-probs of the same prompts' tokens."""
+    pairs = [
+        abs(ours.logprob - theirs.logprob)
+        for run, other in zip(runs, expected, strict=True)
+        for ours, theirs in zip(run.prompt_logprobs, other.prompt_logprobs, strict=True)
+    ]
+    return sum(pairs) / len(pairs), max(pairs)
+
+
+def check_parity(model_dir: Path, runner: ModelRunner) -> None:
     """Mixed batches give what transformers gives for each prompt alone."""
-    model = reference_model(model_dir)
-    for run, prompt in zip(run_mixed(settings), prompts(), strict=True):
-        require_same(run, expect(model, prompt))
+    for run, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
+        require_same(run, expected)
 
 
 def check_half_precision(model_dir: Path, settings: RunnerSettings, tolerance: float) -> None:
     """Prompt log-probs are near those of fp32; greedy tokens may differ after a near tie."""
-    model = reference_model(model_dir)
-    for run, prompt in zip(run_mixed(settings), prompts(), strict=True):
-        require_prompt_logprobs(run, expect(model, prompt, 1), tolerance)
+    for run, expected in zip(run_mixed(load_model_runner(settings)), expect_prompts(model_dir), strict=True):
+        require_prompt_logprobs(run, expected, tolerance)

@@ -1,11 +1,15 @@
-"""The engine says what Hugging Face transformers says, for every family, in mixed batches."""
+"""The engine says what Hugging Face transformers says, for every family, in mixed batches, in every way it computes."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine.load import RunnerSettings, load_model_runner
+from engine.load import load_model_runner
+from mesh.cores import Cores
+from tests.component.arms import ARMS, load_arm, settings
 from tests.component.checkpoints import FAMILIES, build_checkpoint
 from tests.component.driving import Driver
 from tests.component.parity import check_half_precision, check_parity, prompts, run_mixed
@@ -14,24 +18,23 @@ from tests.fakes.requests import make_request
 Checkpoint = Callable[[str], Path]
 
 
-def settings(model_dir: Path, **changes: object) -> RunnerSettings:
-    return RunnerSettings(model_dir, **{"num_blocks": 64, "block_size": 16, "layers_per_group": 2} | changes)  # type: ignore[arg-type]
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(checkpoint: Checkpoint, family: str) -> None:
-    check_parity(checkpoint(family), settings(checkpoint(family)))
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window"])
-def test_torch_backend(checkpoint: Checkpoint, family: str) -> None:
-    check_parity(checkpoint(family), settings(checkpoint(family), attention="torch"))
+def test_every_family(checkpoint: Checkpoint, family: str, arm: str) -> None:
+    check_parity(checkpoint(family), load_arm(checkpoint(family), arm))
 
 
 def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.attention.torch_sdpa.MAX_MASK_ELEMENTS", 100)
     for family in ("llama", "mistral"):
-        check_parity(checkpoint(family), settings(checkpoint(family)))
+        check_parity(checkpoint(family), load_arm(checkpoint(family), "torch"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -43,21 +46,23 @@ def test_half_precision_on_cpu(checkpoint: Checkpoint, dtype: str) -> None:
 def test_sharded_checkpoint(tmp_path: Path) -> None:
     model_dir = build_checkpoint("qwen2-window", tmp_path, max_shard_size="100KB")
     assert len(list(model_dir.glob("*.safetensors"))) > 2
-    check_parity(model_dir, settings(model_dir))
+    check_parity(model_dir, load_model_runner(settings(model_dir)))
 
 
-def test_batches_do_not_change_tokens(checkpoint: Checkpoint) -> None:
-    mixed = run_mixed(settings(checkpoint("llama")))
+@pytest.mark.parametrize("arm", ARMS)
+def test_batches_do_not_change_tokens(checkpoint: Checkpoint, arm: str) -> None:
+    mixed = run_mixed(load_arm(checkpoint("llama"), arm))
     for run, prompt in zip(mixed, prompts(), strict=True):
-        driver = Driver(load_model_runner(settings(checkpoint("llama"))), seed=1)
+        driver = Driver(load_arm(checkpoint("llama"), arm), seed=1)
         alone = driver.add(make_request("alone", prompt, max_new_tokens=len(run.tokens)))
         driver.finish(alone)
         assert alone.token_ids == run.token_ids
 
 
+@pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("family", ["llama", "llama-dynamic", "mistral"])
-def test_replay_continues_the_same(checkpoint: Checkpoint, family: str) -> None:
-    driver = Driver(load_model_runner(settings(checkpoint(family))))
+def test_replay_continues_the_same(checkpoint: Checkpoint, family: str, arm: str) -> None:
+    driver = Driver(load_arm(checkpoint(family), arm))
     prompt = prompts()[1]
     whole = driver.add(make_request("whole", prompt, max_new_tokens=12))
     driver.finish(whole)
@@ -67,15 +72,16 @@ def test_replay_continues_the_same(checkpoint: Checkpoint, family: str) -> None:
     assert replayed.token_ids == whole.token_ids[5:]
 
 
-def test_layer_groups_are_announced(checkpoint: Checkpoint) -> None:
-    driver = Driver(load_model_runner(settings(checkpoint("llama"))))
+@pytest.mark.parametrize("arm", ARMS)
+def test_layer_groups_are_announced(checkpoint: Checkpoint, arm: str) -> None:
+    driver = Driver(load_arm(checkpoint("llama"), arm))
     driver.step((driver.add(make_request("r", [1, 2, 3])), 3))
     assert driver.announced == [(0, 2), (2, 1)]
 
 
 def test_prompt_logprobs_in_pieces(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.model_runner._MAX_LOGITS", 1000)
-    check_parity(checkpoint("llama"), settings(checkpoint("llama")))
+    check_parity(checkpoint("llama"), load_model_runner(settings(checkpoint("llama"))))
 
 
 def test_empty_prompt_logprobs_for_one_token(checkpoint: Checkpoint) -> None:
@@ -86,7 +92,26 @@ def test_empty_prompt_logprobs_for_one_token(checkpoint: Checkpoint) -> None:
     assert len(run.tokens) == 1
 
 
-def test_many_threads(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.attention.cpu._MIN_TOKENS_PER_THREAD", 1)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
-    check_parity(checkpoint("llama"), settings(checkpoint("llama")))
+@pytest.mark.usefixtures("three_threads")
+def test_many_threads_of_the_eager_decoder(checkpoint: Checkpoint) -> None:
+    check_parity(checkpoint("llama"), load_arm(checkpoint("llama"), "cpu"))
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint) -> None:
+    many = run_mixed(load_arm(checkpoint("qwen3"), "compiled"))
+    torch.set_num_threads(1)
+    alone = run_mixed(load_arm(checkpoint("qwen3"), "compiled"))
+    assert [run.tokens for run in many] == [run.tokens for run in alone]
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_lent_cores_come_and_go(checkpoint: Checkpoint, quantize: str) -> None:
+    runner = load_arm(checkpoint("llama"), "compiled", quantize=quantize)
+    own: Cores = ()
+    lent: Cores = (max(os.sched_getaffinity(0)),)
+    runs = []
+    for cores in (own, lent, own):
+        runner.use_cores(cores)
+        runs.append([run.tokens for run in run_mixed(runner)])
+    assert runs[0] == runs[1] == runs[2]

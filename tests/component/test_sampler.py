@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.random_draws import uniform
 from engine.sampler import Sampler, inverse_cdf
+from engine.selection import log_normalisers
 from engine.sequence import Sequence
 from engine.truncation import Truncation
 from tests.component.plain_sampling import adjusted, distribution
@@ -52,6 +53,17 @@ def expected_token(row: Tensor, seq: Sequence) -> int:
     seed = np.array([seq.request.sampling.seed], np.uint64)
     draw = uniform(seed, np.array([seq.num_generated], np.uint64))[0]
     return int((distribution(row, seq).cumsum(0) <= draw).sum())
+
+
+@pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 264, 1000])
+@pytest.mark.parametrize("offset", [0.0, -500.0, 3000.0])
+def test_log_normalisers(vocab_size: int, offset: float) -> None:
+    padded = 20 * logits_for(9, vocab_size + 5) + offset
+    padded[1, 0] = padded[2, vocab_size // 2] = offset + 1000.0
+    logits = padded[:, :vocab_size]
+    exact = logits.double().logsumexp(1).float()
+    torch.testing.assert_close(log_normalisers(logits), exact, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(log_normalisers(logits.contiguous()), exact, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.attention.flash import PAGE_TOKENS, flash_available
-from engine.load import RunnerSettings
+from engine.load import RunnerSettings, load_model_runner
 from tests.component.checkpoints import FAMILIES, build_checkpoint
 from tests.component.kv_moves import check_round_trip
 from tests.component.parity import check_half_precision, check_parity
@@ -30,7 +30,7 @@ def _exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32(tmp_path: Path, family: str) -> None:
     model_dir = build_checkpoint(family, tmp_path)
-    check_parity(model_dir, settings(model_dir, "torch", "float32"))
+    check_parity(model_dir, load_model_runner(settings(model_dir, "torch", "float32")))
 
 
 @pytest.mark.parametrize("attention", BACKENDS)

@@ -1,0 +1,114 @@
+"""Compiled attention against torch: decodes and chunks in one step, over scattered blocks of KV in each dtype."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionShape
+from engine.attention.cpu import CpuAttention
+from engine.attention.metadata import ForwardMetadata
+from engine.attention.torch_sdpa import TorchAttention
+from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.batch_inputs import build_inputs
+from engine.kv_cache import KVCache
+from engine.sequence import Sequence
+from mesh.domain.kv import KVLayout
+from tests.fakes.requests import make_request
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 1600
+# Computed tokens of each sequence, from and to: decodes first, then chunks that begin or continue a prompt.
+WORK = [(n - 1, n) for n in (1, 15, 16, 17, 100, 333)] + [(0, 2), (0, 75), (16, 31), (33, 150), (130, 163), (250, 298)]
+SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 80), (6, 1, 96))]
+
+
+def step(block_size: int) -> ForwardMetadata:
+    """WORK as one step, its blocks scattered over the cache."""
+    free = random.Random(0).sample(range(NUM_TOKENS // block_size), NUM_TOKENS // block_size)
+    items = []
+    for start, end in WORK:
+        sequence = Sequence(make_request("r", range(end)))
+        sequence.block_table += [free.pop() for _ in range(0, end, block_size)]
+        items.append(ScheduledSequence(sequence, start, end - start))
+    return build_inputs(ScheduledBatch(tuple(items)), block_size, CPU).metadata
+
+
+def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
+    """One layer of random KV, as [2, num_blocks, block_size, num_kv_heads, elements of a row]."""
+    layout = KVLayout("m", 1, shape.num_kv_heads, shape.head_dim, block_size, dtype)
+    cache = KVCache(layout, NUM_TOKENS // block_size, CPU).layer(0)
+    if dtype != "int8":
+        return cache.copy_(torch.randn(cache.shape))
+    cache.copy_(torch.randint(-127, 128, cache.shape))
+    scales = torch.rand(cache.shape[:-1]) / 64 + 1e-3
+    cache[..., shape.head_dim :] = scales[..., None].view(torch.int8)
+    return cache
+
+
+def as_floats(cache: Tensor, head_dim: int) -> Tensor:
+    """The numbers that a cache stands for."""
+    if cache.dtype != torch.int8:
+        return cache.float()
+    return cache[..., :head_dim].float() * cache[..., head_dim:].contiguous().view(torch.float32)
+
+
+def written(cache: Tensor, metadata: ForwardMetadata) -> Tensor:
+    """Keys and values [2, num_tokens, num_kv_heads, row] of a step's tokens."""
+    return cache.flatten(1, 2)[:, metadata.slot_mapping]
+
+
+@pytest.mark.parametrize("window", [None, 1, 16, 37, 1000])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) -> None:
+    torch.manual_seed(0)
+    for block_size, num_threads in ((16, 1), (32, 2), (16, 3)):
+        metadata, cache = step(block_size), filled_cache(shape, dtype, block_size)
+        num_tokens = metadata.positions.shape[0]
+        queries = 3 * torch.randn(num_tokens, shape.num_heads, shape.head_dim)
+        new = torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim)
+        ours = CpuAttention(shape, num_threads).attend(queries, *new, cache, window, metadata)
+        floats = as_floats(cache, shape.head_dim)
+        theirs = TorchAttention(shape).attend(queries, *written(floats, metadata), floats, window, metadata)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 0.0), ("float16", 2**-11), ("int8", 0.501 / 127)])
+def test_rows_of_the_cache_are_rounded_to_the_nearest(shape: AttentionShape, dtype: str, error: float) -> None:
+    torch.manual_seed(1)
+    metadata, cache = step(16), filled_cache(shape, dtype, 16)
+    before, num_tokens = cache.clone(), metadata.positions.shape[0]
+    new = (
+        torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim)
+        * torch.logspace(-3, 3, num_tokens)[:, None, None]
+    )
+    new[:, 0] = 0.0
+    CpuAttention(shape, 1).attend(torch.zeros(num_tokens, shape.num_heads, shape.head_dim), *new, cache, None, metadata)
+    found = written(as_floats(cache, shape.head_dim), metadata)
+    assert bool(((found - new).abs() <= error * new.abs().amax(-1, keepdim=True)).all())
+    cache.flatten(1, 2)[:, metadata.slot_mapping] = written(before, metadata)
+    assert torch.equal(cache, before), "something else was written, too"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_a_token_sees_the_same_in_a_chunk_and_in_a_decode(dtype: str) -> None:
+    torch.manual_seed(2)
+    shape, cache = SHAPES[1], filled_cache(SHAPES[1], dtype, 16)
+    backend, table = CpuAttention(shape, 1), [7, 2, 30, 11]
+    queries, new = torch.randn(50, 9, 64), torch.randn(2, 50, 3, 64)
+
+    def attend(start: int, end: int) -> Tensor:
+        sequence = Sequence(make_request("r", range(50)))
+        sequence.block_table += table
+        batch = ScheduledBatch((ScheduledSequence(sequence, start, end - start),))
+        metadata = build_inputs(batch, 16, CPU).metadata
+        return backend.attend(queries[start:end], *new[:, start:end], cache, None, metadata)
+
+    whole = attend(0, 50)
+    pieces = torch.cat(
+        [attend(start, end) for start, end in ((0, 20), (20, 21), (21, 47), (47, 48), (48, 49), (49, 50))]
+    )
+    torch.testing.assert_close(pieces, whole, atol=2e-6, rtol=1e-5)

@@ -1,0 +1,150 @@
+"""Compiled matrix products, and what precedes and follows them, against numpy."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engine.cpu.features import amx_shapes, cpu_flags, has_amx
+from engine.cpu.matmul import TILE_ROWS, UNIT, Operand, begin_products, end_products, gated_product, product
+from engine.cpu.packing import MatrixShape, Packer
+from engine.cpu.rows import norm_rows, put_rows
+
+Array = NDArray[Any]
+MAX_ROWS = 70
+# Columns that fill units, panels, or neither; depths that fill int8's groups of 64, or not.
+SHAPES = [MatrixShape(48, 64), MatrixShape(264, 200), MatrixShape(128, 40), MatrixShape(1, 576)]
+GATED = [MatrixShape(2 * 16, 64, gated=True), MatrixShape(2 * 112, 200, gated=True)]
+NUM_SHARES = (1, 2, 3, 7)
+GATED_FACTOR = np.float32(2**-18)  # keeps gates of whole numbers where silu is not flat
+
+needs_vnni = pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="the CPU has no avx512_vnni")
+needs_amx = pytest.mark.skipif(not has_amx(), reason="the CPU has no amx_int8, or the kernel keeps it")
+KINDS = [
+    pytest.param("float", id="fp32"),
+    pytest.param("int8", id="int8", marks=needs_vnni),
+    pytest.param("amx", id="int8 with AMX", marks=needs_amx),
+]
+
+
+@dataclass(frozen=True)
+class Products:
+    """Random matrices of these shapes, packed; all of whole numbers, so that every order of adding is exact."""
+
+    kind: str
+    shapes: list[MatrixShape]
+    matrices: list[torch.Tensor]
+    biases: list[torch.Tensor | None]
+    weights: Any
+
+    @classmethod
+    def of(cls, kind: str, shapes: list[MatrixShape]) -> "Products":
+        torch.manual_seed(0)
+        matrices = [torch.randint(-126, 127, (s.columns, s.inputs)).float() for s in shapes]
+        for matrix in matrices:
+            matrix[:, -1] = 127  # so that the scale is 1
+        biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
+        packer = Packer(shapes, int8=kind != "float")
+        for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
+            packer.put(i, matrix, bias)
+        return cls(kind, shapes, matrices, biases, packer.weights)
+
+    def operand(self, rows: int) -> Operand:
+        """Room for so many rows; what is beyond their inputs is not zero."""
+        is_int8 = self.kind != "float"
+        a = np.full((rows + TILE_ROWS) * 640, 77, np.uint8 if is_int8 else np.float32)
+        sums = np.empty(TILE_ROWS * UNIT, np.int32 if is_int8 else np.float32)
+        amx = amx_shapes() if self.kind == "amx" else np.empty(0, np.uint8)
+        return Operand(a, np.empty(rows, np.float32), sums, amx)
+
+    def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_shares: int = 1) -> Array:
+        """All shares of a product of whole rows x, one after the other; `out` is filled and returned."""
+        operand = self.operand(len(x))
+        put_rows(x, self.weights.matrices[index, 2], operand, (0, len(x)))
+        begin_products(operand)
+        for share in range(num_shares):
+            if self.shapes[index].gated:
+                operand.factors[:] = GATED_FACTOR
+                gated_product(operand, self.weights, index, out, (share, num_shares))
+            else:
+                product(operand, self.weights, index, out, adds, (share, num_shares))
+        end_products(operand)
+        return out
+
+    def expected(self, index: int, x: Array) -> Array:
+        """x @ matrix + bias, in float64."""
+        exact = x.astype(np.float64) @ self.matrices[index].numpy().T.astype(np.float64)
+        bias = self.biases[index]
+        return exact if bias is None else exact + bias.numpy()
+
+
+def whole_rows(inputs: int) -> Array:
+    """What int8 rows hold with a scale of 1."""
+    rows = np.random.default_rng(inputs).integers(-126, 127, (MAX_ROWS, inputs)).astype(np.float32)
+    rows[:, 0] = 127
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_exact(kind: str) -> None:
+    products = Products.of(kind, SHAPES)
+    for index, shape in enumerate(SHAPES):
+        x, columns = whole_rows(shape.inputs), -(-shape.columns // 16) * 16
+        expected = products.expected(index, x)
+        for rows in range(1, MAX_ROWS + 1):
+            num_shares = NUM_SHARES[rows % len(NUM_SHARES)]
+            blank = np.full((rows, columns), np.nan, np.float32)
+            found = products.multiply(index, x[:rows], blank, num_shares=num_shares)
+            assert np.array_equal(found[:, : shape.columns], expected[:rows])
+            assert not found[:, shape.columns :].any()
+            added = products.multiply(index, x[:rows], np.full_like(found, 5.0), adds=True, num_shares=num_shares)
+            assert np.array_equal(added, found + 5.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_products(kind: str) -> None:
+    products = Products.of(kind, GATED)
+    for index, shape in enumerate(GATED):
+        x, half = whole_rows(shape.inputs), shape.columns // 2
+        bias = products.biases[index]
+        biases = np.zeros(shape.columns) if bias is None else bias.numpy().astype(np.float64)
+        sums = (products.expected(index, x) - biases) * GATED_FACTOR + biases
+        expected = sums[:, :half] / (1 + np.exp(-sums[:, :half])) * sums[:, half:]
+        for rows in range(1, MAX_ROWS + 1):
+            blank = np.full((rows, half), np.nan, np.float32)
+            found = products.multiply(index, x[:rows], blank, num_shares=NUM_SHARES[rows % len(NUM_SHARES)])
+            np.testing.assert_allclose(found, expected[:rows], rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_batch(kind: str) -> None:
+    shapes = [MatrixShape(144, 200), MatrixShape(96, 200, gated=True)]
+    products = Products.of(kind, shapes)
+    x = np.random.default_rng(1).normal(size=(MAX_ROWS, 200)).astype(np.float32)
+    for index, columns in enumerate((144, 48)):
+        together = products.multiply(index, x, np.empty((MAX_ROWS, columns), np.float32))
+        for first, end in ((0, 1), (69, 70), (3, 5), (5, 8), (9, 16), (11, 28), (20, 53)):
+            alone = products.multiply(index, x[first:end], np.empty((end - first, columns), np.float32))
+            assert np.array_equal(alone, together[first:end])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.id != "int8 with AMX"])
+@pytest.mark.parametrize("width", [16, 40, 576])
+def test_rows_are_put_and_normed(kind: str, width: int) -> None:
+    operand, depth = Products.of(kind, [MatrixShape(16, width)]).operand(5), -(-width // 64) * 64
+    rng = np.random.default_rng(width)
+    x = (rng.normal(size=(5, width)) * np.logspace(-4, 4, 5)[:, None]).astype(np.float32)
+    x[0] = 0.0
+    weight, eps = rng.uniform(0.5, 1.5, width).astype(np.float32), np.float32(1e-5)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + eps) * weight
+    for put, expected in ((put_rows, x), (norm_rows, normed)):
+        arguments = (x, depth) if put is put_rows else (x, (weight, eps), depth)
+        for span in ((0, 2), (2, 5)):
+            put(*arguments, operand, span)
+        q = operand.a[: 5 * depth].reshape(5, depth)[:, :width].astype(np.float64)
+        found = (q - (128 if kind == "int8" else 0)) * operand.factors[:, None]
+        level = operand.factors[:, None] if kind == "int8" else 0
+        assert (np.abs(found - expected) <= 0.501 * level + 2e-6 * np.abs(expected)).all()

@@ -14,7 +14,7 @@ from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, Transf
 from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram, announce
 from mesh.worker.runtime import RoleParts, WorkerRuntime
-from tandem.v1 import decode_pb2_grpc, kvtransfer_pb2_grpc
+from tandem.v1 import decode_pb2_grpc
 
 
 async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> None:
@@ -35,7 +35,7 @@ async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> Non
     service.connect(engine, receiver, runtime.is_draining)
     server = runtime.server.grpc
     decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, runtime.info.incarnation), server)
-    kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), server)
+    KvTransferServicer(receiver).register(server)
     engine.start()
     try:
         services = ("tandem.v1.Decode", "tandem.v1.KvTransfer")

@@ -5,13 +5,14 @@ blocks, hold no lock and release the GIL while bytes move. On CUDA they run on t
 kernels, and return when the bytes are there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.block_copy import copy_rows
 from mesh.domain.kv import KVLayout
 
 Bytes = NDArray[np.uint8]
@@ -39,6 +40,8 @@ class KVCache:
         self._layers = list(self._tensor.unbind(0))
         # [num_layers, 2, num_blocks, bytes of one layer's keys or values in a block]
         self._rows = self._tensor.flatten(3).view(torch.uint8)
+        if device.type == "cpu":
+            self.write_blocks([], 0, 1, b"")  # compiles what moves blocks: now, not within the first transfer
 
     @property
     def tensor(self) -> Tensor:
@@ -64,9 +67,8 @@ class KVCache:
             ids = torch.tensor(block_ids, device=rows.device)
             torch.from_numpy(target).copy_(rows.index_select(2, ids))
             return
-        source: Bytes = rows.numpy()
-        for start, end, block in _runs(block_ids):
-            target[:, :, start:end] = source[:, :, block : block + end - start]
+        flat = target.reshape(-1, rows.shape[-1])
+        copy_rows(flat, np.arange(len(flat)), rows.flatten(0, 2).numpy(), self._row_numbers(block_ids, num_layers))
 
     def write_blocks(self, block_ids: Sequence[int], first_layer: int, num_layers: int, data: Buffer) -> None:
         """Copy blocks from `data`, laid out as in `read_blocks`, into the cache; the same errors."""
@@ -77,9 +79,13 @@ class KVCache:
             rows.index_copy_(2, ids, torch.from_numpy(source.copy()).to(rows.device))
             torch.cuda.current_stream(rows.device).synchronize()
             return
-        target: Bytes = rows.numpy()
-        for start, end, block in _runs(block_ids):
-            target[:, :, block : block + end - start] = source[:, :, start:end]
+        flat = source.reshape(-1, rows.shape[-1])
+        copy_rows(rows.flatten(0, 2).numpy(), self._row_numbers(block_ids, num_layers), flat, np.arange(len(flat)))
+
+    def _row_numbers(self, block_ids: Sequence[int], num_layers: int) -> NDArray[np.int64]:
+        """Where the rows of these blocks are in `num_layers` layers, in the payload's order."""
+        parts = np.arange(2 * num_layers)[:, None] * self.num_blocks  # keys and values of each layer
+        return (parts + np.asarray(block_ids, np.int64)).ravel()
 
     def _select(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Tensor:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
@@ -93,7 +99,7 @@ class KVCache:
         needed = self.payload_bytes(len(block_ids), num_layers)
         if flat.size != needed:
             raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
-        return flat.reshape(num_layers, 2, len(block_ids), -1) if needed else flat.reshape(num_layers, 2, 0, 1)
+        return flat.reshape(num_layers, 2, len(block_ids), self._rows.shape[-1])
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
@@ -103,12 +109,3 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     memory = np.zeros(num_bytes + _CACHE_LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % _CACHE_LINE_BYTES
     return torch.from_numpy(memory[start : start + num_bytes])
-
-
-def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Cut into runs of consecutive ids: (first index, end index, first id)."""
-    start = 0
-    for end in range(1, len(block_ids) + 1):
-        if end == len(block_ids) or block_ids[end] != block_ids[end - 1] + 1:
-            yield start, end, block_ids[start]
-            start = end

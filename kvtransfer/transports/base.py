@@ -26,7 +26,7 @@ class TransportOffer:
 class Payload:
     """Where one chunk's payload is: in the message itself, or at an offset of the arena."""
 
-    inline: bytes = b""
+    inline: bytes | memoryview = b""
     arena_offset: int = 0
 
 
@@ -53,6 +53,8 @@ class SendTransport(Protocol):
     """A sender's side, shared by all its transfers. Methods run on the event loop and do not block."""
 
     name: str
+    chunk_bytes: int
+    """Most payload it should be given in one chunk, but that a single block of one layer may be larger."""
 
     def offer(self) -> TransportOffer:
         """What receivers are told."""

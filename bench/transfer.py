@@ -37,6 +37,7 @@ from kvtransfer import (
 )
 from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import SampledToken
+from mesh.malloc import keep_freed_memory
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 
@@ -85,6 +86,7 @@ def make_cache() -> KVCache:
 def receive(plan: Plan, pipe: Connection) -> None:
     """The other process: a decode worker's receiver. Stops when the pipe closes."""
     quiet()
+    keep_freed_memory()
     asyncio.run(_receive(plan, pipe))
 
 
@@ -196,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokens = tuple(int(count) for count in options.tokens.split(","))
     plan = Plan(tuple(options.transports.split(",")), tokens, options.runs, options.chunk_bytes)
     quiet()
+    keep_freed_memory()
     context = multiprocessing.get_context("spawn")  # gRPC does not survive fork
     ours, theirs = context.Pipe()
     process = context.Process(target=receive, args=(plan, theirs))

@@ -12,6 +12,7 @@ from engine.loop import EngineLoop, LoopCallbacks
 from engine.reports import EngineReports
 from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
+from mesh.malloc import keep_freed_memory
 from mesh.process import ServiceProgram, announce
 from mesh.worker.runtime import RoleParts, WorkerRuntime
 from tandem.v1 import decode_pb2_grpc
@@ -20,6 +21,7 @@ from tandem.v1 import decode_pb2_grpc
 async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> None:
     """Load, register, serve, drain, stop."""
     settings.pin_cores()
+    keep_freed_memory()
     limits = EngineLimits(settings.max_step_tokens, settings.max_rolling_batch_size, settings.max_batch_total_tokens)
     host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
     service = DecodeService(settings.block_size)

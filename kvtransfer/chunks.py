@@ -53,8 +53,8 @@ class ChunkRange:
 class PushQueue:
     """What has been pushed and not yet taken; small neighbours are joined, large pieces are cut."""
 
-    def __init__(self, layout: KVLayout) -> None:
-        self._layer_block_bytes = layout.layer_block_bytes
+    def __init__(self, layout: KVLayout, max_bytes: int) -> None:
+        self._max_layer_blocks = max(1, max_bytes // layout.layer_block_bytes)
         self._pieces: deque[ChunkRange] = deque()
 
     def __bool__(self) -> bool:
@@ -68,18 +68,15 @@ class PushQueue:
         else:
             self._pieces[-1] = joined
 
-    def take(self, max_bytes: int) -> ChunkRange:
-        """Remove and return the next chunk's range: whole layers if they fit in `max_bytes`, else part of one layer,
-        and at least one block of it.
-        """
+    def take(self) -> ChunkRange:
+        """Remove and return the next chunk's range: whole layers if they fit, else part of one layer."""
         piece = self._pieces.popleft()
-        max_layer_blocks = max(1, max_bytes // self._layer_block_bytes)
-        max_layers = max(1, max_layer_blocks // piece.num_blocks)
+        max_layers = max(1, self._max_layer_blocks // piece.num_blocks)
         if piece.num_layers > max_layers:
             piece, rest = piece.split_layers(max_layers)
             self._pieces.appendleft(rest)
-        if piece.num_blocks * piece.num_layers > max_layer_blocks:
-            piece, rest = piece.split_blocks(max_layer_blocks)
+        if piece.num_blocks * piece.num_layers > self._max_layer_blocks:
+            piece, rest = piece.split_blocks(self._max_layer_blocks)
             self._pieces.appendleft(rest)
         return piece
 

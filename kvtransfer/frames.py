@@ -21,6 +21,8 @@ def split_chunk(frame: bytes) -> tuple[bytes, memoryview] | None:
     """A TransferChunk's bytes but for its payload, and the payload, which is part of `frame`; None if it has none, or
     not at its end.
     """
+    if len(frame) <= _MAX_HEADER_BYTES:
+        return None
     head = frame[:_MAX_HEADER_BYTES]  # nobody makes us walk through megabytes
     try:
         length, start = _read_varint(head, 1)

@@ -11,9 +11,9 @@ from mesh.domain.kv import KVLayout
 class PushInbox:
     """Pushes come in from any thread and are taken, joined or cut to chunks, on the event loop that made the inbox."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, max_bytes: int) -> None:
         self._arrived: deque[ChunkRange] = deque()  # appended by any thread, emptied by the loop
-        self._queue = PushQueue(layout)
+        self._queue = PushQueue(layout, max_bytes)
         self._news = asyncio.Event()
         self._is_news_due = False
         self._is_finished = False
@@ -41,9 +41,9 @@ class PushInbox:
             await self._news.wait()
         return True
 
-    def take(self, max_bytes: int) -> ChunkRange:
+    def take(self) -> ChunkRange:
         """The next chunk's range; there must be one."""
-        return self._queue.take(max_bytes)
+        return self._queue.take()
 
     def _read(self) -> None:
         # The flag first: a push during the loop below is then either seen by it or wakes the loop again.

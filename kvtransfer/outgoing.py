@@ -30,7 +30,7 @@ class OutgoingTransfer:
             raise ValueError(f"first_block {spec.first_block} is outside of {len(spec.block_ids)} blocks")
         self.spec = spec
         self._num_layers = parts.store.layout.num_layers
-        self._inbox = PushInbox(parts.store.layout)
+        self._inbox = PushInbox(parts.store.layout, parts.settings.chunk_bytes)
         self._conversation = SendingConversation(spec, parts, self._inbox)
         self._is_aborted = False
         self._task = asyncio.get_running_loop().create_task(self._run())

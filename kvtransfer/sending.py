@@ -159,7 +159,7 @@ class SendingConversation:
         number = 0
         while await self._inbox.wait():
             await free.acquire()
-            place = self._inbox.take(transport.chunk_bytes)  # after waiting: small pushes have been joined meanwhile
+            place = self._inbox.take()  # after waiting: small pushes have been joined meanwhile
             slot = self._slots[number] = await transport.acquire(place.num_bytes(self._layout))
             fill = partial(self._fill, slot, number, place)
             chunks.put_nowait(tasks.create_task(run_to_end(self._parts.executor, fill)))

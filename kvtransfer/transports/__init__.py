@@ -12,7 +12,7 @@ from mesh.domain.errors import ConfigurationError
 _SENDERS: Mapping[str, Callable[[TransferSettings, int], SendTransport | None]] = MappingProxyType(
     {
         shm.NAME: shm.open_sender,
-        grpc_bytes.NAME: lambda settings, max_chunk_bytes: grpc_bytes.GrpcSendTransport(settings.chunk_bytes),
+        grpc_bytes.NAME: lambda settings, max_chunk_bytes: grpc_bytes.GrpcSendTransport(),
     }
 )
 _RECEIVERS: Mapping[str, Callable[[TransferSettings], ReceiveTransport]] = MappingProxyType(

@@ -53,8 +53,6 @@ class SendTransport(Protocol):
     """A sender's side, shared by all its transfers. Methods run on the event loop and do not block."""
 
     name: str
-    chunk_bytes: int
-    """Most payload it should be given in one chunk, but that a single block of one layer may be larger."""
 
     def offer(self) -> TransportOffer:
         """What receivers are told."""

@@ -6,8 +6,6 @@ from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import TransferCorrupt
 
 NAME = "grpc"
-_CHUNK_BYTES = 1 << 20
-"""Copies of one message stay in a core's cache; smaller ones cost more in Python, larger ones in memory."""
 
 
 class _BytesSlot:
@@ -30,9 +28,6 @@ class GrpcSendTransport:
     """Payload memory is bounded by the receivers' credit."""
 
     name = NAME
-
-    def __init__(self, max_chunk_bytes: int) -> None:
-        self.chunk_bytes = min(max_chunk_bytes, _CHUNK_BYTES)
 
     def offer(self) -> TransportOffer:
         return TransportOffer(NAME)

@@ -28,8 +28,7 @@ class ShmSendTransport:
 
     name = NAME
 
-    def __init__(self, arena: Arena, slot_bytes: int, chunk_bytes: int) -> None:
-        self.chunk_bytes = chunk_bytes
+    def __init__(self, arena: Arena, slot_bytes: int) -> None:
         self._arena = arena
         self._slot_bytes = slot_bytes
         self._offsets = list(range(HEADER_BYTES, arena.num_bytes - slot_bytes + 1, slot_bytes))
@@ -97,7 +96,7 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
     except OSError as error:
         log.warning("no shared memory for KV; other transports will be used", dir=settings.shm_dir, error=str(error))
         return None
-    return ShmSendTransport(arena, slot_bytes, settings.chunk_bytes)
+    return ShmSendTransport(arena, slot_bytes)
 
 
 class _ArenaSource:

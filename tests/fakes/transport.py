@@ -28,7 +28,6 @@ class MemoryTransport:
     """Both sides. `payloads` holds what is acquired and not yet released."""
 
     name = NAME
-    chunk_bytes = 1
 
     def __init__(self) -> None:
         self.payloads: dict[int, bytearray] = {}

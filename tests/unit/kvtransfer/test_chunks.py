@@ -34,13 +34,13 @@ def test_chunks_cover_what_was_pushed_exactly(
     pushes = [ChunkRange(b, nb, la, nl) for b, nb in blocks for la, nl in layers]
     if not in_order:
         random.shuffle(pushes)
-    queue, taken = PushQueue(LAYOUT), []
+    queue, taken = PushQueue(LAYOUT, max_bytes), []
     for push in pushes:
         queue.add(push)
         if random.random() < 0.3:
-            taken.append(queue.take(max_bytes))
+            taken.append(queue.take())
     while queue:
-        taken.append(queue.take(max_bytes))
+        taken.append(queue.take())
     coverage = Coverage(LAYOUT.num_layers, 0, 9)
     for piece in taken:
         coverage.claim(piece)
@@ -49,17 +49,17 @@ def test_chunks_cover_what_was_pushed_exactly(
 
 
 def test_small_pushes_become_one_chunk() -> None:
-    queue = PushQueue(LAYOUT)
+    queue = PushQueue(LAYOUT, 1 << 20)
     for layer in range(5):
         queue.add(ChunkRange(0, 4, layer, 1))
-    assert queue.take(1 << 20) == ChunkRange(0, 4, 0, 5)
+    assert queue.take() == ChunkRange(0, 4, 0, 5)
     assert not queue
 
 
 def test_whole_layers_are_preferred() -> None:
-    queue = PushQueue(LAYOUT)
+    queue = PushQueue(LAYOUT, LAYOUT.layer_block_bytes * 9)
     queue.add(ChunkRange(0, 4, 0, 5))
-    assert [queue.take(LAYOUT.layer_block_bytes * 9) for _ in range(3)] == [
+    assert [queue.take() for _ in range(3)] == [
         ChunkRange(0, 4, 0, 2),
         ChunkRange(0, 4, 2, 2),
         ChunkRange(0, 4, 4, 1),

@@ -1,8 +1,8 @@
 """The sender's half of one conversation.
 
     open ──▶ granted     the receiver has chosen a transport and given credit; then four activities side by side:
-    gather               waits for a push, a credit and a slot, then has a thread copy KV into the slot; and goes on
-    send                 writes each filled chunk to the stream while others are being filled; at the end, Commit
+    gather               waits for a push, a credit and a slot, then has a thread copy KV into the slot
+    send                 writes each filled chunk to the stream while the next is being filled; at the end, Commit
     renew                says three times in a lease that this side is alive, however long the engine computes
     listen               an ack frees the slot and gives the credit back; Committed ends it
 
@@ -87,7 +87,7 @@ class _Filled:
     checksum: int
 
 
-_Chunks = asyncio.Queue[asyncio.Task[_Filled] | None]  # in order of their numbers, filled or being filled; then None
+_Chunks = asyncio.Queue[_Filled | None]  # in order of their numbers; then None
 
 
 class SendingConversation:
@@ -127,7 +127,7 @@ class SendingConversation:
         free = asyncio.Semaphore(granted.credit_chunks)
         chunks: _Chunks = asyncio.Queue()  # bounded by the credit
         async with task_group() as tasks:
-            tasks.create_task(self._gather(transport, free, chunks, tasks))
+            tasks.create_task(self._gather(transport, free, chunks))
             tasks.create_task(self._send(call, chunks, free, granted.credit_chunks))
             renewal = tasks.create_task(self._renew(call, min(granted.lease_s, self._parts.settings.lease_s) / 3))
             await self._listen(call, free)
@@ -153,16 +153,14 @@ class SendingConversation:
                     return transport, granted
         raise TransferFailed("the receiver granted no credit, no lease, or a transport that was not offered")
 
-    async def _gather(
-        self, transport: SendTransport, free: asyncio.Semaphore, chunks: _Chunks, tasks: asyncio.TaskGroup
-    ) -> None:
+    async def _gather(self, transport: SendTransport, free: asyncio.Semaphore, chunks: _Chunks) -> None:
         number = 0
         while await self._inbox.wait():
             await free.acquire()
             place = self._inbox.take()  # after waiting: small pushes have been joined meanwhile
             slot = self._slots[number] = await transport.acquire(place.num_bytes(self._layout))
             fill = partial(self._fill, slot, number, place)
-            chunks.put_nowait(tasks.create_task(run_to_end(self._parts.executor, fill)))
+            chunks.put_nowait(await run_to_end(self._parts.executor, fill))
             number += 1
         chunks.put_nowait(None)
 
@@ -176,8 +174,7 @@ class SendingConversation:
         return _Filled(request_to_bytes(message), len(buffer), checksum)
 
     async def _send(self, call: PushCall, chunks: _Chunks, free: asyncio.Semaphore, credit: int) -> None:
-        while (filling := await chunks.get()) is not None:
-            chunk = await filling
+        while (chunk := await chunks.get()) is not None:
             self._digest.add(chunk.checksum)
             self._num_chunks += 1
             self._num_bytes += chunk.num_bytes

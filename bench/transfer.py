@@ -1,8 +1,10 @@
 """How fast KV moves between two processes on this host: `python -m bench.transfer`.
 
 The time is end to end, from opening a transfer until the receiver has verified and committed it, with everything
-pushed at once, layer by layer. Block ids are shuffled on both sides, as in a pool that has been in use. `memcpy` copies
-as many bytes once, within one process: a bound that no transport can reach.
+pushed at once, layer by layer. The tail is what a request feels, because KV moves while the prompt is computed: the
+time from the last layer's push until all is committed, when the rest has arrived. Block ids are shuffled on both sides,
+as in a pool that has been in use. `memcpy` copies as many bytes once, between two warm buffers of one process, in turn
+with the transfers: a bound that no transport can reach.
 """
 
 import argparse
@@ -12,10 +14,11 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import numpy as np
+import psutil
 import structlog
 import torch
 from rich.console import Console
@@ -34,14 +37,15 @@ from kvtransfer import (
 )
 from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import SampledToken
+from mesh.malloc import keep_freed_memory
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
-from tandem.v1 import kvtransfer_pb2_grpc
 
 LAYOUT = KVLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 256
 KEY = MeshKey("bench" * 8)
 FIRST_TOKEN = SampledToken(1, 0.0)
+SETTLE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,18 @@ class Plan:
     num_runs: int
     chunk_bytes: int
 
-    def transfers(self, transport: str, num_tokens: int) -> list[str]:
-        """Transfer ids of one row of the table."""
-        return [f"{transport}-{num_tokens}-{run}" for run in range(self.num_runs + 1)]
+    def transfer_id(self, transport: str, num_tokens: int, run: int) -> str:
+        """Of a transfer at once; the one after it has "-tail" appended."""
+        return f"{transport}-{num_tokens}-{run}"
+
+
+@dataclass(slots=True)
+class Figures:
+    """Of one transport and length. CPU time is of sender and receiver, in transfers at once."""
+
+    seconds: list[float] = field(default_factory=list)
+    tail_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
 
 def shuffled_blocks(num_tokens: int) -> tuple[int, ...]:
@@ -73,6 +86,7 @@ def make_cache() -> KVCache:
 def receive(plan: Plan, pipe: Connection) -> None:
     """The other process: a decode worker's receiver. Stops when the pipe closes."""
     quiet()
+    keep_freed_memory()
     asyncio.run(_receive(plan, pipe))
 
 
@@ -80,10 +94,12 @@ async def _receive(plan: Plan, pipe: Connection) -> None:
     receiver = KVReceiver(make_cache(), "bench", ReceiverCallbacks(lambda *_: None, lambda *_: None))
     for transport in plan.transports:
         for num_tokens in plan.num_tokens:
-            for transfer_id in plan.transfers(transport, num_tokens):
-                receiver.expect(Reservation(transfer_id, 1, shuffled_blocks(num_tokens), 0, num_tokens))
+            for run in range(plan.num_runs + 1):
+                transfer_id = plan.transfer_id(transport, num_tokens, run)
+                for each in (transfer_id, f"{transfer_id}-tail"):
+                    receiver.expect(Reservation(each, 1, shuffled_blocks(num_tokens), 0, num_tokens))
     server = Server(Listen("127.0.0.1", 0, KEY))
-    kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), server.grpc)
+    KvTransferServicer(receiver).register(server.grpc)
     await server.start([SERVICE_NAME])
     pipe.send(server.address)
     stop = asyncio.Event()
@@ -94,48 +110,76 @@ async def _receive(plan: Plan, pipe: Connection) -> None:
     await server.stop(0)
 
 
-async def time_transfers(sender: KVSender, address: str, transfer_ids: Sequence[str], num_tokens: int) -> float:
-    """Median seconds of one transfer."""
-    block_ids = shuffled_blocks(num_tokens)
-    times = []
-    for transfer_id in transfer_ids:
+class Bench:
+    """The sending process, and how much time both use."""
+
+    def __init__(self, plan: Plan, address: str, receiver_pid: int) -> None:
+        self._plan = plan
+        self._address = address
+        self._processes = (psutil.Process(), psutil.Process(receiver_pid))
+        cache = make_cache()
+        self._senders = {
+            name: KVSender(
+                cache, "bench", Credentials(KEY), TransferSettings(transports=(name,), chunk_bytes=plan.chunk_bytes)
+            )
+            for name in plan.transports
+        }
+
+    async def measure(self, num_tokens: int) -> tuple[float, dict[str, Figures]]:
+        """Seconds of a memcpy, and the figures of each transport, interleaved."""
+        copies, figures = [], {name: Figures() for name in self._plan.transports}
+        num_bytes = LAYOUT.num_blocks_for(num_tokens) * LAYOUT.block_bytes
+        source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+        for run in range(self._plan.num_runs + 1):
+            start = time.perf_counter()
+            np.copyto(target, source)
+            copies.append(time.perf_counter() - start)
+            for name in self._plan.transports:
+                await self._transfer(self._plan.transfer_id(name, num_tokens, run), name, num_tokens, figures[name])
+        return statistics.median(copies[1:]), figures
+
+    async def _transfer(self, transfer_id: str, name: str, num_tokens: int, figures: Figures) -> None:
+        """One of which everything is pushed at once, then one of which the last layer comes late."""
+        block_ids = shuffled_blocks(num_tokens)
+        used = self._cpu_s()
         start = time.perf_counter()
-        transfer = sender.open(TransferSpec(transfer_id, 1, address, "bench", block_ids))
+        transfer = self._senders[name].open(TransferSpec(transfer_id, 1, self._address, "bench", block_ids))
         for layer in range(LAYOUT.num_layers):
             transfer.push(0, len(block_ids), layer, 1)
         await transfer.commit(num_tokens, FIRST_TOKEN)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def time_memcpy(num_bytes: int, num_runs: int) -> float:
-    """Median seconds of one copy."""
-    source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
-    times = []
-    for _ in range(num_runs):
+        figures.seconds.append(time.perf_counter() - start)
+        for process, (before, after) in enumerate(zip(used, self._cpu_s(), strict=True)):
+            figures.cpu_s[process] += after - before
+        transfer = self._senders[name].open(TransferSpec(f"{transfer_id}-tail", 1, self._address, "bench", block_ids))
+        transfer.push(0, len(block_ids), 0, LAYOUT.num_layers - 1)
+        await asyncio.sleep(SETTLE_S + 3 * figures.seconds[-1])
         start = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        transfer.push(0, len(block_ids), LAYOUT.num_layers - 1, 1)
+        await transfer.commit(num_tokens, FIRST_TOKEN)
+        figures.tail_s.append(time.perf_counter() - start)
+
+    def _cpu_s(self) -> list[float]:
+        return [times.user + times.system for times in (process.cpu_times() for process in self._processes)]
+
+    async def close(self) -> None:
+        """Free what the senders hold."""
+        for sender in self._senders.values():
+            await sender.close()
 
 
-async def measure(plan: Plan, address: str, table: Table) -> None:
+async def measure(plan: Plan, address: str, receiver_pid: int, table: Table) -> None:
     """Fill the table."""
-    cache = make_cache()
-    seconds: dict[tuple[str, int], float] = {}
-    for transport in plan.transports:
-        settings = TransferSettings(transports=(transport,), chunk_bytes=plan.chunk_bytes)
-        sender = KVSender(cache, "bench", Credentials(KEY), settings)
-        for num_tokens in plan.num_tokens:
-            ids = plan.transfers(transport, num_tokens)
-            seconds[transport, num_tokens] = await time_transfers(sender, address, ids, num_tokens)
-        await sender.close()
+    bench = Bench(plan, address, receiver_pid)
     for num_tokens in plan.num_tokens:
-        num_bytes = LAYOUT.num_blocks_for(num_tokens) * LAYOUT.block_bytes
-        copied = num_bytes / time_memcpy(num_bytes, plan.num_runs) / 1e9
-        cells = [f"{num_bytes / seconds[name, num_tokens] / 1e9:.2f}" for name in plan.transports]
-        times = [f"{seconds[name, num_tokens] * 1e3:.1f}" for name in plan.transports]
-        table.add_row(str(num_tokens), f"{num_bytes / 1e6:.1f}", f"{copied:.2f}", *cells, *times)
+        megabytes = LAYOUT.num_blocks_for(num_tokens) * LAYOUT.block_bytes / 1e6
+        copy_s, figures = await bench.measure(num_tokens)
+        for name, figure in figures.items():
+            seconds = statistics.median(figure.seconds[1:])
+            cpu_ms = [f"{used / len(figure.seconds) / megabytes * 1e5:.0f}" for used in figure.cpu_s]
+            speeds = (f"{megabytes / copy_s / 1e3:.1f}", f"{megabytes / seconds / 1e3:.2f}", f"{copy_s / seconds:.0%}")
+            times = (f"{seconds * 1e3:.1f}", f"{statistics.median(figure.tail_s[1:]) * 1e3:.1f}")
+            table.add_row(name, str(num_tokens), f"{megabytes:.1f}", *speeds, *times, *cpu_ms)
+    await bench.close()
 
 
 def quiet() -> None:
@@ -154,15 +198,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokens = tuple(int(count) for count in options.tokens.split(","))
     plan = Plan(tuple(options.transports.split(",")), tokens, options.runs, options.chunk_bytes)
     quiet()
+    keep_freed_memory()
     context = multiprocessing.get_context("spawn")  # gRPC does not survive fork
     ours, theirs = context.Pipe()
     process = context.Process(target=receive, args=(plan, theirs))
     process.start()
-    names = plan.transports
-    gbps, millis = [f"{name} GB/s" for name in names], [f"{name} ms" for name in names]
-    table = Table("prompt tokens", "MB", "memcpy GB/s", *gbps, *millis, title="KV transfer, median")
+    columns = ("transport", "prompt tokens", "MB", "memcpy GB/s", "GB/s", "of memcpy", "ms", "tail ms")
+    table = Table(*columns, "sender CPU ms/100 MB", "receiver", title="KV transfer, medians")
     try:
-        asyncio.run(measure(plan, ours.recv(), table))
+        assert process.pid is not None
+        asyncio.run(measure(plan, ours.recv(), process.pid, table))
     finally:
         ours.send(None)
         process.join()

@@ -12,13 +12,15 @@ from engine.loop import EngineLoop, LoopCallbacks
 from engine.reports import EngineReports
 from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
+from mesh.malloc import keep_freed_memory
 from mesh.process import ServiceProgram, announce
 from mesh.worker.runtime import RoleParts, WorkerRuntime
-from tandem.v1 import decode_pb2_grpc, kvtransfer_pb2_grpc
+from tandem.v1 import decode_pb2_grpc
 
 
 async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> None:
     """Load, register, serve, drain, stop."""
+    keep_freed_memory()
     limits = EngineLimits(settings.max_step_tokens, settings.max_rolling_batch_size, settings.max_batch_total_tokens)
     host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
     service = DecodeService(settings.block_size)
@@ -34,7 +36,7 @@ async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> Non
     service.connect(engine, receiver, runtime.is_draining)
     server = runtime.server.grpc
     decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, runtime.info.incarnation), server)
-    kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), server)
+    KvTransferServicer(receiver).register(server)
     engine.start()
     try:
         services = ("tandem.v1.Decode", "tandem.v1.KvTransfer")

@@ -28,11 +28,12 @@ Start reading at `sender.py` and `receiver.py`. `transports/base.py` is where an
 """
 
 from kvtransfer.incoming import Reservation
+from kvtransfer.messages import SERVICE_NAME
 from kvtransfer.outgoing import OutgoingTransfer
 from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
 from kvtransfer.sender import KVSender
 from kvtransfer.sending import TransferResult, TransferSpec
-from kvtransfer.servicer import SERVICE_NAME, KvTransferServicer
+from kvtransfer.servicer import KvTransferServicer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 

@@ -1,4 +1,4 @@
-"""The conversation of one transfer as plain values, and its translation to and from protobuf.
+"""The conversation of one transfer as plain values, and its translation to and from the wire.
 
 sender                receiver
 TransferOpen   ──▶
@@ -14,9 +14,12 @@ Between granted and commit, at any time: Renew ──▶, ◀── Renewed. Bot
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
+
 from kvtransfer.chunks import ChunkRange
+from kvtransfer.frames import join_chunk, split_chunk
 from kvtransfer.transports.base import Payload, TransportOffer
-from mesh.domain.errors import TransferFailed
+from mesh.domain.errors import InvalidRequest, TransferFailed
 from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import SampledToken
 from mesh.wire import (
@@ -28,6 +31,8 @@ from mesh.wire import (
     token_to_proto,
 )
 from tandem.v1 import kvtransfer_pb2 as pb
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,55 +105,17 @@ SenderMessage = TransferOpen | Chunk | Renew | Commit
 ReceiverMessage = Granted | Ack | Renewed | Committed
 
 
-def open_to_proto(opening: TransferOpen) -> pb.PushRequest:
-    """First message."""
-    offers = [
-        pb.TransportOffer(name=offer.name, arena=offer.arena, nonce=offer.nonce, arena_bytes=offer.arena_bytes)
-        for offer in opening.transports
-    ]
-    message = pb.TransferOpen(
-        transfer_id=opening.transfer_id,
-        attempt=opening.attempt,
-        receiver_incarnation=opening.receiver_incarnation,
-        sender_id=opening.sender_id,
-        layout=layout_to_proto(opening.layout),
-        transports=offers,
-        first_block=opening.first_block,
-        num_blocks=opening.num_blocks,
-    )
-    return pb.PushRequest(open=message)
-
-
-def chunk_to_proto(chunk: Chunk) -> pb.PushRequest:
-    """Fills the message in place: each nesting by constructor would copy the payload once more."""
-    request = pb.PushRequest()
-    message = request.chunk
-    message.sequence_number = chunk.sequence_number
-    message.first_block = chunk.place.first_block
-    message.num_blocks = chunk.place.num_blocks
-    message.first_layer = chunk.place.first_layer
-    message.num_layers = chunk.place.num_layers
-    message.num_bytes = chunk.num_bytes
-    message.checksum = chunk.checksum
-    message.payload = chunk.payload.inline
-    message.arena_offset = chunk.payload.arena_offset
-    return request
-
-
-def commit_to_proto(commit: Commit) -> pb.PushRequest:
-    """Last message."""
-    message = pb.TransferCommit(
-        num_tokens=commit.num_tokens,
-        num_chunks=commit.num_chunks,
-        digest=commit.digest,
-        first_token=token_to_proto(commit.first_token),
-    )
-    return pb.PushRequest(commit=message)
-
-
-def renew_to_proto() -> pb.PushRequest:
-    """Sign of life."""
-    return pb.PushRequest(renew=pb.TransferRenew())
+def request_to_bytes(message: SenderMessage) -> bytes:
+    """A PushRequest as it goes over the wire."""
+    if isinstance(message, Chunk):
+        return _chunk_to_bytes(message)
+    if isinstance(message, Renew):
+        request = pb.PushRequest(renew=pb.TransferRenew())
+    elif isinstance(message, TransferOpen):
+        request = pb.PushRequest(open=_open_to_proto(message))
+    else:
+        request = pb.PushRequest(commit=_commit_to_proto(message))
+    return request.SerializeToString()
 
 
 def reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
@@ -180,11 +147,20 @@ def reply_from_proto(response: pb.PushResponse) -> ReceiverMessage:
     raise TransferFailed("the receiver sent a message of an unknown kind")
 
 
-def request_from_proto(request: pb.PushRequest) -> SenderMessage:
-    """Raises TransferFailed if the message is empty or of an unknown kind."""
+def request_from_bytes(raw: bytes) -> SenderMessage:
+    """A chunk's payload is part of `raw`. Raises InvalidRequest if `raw` is no PushRequest, TransferFailed if it is
+    empty or of an unknown kind.
+    """
+    try:
+        parts = split_chunk(raw)
+        if parts is not None:
+            return _chunk_from_proto(pb.TransferChunk.FromString(parts[0]), parts[1])
+        request = pb.PushRequest.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest("the request is not a valid protobuf message of this method") from error
     kind = request.WhichOneof("message")
     if kind == "chunk":
-        return _chunk_from_proto(request.chunk)
+        return _chunk_from_proto(request.chunk, request.chunk.payload)
     if kind == "renew":
         return Renew()
     if kind == "open":
@@ -195,10 +171,52 @@ def request_from_proto(request: pb.PushRequest) -> SenderMessage:
     raise TransferFailed("the sender sent a message of an unknown kind")
 
 
-async def requests_from_proto(requests: AsyncIterator[pb.PushRequest]) -> AsyncIterator[SenderMessage]:
+async def requests_from_bytes(raws: AsyncIterator[bytes]) -> AsyncIterator[SenderMessage]:
     """Translate a whole stream."""
-    async for request in requests:
-        yield request_from_proto(request)
+    async for raw in raws:
+        yield request_from_bytes(raw)
+
+
+def _open_to_proto(opening: TransferOpen) -> pb.TransferOpen:
+    offers = [
+        pb.TransportOffer(name=offer.name, arena=offer.arena, nonce=offer.nonce, arena_bytes=offer.arena_bytes)
+        for offer in opening.transports
+    ]
+    return pb.TransferOpen(
+        transfer_id=opening.transfer_id,
+        attempt=opening.attempt,
+        receiver_incarnation=opening.receiver_incarnation,
+        sender_id=opening.sender_id,
+        layout=layout_to_proto(opening.layout),
+        transports=offers,
+        first_block=opening.first_block,
+        num_blocks=opening.num_blocks,
+    )
+
+
+def _commit_to_proto(commit: Commit) -> pb.TransferCommit:
+    return pb.TransferCommit(
+        num_tokens=commit.num_tokens,
+        num_chunks=commit.num_chunks,
+        digest=commit.digest,
+        first_token=token_to_proto(commit.first_token),
+    )
+
+
+def _chunk_to_bytes(chunk: Chunk) -> bytes:
+    message = pb.TransferChunk(
+        sequence_number=chunk.sequence_number,
+        first_block=chunk.place.first_block,
+        num_blocks=chunk.place.num_blocks,
+        first_layer=chunk.place.first_layer,
+        num_layers=chunk.place.num_layers,
+        num_bytes=chunk.num_bytes,
+        checksum=chunk.checksum,
+        arena_offset=chunk.payload.arena_offset,
+    )
+    if chunk.payload.inline:
+        return join_chunk(message, chunk.payload.inline)
+    return pb.PushRequest(chunk=message).SerializeToString()
 
 
 def _open_from_proto(message: pb.TransferOpen) -> TransferOpen:
@@ -216,11 +234,11 @@ def _open_from_proto(message: pb.TransferOpen) -> TransferOpen:
     )
 
 
-def _chunk_from_proto(message: pb.TransferChunk) -> Chunk:
+def _chunk_from_proto(message: pb.TransferChunk, payload: bytes | memoryview) -> Chunk:
     return Chunk(
         sequence_number=message.sequence_number,
         place=ChunkRange(message.first_block, message.num_blocks, message.first_layer, message.num_layers),
         num_bytes=message.num_bytes,
         checksum=message.checksum,
-        payload=Payload(message.payload, message.arena_offset),
+        payload=Payload(payload, message.arena_offset),
     )

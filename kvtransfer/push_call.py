@@ -4,29 +4,31 @@ import asyncio
 
 import grpc
 
-from kvtransfer.messages import ReceiverMessage, reply_from_proto
+from kvtransfer.messages import SERVICE_NAME, ReceiverMessage, reply_from_proto
 from mesh.domain.errors import MeshError, TransferFailed
 from mesh.rpc.credentials import Metadata
 from mesh.rpc.status import error_from_rpc
 from tandem.v1 import kvtransfer_pb2 as pb
-from tandem.v1 import kvtransfer_pb2_grpc as pb_grpc
+
+_METHOD = f"/{SERVICE_NAME}/Push"
 
 
 class PushCall:
-    """One Push call. `cancel` it in the end, however it went."""
+    """One Push call, which takes requests as bytes. `cancel` it in the end, however it went."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
-        self._call = pb_grpc.KvTransferStub(channel).Push(metadata=metadata)
+        push = channel.stream_stream(_METHOD, None, pb.PushResponse.FromString)
+        self._call = push(metadata=metadata)
         self._writing = asyncio.Lock()  # grpc.aio takes one write at a time
         self._is_complete = False
 
-    async def write(self, request: pb.PushRequest) -> None:
+    async def write(self, request: bytes) -> None:
         """Send after what other tasks are sending; nothing goes out after the last message. Raises MeshError."""
         async with self._writing:
             if not self._is_complete:
                 await self._write(request)
 
-    async def write_last(self, request: pb.PushRequest) -> None:
+    async def write_last(self, request: bytes) -> None:
         """Send the message after which no other goes out. Raises MeshError."""
         async with self._writing:
             self._is_complete = True
@@ -50,7 +52,7 @@ class PushCall:
         """End the call now, if it has not ended; idempotent."""
         self._call.cancel()
 
-    async def _write(self, request: pb.PushRequest) -> None:
+    async def _write(self, request: bytes) -> None:
         try:
             await self._call.write(request)
         except asyncio.InvalidStateError:  # how grpc.aio says that the call has ended

@@ -2,7 +2,7 @@
 
     open ──▶ granted     the receiver has chosen a transport and given credit; then four activities side by side:
     gather               waits for a push, a credit and a slot, then has a thread copy KV into the slot
-    send                 writes each sealed chunk to the stream while the next is being gathered; at the end, Commit
+    send                 writes each filled chunk to the stream while the next is being filled; at the end, Commit
     renew                says three times in a lease that this side is alive, however long the engine computes
     listen               an ack frees the slot and gives the credit back; Committed ends it
 
@@ -14,12 +14,22 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer import messages
 from kvtransfer.channels import ChannelPool
 from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
 from kvtransfer.chunks import ChunkRange
 from kvtransfer.inbox import PushInbox
-from kvtransfer.messages import Ack, Chunk, Commit, Committed, Granted, ReceiverMessage, Renewed, TransferOpen
+from kvtransfer.messages import (
+    Ack,
+    Chunk,
+    Commit,
+    Committed,
+    Granted,
+    ReceiverMessage,
+    Renew,
+    Renewed,
+    TransferOpen,
+    request_to_bytes,
+)
 from kvtransfer.push_call import PushCall
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
@@ -29,7 +39,6 @@ from kvtransfer.watchdog import Watchdog
 from mesh.domain.errors import TransferFailed
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Metadata
-from tandem.v1 import kvtransfer_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,18 @@ class SenderParts:
     executor: Executor
 
 
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A chunk that is ready to be sent."""
+
+    request: bytes
+    num_bytes: int
+    checksum: int
+
+
+_Chunks = asyncio.Queue[_Filled | None]  # in order of their numbers; then None
+
+
 class SendingConversation:
     """One call. `first_token` and `num_tokens` are set before the inbox is finished."""
 
@@ -101,13 +122,13 @@ class SendingConversation:
                     slot.release()
 
     async def _converse(self, call: PushCall) -> TransferResult:
-        await call.write(messages.open_to_proto(self._opening()))
+        await call.write(request_to_bytes(self._opening()))
         transport, granted = self._accept(await self._read(call))
         free = asyncio.Semaphore(granted.credit_chunks)
-        sealed: asyncio.Queue[pb.PushRequest | None] = asyncio.Queue()  # bounded by the credit
+        chunks: _Chunks = asyncio.Queue()  # bounded by the credit
         async with task_group() as tasks:
-            tasks.create_task(self._gather(transport, free, sealed))
-            tasks.create_task(self._send(call, sealed, free, granted.credit_chunks))
+            tasks.create_task(self._gather(transport, free, chunks))
+            tasks.create_task(self._send(call, chunks, free, granted.credit_chunks))
             renewal = tasks.create_task(self._renew(call, min(granted.lease_s, self._parts.settings.lease_s) / 3))
             await self._listen(call, free)
             renewal.cancel()
@@ -132,48 +153,44 @@ class SendingConversation:
                     return transport, granted
         raise TransferFailed("the receiver granted no credit, no lease, or a transport that was not offered")
 
-    async def _gather(
-        self, transport: SendTransport, free: asyncio.Semaphore, sealed: "asyncio.Queue[pb.PushRequest | None]"
-    ) -> None:
+    async def _gather(self, transport: SendTransport, free: asyncio.Semaphore, chunks: _Chunks) -> None:
+        number = 0
         while await self._inbox.wait():
             await free.acquire()
             place = self._inbox.take()  # after waiting: small pushes have been joined meanwhile
-            number = self._num_chunks
             slot = self._slots[number] = await transport.acquire(place.num_bytes(self._layout))
-            chunk = partial(self._fill, slot, number, place)
-            request = await run_to_end(self._parts.executor, chunk)
-            self._digest.add(request.chunk.checksum)
-            self._num_chunks += 1
-            self._num_bytes += request.chunk.num_bytes
-            self._watchdog.asked()
-            sealed.put_nowait(request)
-        sealed.put_nowait(None)
+            fill = partial(self._fill, slot, number, place)
+            chunks.put_nowait(await run_to_end(self._parts.executor, fill))
+            number += 1
+        chunks.put_nowait(None)
 
-    def _fill(self, slot: Slot, number: int, place: ChunkRange) -> pb.PushRequest:
+    def _fill(self, slot: Slot, number: int, place: ChunkRange) -> _Filled:
         """On a thread: copy KV out of the store and make the message."""
         block_ids = self._spec.block_ids[place.first_block : place.first_block + place.num_blocks]
         buffer = slot.buffer()
-        num_bytes = len(buffer)
         self._parts.store.read_blocks(block_ids, place.first_layer, place.num_layers, buffer)
         checksum = chunk_checksum(self._seed, number, place, buffer)
-        return messages.chunk_to_proto(Chunk(number, place, num_bytes, checksum, slot.seal()))
+        message = Chunk(number, place, len(buffer), checksum, slot.seal())
+        return _Filled(request_to_bytes(message), len(buffer), checksum)
 
-    async def _send(
-        self, call: PushCall, sealed: "asyncio.Queue[pb.PushRequest | None]", free: asyncio.Semaphore, credit: int
-    ) -> None:
-        while (request := await sealed.get()) is not None:
-            await call.write(request)
+    async def _send(self, call: PushCall, chunks: _Chunks, free: asyncio.Semaphore, credit: int) -> None:
+        while (chunk := await chunks.get()) is not None:
+            self._digest.add(chunk.checksum)
+            self._num_chunks += 1
+            self._num_bytes += chunk.num_bytes
+            self._watchdog.asked()
+            await call.write(chunk.request)
         for _ in range(credit):  # all of it is back when everything is acknowledged
             await free.acquire()
         self._is_committing = True
         commit = Commit(self.num_tokens, self._num_chunks, self._digest.value, self.first_token)
         self._watchdog.asked()
-        await call.write_last(messages.commit_to_proto(commit))
+        await call.write_last(request_to_bytes(commit))
 
     async def _renew(self, call: PushCall, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            await call.write(messages.renew_to_proto())
+            await call.write(request_to_bytes(Renew()))
 
     async def _listen(self, call: PushCall, free: asyncio.Semaphore) -> None:
         while not isinstance(reply := await self._read(call), Committed):

@@ -5,24 +5,27 @@ from contextlib import aclosing
 
 import grpc
 
-from kvtransfer.messages import reply_to_proto, requests_from_proto
+from kvtransfer.messages import SERVICE_NAME, reply_to_proto, requests_from_bytes
 from kvtransfer.receiver import KVReceiver
 from tandem.v1 import kvtransfer_pb2 as pb
-from tandem.v1 import kvtransfer_pb2_grpc as pb_grpc
-
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
 
-class KvTransferServicer(pb_grpc.KvTransferServicer):
-    """Serves `Push` on a decode worker."""
+class KvTransferServicer:
+    """Serves `Push` on a decode worker. It takes requests as bytes, because generated code would copy each payload."""
 
     def __init__(self, receiver: KVReceiver) -> None:
         self._receiver = receiver
 
-    async def Push(
-        self, request_iterator: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext
+    def register(self, server: grpc.aio.Server) -> None:
+        """In place of the generated `add_KvTransferServicer_to_server`."""
+        serializer = pb.PushResponse.SerializeToString
+        push = grpc.stream_stream_rpc_method_handler(self.push, lambda raw: raw, serializer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Push": push}),))
+
+    async def push(
+        self, raw_requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.PushResponse]:
         """One transfer."""
-        async with aclosing(self._receiver.push(requests_from_proto(request_iterator))) as replies:
+        async with aclosing(self._receiver.push(requests_from_bytes(raw_requests))) as replies:
             async for reply in replies:
                 yield reply_to_proto(reply)

@@ -9,6 +9,7 @@ from engine.loop import EngineLoop, LoopCallbacks
 from engine.reports import EngineReports
 from kvtransfer import KVSender, TransferSettings
 from mesh.domain.worker import WorkerRole
+from mesh.malloc import keep_freed_memory
 from mesh.process import ServiceProgram, announce
 from mesh.worker.runtime import RoleParts, WorkerRuntime
 from prefill_worker.service import PrefillService
@@ -19,6 +20,7 @@ from tandem.v1 import prefill_pb2_grpc
 
 async def serve(settings: PrefillSettings, load: Load = load_model_runner) -> None:
     """Load, register, serve, drain, stop."""
+    keep_freed_memory()
     limits = EngineLimits(settings.max_batch_prefill_tokens, settings.max_num_seqs)
     host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
     service = PrefillService(settings.block_size)

@@ -26,7 +26,7 @@ class TransportOffer:
 class Payload:
     """Where one chunk's payload is: in the message itself, or at an offset of the arena."""
 
-    inline: bytes = b""
+    inline: bytes | memoryview = b""
     arena_offset: int = 0
 
 

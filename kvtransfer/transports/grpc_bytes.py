@@ -1,6 +1,6 @@
 """Payload inside the chunk message: works wherever gRPC does."""
 
-import io
+import numpy as np
 
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import TransferCorrupt
@@ -9,27 +9,19 @@ NAME = "grpc"
 
 
 class _BytesSlot:
-    """Gathers straight into what becomes the message's bytes object."""
-
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._file = io.BytesIO()
-        self._view: memoryview | None = None
+        self._view = memoryview(b"")
 
     def buffer(self) -> memoryview:
-        # A BytesIO holds a bytes object that is writable through getbuffer() and handed out by getvalue() uncopied.
-        self._file.seek(self._num_bytes - 1)
-        self._file.write(b"\0")
-        self._view = self._file.getbuffer()
+        self._view = np.empty(self._num_bytes, np.uint8).data
         return self._view
 
     def seal(self) -> Payload:
-        if self._view is not None:
-            self._view.release()
-        return Payload(inline=self._file.getvalue())
+        return Payload(inline=self._view)
 
     def release(self) -> None:
-        self._file = io.BytesIO()
+        self._view = memoryview(b"")
 
 
 class GrpcSendTransport:
@@ -48,7 +40,7 @@ class GrpcSendTransport:
 
 
 class _InlineSource:
-    def fetch(self, payload: Payload, num_bytes: int) -> bytes:
+    def fetch(self, payload: Payload, num_bytes: int) -> bytes | memoryview:
         if len(payload.inline) != num_bytes:
             raise TransferCorrupt(f"a payload has {len(payload.inline)} bytes instead of {num_bytes}")
         return payload.inline

@@ -17,7 +17,6 @@ import pytest
 from kvtransfer import SERVICE_NAME, KvTransferServicer, Reservation
 from mesh.domain.errors import MeshError
 from mesh.rpc.server import Listen, Server
-from tandem.v1 import kvtransfer_pb2_grpc
 from tests.evidence import Evidence
 from tests.fakes.transfers import FIRST_TOKEN
 from tests.service.cancel_storm import check_storms
@@ -96,7 +95,7 @@ class Servers:
     async def start(self) -> None:
         self._server = Server(Listen("127.0.0.1", self._port, KEY))
         self._port = self._server.port
-        kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(self._pair.receiver), self._server.grpc)
+        KvTransferServicer(self._pair.receiver).register(self._server.grpc)
         await self._server.start([SERVICE_NAME])
 
     async def stop(self) -> None:

@@ -9,16 +9,7 @@ import grpc
 
 from kvtransfer import Reservation
 from kvtransfer.chunks import ChunkRange
-from kvtransfer.messages import (
-    Chunk,
-    Renew,
-    SenderMessage,
-    TransferOpen,
-    chunk_to_proto,
-    commit_to_proto,
-    open_to_proto,
-    renew_to_proto,
-)
+from kvtransfer.messages import SenderMessage, request_to_bytes
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import MeshKey
@@ -38,7 +29,7 @@ class RawSender:
     async def say(self, message: SenderMessage) -> str:
         """Send a message and wait for its answer; which one it is, or "" if the call has ended instead."""
         try:
-            await self._call.write(_to_proto(message))
+            await self._call.write(pb.PushRequest.FromString(request_to_bytes(message)))
             reply = await self._call.read()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return ""
@@ -83,11 +74,3 @@ def honest_messages(prompt: Sequence[int], transfer_id: str, attempt: int = 0) -
     opening = replace(open_message(store, reservation), receiver_incarnation=INCARNATION)
     commit = replace(make_commit(reservation, chunks), first_token=SampledToken(fake_token(prompt), -0.5))
     return [opening, *chunks, commit]
-
-
-def _to_proto(message: SenderMessage) -> pb.PushRequest:
-    if isinstance(message, TransferOpen):
-        return open_to_proto(message)
-    if isinstance(message, Chunk):
-        return chunk_to_proto(message)
-    return renew_to_proto() if isinstance(message, Renew) else commit_to_proto(message)

@@ -23,6 +23,9 @@ from kvtransfer import (
     TransferSpec,
 )
 from kvtransfer.channels import ChannelPool
+from kvtransfer.chunks import ChunkRange
+from kvtransfer.sending import SendingConversation
+from kvtransfer.transports.base import Slot
 from mesh.domain.errors import (
     ConfigurationError,
     LayoutMismatch,
@@ -80,6 +83,31 @@ async def test_blocks_the_receiver_has_are_not_sent(pair: Pair) -> None:
     assert result.num_bytes == TINY.block_bytes
     assert not pair.target.written[:, [4, 9]].any()
     assert pair.target.blocks([2]) == pair.source.blocks([3])
+
+
+async def test_a_bit_that_flips_on_the_way_is_refused_and_never_written(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the sender has summed it up: on the wire, or in the arena."""
+    seal = SendingConversation._fill
+
+    def fill(conversation: SendingConversation, slot: Slot, number: int, place: ChunkRange) -> Any:
+        filled = seal(conversation, slot, number, place)
+        if number != 4:
+            return filled
+        request = bytearray(filled.request)
+        memory = request if pair.settings.transports == ("grpc",) else slot.buffer()
+        memory[-1] ^= 8
+        return replace(filled, request=bytes(request))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SendingConversation, "_fill", fill)
+        with pytest.raises(TransferCorrupt, match="chunk 4 does not match its checksum"):
+            await pair.start().commit(11, FIRST_TOKEN)
+    assert isinstance(await pair.failure(), TransferCorrupt)
+    assert not pair.target.written[1, RESERVATION.block_ids[1]]
+    pair.outcomes.changed.clear()
+    await pair.require_working()
 
 
 async def test_nothing_to_send(pair: Pair) -> None:

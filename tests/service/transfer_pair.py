@@ -54,7 +54,10 @@ async def until(event: threading.Event) -> None:
 @asynccontextmanager
 async def serving(servicer: Any, key: MeshKey = KEY) -> AsyncIterator[Server]:
     server = Server(Listen("127.0.0.1", 0, key))
-    kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(servicer, server.grpc)
+    if isinstance(servicer, KvTransferServicer):
+        servicer.register(server.grpc)
+    else:
+        kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
     try:
         yield server

@@ -16,7 +16,7 @@ from mesh.rpc.server import Listen, Server
 from mesh.rpc.tls import TlsIdentity
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
-from tandem.v1 import decode_pb2_grpc, kvtransfer_pb2_grpc, prefill_pb2_grpc
+from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner
 
 MESH_KEY = MeshKey("a-key-for-tests-only")
@@ -105,7 +105,7 @@ async def worker_rig(
         prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(prefill_service), prefill_server.grpc)
         decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
         decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(decode_service, INCARNATION), decode_server.grpc)
-        kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(KvTransferServicer(receiver), decode_server.grpc)
+        KvTransferServicer(receiver).register(decode_server.grpc)
         for engine in (prefill_engine, decode_engine):
             engine.start()
             stack.push_async_callback(engine.stop)

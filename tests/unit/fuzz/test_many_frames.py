@@ -13,8 +13,7 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 
-from kvtransfer.messages import reply_from_proto
-from kvtransfer.messages import request_from_proto as sender_message_from_proto
+from kvtransfer.messages import reply_from_proto, request_from_bytes
 from mesh import wire
 from mesh.domain.errors import MeshError
 from tandem.v1 import decode_pb2, kvtransfer_pb2, prefill_pb2, sequence_pb2, worker_pb2
@@ -45,7 +44,7 @@ HANDLERS: list[tuple[list[bytes], Callable[[bytes], object]]] = [
     (SEQUENCES, lambda raw: wire.request_from_proto(sequence_pb2.SequenceSpec.FromString(raw))),
     (ATTACHES, lambda raw: wire.request_from_proto(decode_pb2.AttachRequest.FromString(raw).start.sequence)),
     (SEQUENCES, lambda raw: wire.request_from_proto(prefill_pb2.PrefillRequest.FromString(raw).sequence)),
-    (HONEST, lambda raw: sender_message_from_proto(kvtransfer_pb2.PushRequest.FromString(raw))),
+    (HONEST, request_from_bytes),
     (HONEST, lambda raw: reply_from_proto(kvtransfer_pb2.PushResponse.FromString(raw))),
     (REGISTERS, translate_worker),
 ]

@@ -17,7 +17,7 @@ from engine.cpu.vectors import KEYS, scale_at
 MAX_ROWS = 3
 _HALF = KEYS // 2
 _VECTOR_BYTES = 64
-_IN_ORDER = [lane for key in range(_HALF) for lane in (2 * key,)] + [2 * key + 1 for key in range(_HALF)]
+_IN_ORDER = [*range(0, KEYS, 2), *range(1, KEYS, 2)]
 _emit: Callable[[Callable[..., Any]], Any] = intrinsic(prefer_literal=True)
 
 
@@ -94,9 +94,10 @@ def _fold(builder: Any, vectors: list[Any]) -> Any:
 
 
 def _merge(builder: Any, low: Any, high: Any, size: int) -> Any:
-    """Each segment of `size` lanes, of `low` and of `high`, folded to half its width; low and high segments by turns."""
+    """Each segment of `size` lanes folded to half its width, those of `low` and of `high` by turns."""
     half = size // 2
-    left, right = [], []
+    left: list[int] = []
+    right: list[int] = []
     for start in range(0, LANES, size):
         for vector in range(2):
             first = start + vector * LANES

@@ -20,3 +20,5 @@ RUN mkdir -p tandem && touch tandem/__init__.py \
 COPY . .
 RUN pip install -q --no-cache-dir --no-deps -e . && useradd --system --no-create-home tandem
 USER tandem
+# Fits where images are built on the kind of CPU they run on; elsewhere each container compiles at its first start.
+RUN python -m engine.cpu.compile

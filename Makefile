@@ -19,6 +19,7 @@ up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 	$(BIN)/tandem up
 
 test: lint  ## Everything CI asks for: lint, types, import rules, protocol, tests.
+	$(BIN)/python -m engine.cpu.compile
 	$(BIN)/pytest -q -m 'not gpu and not soak' -n 2
 
 lint: .venv/.installed  ## Style, types, import rules, protocol lint and generated code.

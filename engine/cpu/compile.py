@@ -1,0 +1,47 @@
+"""Compiles the loops of the compiled decoder ahead of time, so that the first worker on a machine starts at once.
+
+    python -m engine.cpu.compile [MODEL_FOLDER]
+
+Machine code is kept on disk for the next start (`engine/cpu/jit.py`); shapes and weights do not matter, kinds of
+arithmetic and of KV do. Does nothing where the decoder is not compiled.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.load import RunnerSettings, load_model_runner
+from engine.sequence import Sequence
+from mesh.domain.request import Request
+from mesh.domain.sampling import SamplingParams
+
+_BUNDLED = Path(__file__).resolve().parents[2] / "models" / "tandem-small"
+_KINDS = (("none", "float32"), ("int8", "float16"), ("int8", "int8"))
+_PROMPT_TOKENS = 20
+
+
+def main() -> None:
+    """Run a prompt and a decode step of each kind."""
+    model_dir = Path(sys.argv[1]) if len(sys.argv) > 1 else _BUNDLED
+    for quantize, kv_dtype in _KINDS:
+        begun = time.perf_counter()
+        _run(RunnerSettings(model_dir, "cpu", load_format="dummy", num_blocks=4, quantize=quantize, kv_dtype=kv_dtype))
+        sys.stderr.write(f"{quantize} with KV in {kv_dtype}: {time.perf_counter() - begun:.1f} s\n")
+
+
+def _run(settings: RunnerSettings) -> None:
+    runner = load_model_runner(settings)
+    sampling = SamplingParams(max_new_tokens=2, seed=0, ignore_eos=True)
+    sequence = Sequence(Request("compile", 0, tuple(range(1, _PROMPT_TOKENS + 1)), _PROMPT_TOKENS, sampling))
+    sequence.block_table = [0, 1]
+    for count in (_PROMPT_TOKENS, 1):
+        batch = ScheduledBatch((ScheduledSequence(sequence, sequence.num_computed_tokens, count),))
+        token = runner.run(batch)[0].token
+        sequence.num_computed_tokens += count
+        if token is not None:
+            sequence.token_ids.append(token.id)
+
+
+if __name__ == "__main__":
+    main()

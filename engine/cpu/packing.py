@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.cpu.matmul import UNIT, Weights
 from engine.cpu.memory import aligned
-from engine.cpu.rows import ZERO_POINT
 from engine.cpu.tiles import PANEL
+from engine.cpu.vectors import ZERO_POINT
 
 _INT8_LEVELS = 127
 _INT8_DEPTH = 64

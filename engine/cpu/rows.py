@@ -12,15 +12,13 @@ from numba import types
 from numba.extending import overload
 
 from engine.cpu.jit import OPTIONS, jit
-from engine.cpu.vectors import FLOAT_BYTES, address, float_of_bits, write_row
+from engine.cpu.vectors import FLOAT_BYTES, address, largest_magnitude, quantise_vectors, rotate_halves, write_row
 
-ZERO_POINT = 128
 _LEVELS = np.float32(127)
-_TINY_BITS = np.int32(np.float32(1e-20).view(np.int32))
 
 
 def put_row(values: Any, out: Any) -> Any:
-    """Write fp32 values as a row of `a`; returns its factor."""
+    """Write fp32 values, a multiple of 16 of them, as a row of `a`; returns its factor."""
     raise NotImplementedError
 
 
@@ -36,17 +34,10 @@ def _copy_row(values: Any, out: Any) -> Any:
 
 
 def _quantise_row(values: Any, out: Any) -> Any:
-    # The largest magnitude is found among bit patterns: compilers use vectors for integers and not for floats there.
-    bits = values.view(np.int32)
-    largest = _TINY_BITS
-    for i in range(len(values)):
-        magnitude = bits[i] & np.int32(0x7FFFFFFF)
-        largest = magnitude if magnitude > largest else largest
-    maximum = float_of_bits(largest)
-    factor = _LEVELS / maximum
-    for i in range(len(values)):
-        out[i] = np.uint8(np.int32(values[i] * factor + np.float32(ZERO_POINT + 0.5)))
-    return maximum / _LEVELS
+    num_vectors = len(values) // 16
+    largest = largest_magnitude(address(values), num_vectors)
+    quantise_vectors(address(values), num_vectors, _LEVELS / largest, address(out))
+    return largest / _LEVELS
 
 
 @jit
@@ -86,6 +77,9 @@ def _norm_head(head: Any, weight: Any, eps: Any) -> None:
 def _rotate(head: Any, cos: Any, sin: Any) -> None:
     """Halves are paired as in GPT-NeoX; the sine of the first half comes negated."""
     half = len(head) // 2
+    if half % 16 == 0:
+        rotate_halves(address(head), address(cos), address(sin), half // 16)
+        return
     for i in range(half):
         low, high = head[i], head[i + half]
         head[i] = low * cos[i] + high * sin[i]

@@ -29,6 +29,8 @@ from engine.cpu.ir import (
     constant,
 )
 
+ZERO_POINT = 128
+"""What stands for 0 in unsigned bytes."""
 KEYS = 16
 """Keys that one call handles."""
 FLOAT_BYTES = 4
@@ -52,13 +54,59 @@ def address(typing: Any, array: Any) -> Any:
 
 
 @_emit
-def float_of_bits(typing: Any, bits: Any) -> Any:
-    """The fp32 number with these 32 bits."""
+def largest_magnitude(typing: Any, values: Any, num_vectors: Any) -> Any:
+    """The largest absolute value, at least a tiny one."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], FLOAT)
+        return _largest(Emitter(context, builder), args[0], args[1])
 
-    return types.float32(types.int32), generate
+    return types.float32(_INTP, _INTP), generate
+
+
+def _largest(emit: Emitter, values: Any, num_vectors: Any) -> Any:
+    at = emit.pointer(values)
+    with emit.loop(num_vectors, [constant(FLOATS, _TINY)]) as loop:
+        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
+        magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
+        loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
+    return emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, loop.next[0])
+
+
+@_emit
+def quantise_vectors(typing: Any, values: Any, num_vectors: Any, factor: Any, out: Any) -> Any:
+    """Unsigned bytes ZERO_POINT + round(value * factor)."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        values_at, factor, out_at = emit.pointer(args[0]), emit.splat(args[2]), emit.pointer(args[3])
+        with emit.loop(args[1], []) as loop:
+            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
+            rounded = emit.call("llvm.rint.v16f32", FLOATS, builder.fmul(read, factor))
+            levels = builder.add(builder.fptosi(rounded, INTS), constant(INTS, ZERO_POINT))
+            emit.store(builder.trunc(levels, BYTES), emit.at(out_at, builder.mul(loop.index, INT64(LANES))), 1)
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, types.float32, _INTP), generate
+
+
+@_emit
+def rotate_halves(typing: Any, head: Any, cos: Any, sin: Any, num_vectors: Any) -> Any:
+    """Rotate a head in place, its first half against its second, each of `num_vectors`; see engine/models/rope.py."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        low_at, *factors_at = (emit.pointer(arg) for arg in args[:3])
+        half = builder.mul(args[3], INT64(_VECTOR_BYTES))
+        with emit.loop(args[3], []) as loop:
+            first = builder.mul(loop.index, INT64(_VECTOR_BYTES))
+            second = builder.add(first, half)
+            low, high = (emit.load(emit.at(low_at, at), FLOATS) for at in (first, second))
+            for at, own, other in ((first, low, high), (second, high, low)):
+                cos, sin = (emit.load(emit.at(factors, at), FLOATS) for factors in factors_at)
+                emit.store(emit.multiply_add(own, cos, builder.fmul(other, sin)), emit.at(low_at, at))
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 4), generate
 
 
 @_emit
@@ -95,7 +143,7 @@ def write_row(typing: Any, values: Any, num_vectors: Any, row: Any, kind: Any) -
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
         values_at, row_at = emit.pointer(args[0]), emit.pointer(args[2])
-        factor = emit.splat(_quantising_factor(emit, values_at, row_at, args[1])) if bits == 8 else None
+        factor = emit.splat(_quantising_factor(emit, args[0], row_at, args[1])) if bits == 8 else None
         with emit.loop(args[1], []) as loop:
             read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
             if bits == 16:
@@ -109,13 +157,9 @@ def write_row(typing: Any, values: Any, num_vectors: Any, row: Any, kind: Any) -
     return types.void(_INTP, _INTP, _INTP, kind), generate
 
 
-def _quantising_factor(emit: Emitter, values_at: Any, row_at: Any, num_vectors: Any) -> Any:
+def _quantising_factor(emit: Emitter, values: Any, row_at: Any, num_vectors: Any) -> Any:
     """Store the scale behind an int8 row; returns what values are multiplied with."""
-    with emit.loop(num_vectors, [constant(FLOATS, _TINY)]) as loop:
-        read = emit.load(emit.at(values_at, emit.builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
-        magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
-        loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
-    largest = emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, loop.next[0])
+    largest = _largest(emit, values, num_vectors)
     emit.store(emit.builder.fdiv(largest, FLOAT(_INT8_LEVELS)), scale_at(emit, row_at, num_vectors), 1)
     return emit.builder.fdiv(FLOAT(_INT8_LEVELS), largest)
 

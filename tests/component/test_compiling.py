@@ -61,7 +61,8 @@ def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: p
 
 def test_int8_without_amx_says_the_same(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     with_amx = run_mixed(load_arm(checkpoint("qwen2"), "compiled", quantize="int8"))
-    monkeypatch.setattr("engine.cpu.features.has_amx", lambda: False)
+    for user in ("features", "decoder"):
+        monkeypatch.setattr(f"engine.cpu.{user}.has_amx", lambda: False)
     without = run_mixed(load_arm(checkpoint("qwen2"), "compiled", quantize="int8"))
     assert [run.tokens for run in without] == [run.tokens for run in with_amx]
 

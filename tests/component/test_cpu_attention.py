@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,12 @@ from engine.attention.metadata import ForwardMetadata
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.batch_inputs import build_inputs
-from engine.kv_cache import KVCache
+from engine.cpu.attention import Attending, Queries, attend
+from engine.cpu.batch import NO_WINDOW, Batch, head_shape
+from engine.cpu.buffers import Buffers
+from engine.cpu.features import amx_shapes, has_amx
+from engine.cpu.matmul import Operand, begin_products, end_products
+from engine.kv_cache import KVCache, elements
 from engine.sequence import Sequence
 from mesh.domain.kv import KVLayout
 from tests.fakes.requests import make_request
@@ -73,6 +79,32 @@ def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) ->
         floats = as_floats(cache, shape.head_dim)
         theirs = TorchAttention(shape).attend(queries, *written(floats, metadata), floats, window, metadata)
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not has_amx(), reason="the CPU has no AMX, or the kernel keeps it")
+@pytest.mark.parametrize("window", [None, 1, 16, 37, 1000])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.head_dim % 32 == 0], ids=str)
+def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -> None:
+    torch.manual_seed(0)
+    metadata, cache = step(16), filled_cache(shape, dtype, 16)
+    # Behind the last row is what an earlier step has left there.
+    queries = torch.full((metadata.positions.shape[0] + 32, shape.num_heads, shape.head_dim), torch.nan)
+    queries[:-32] = 3 * torch.randn_like(queries[:-32])
+    out = torch.full_like(queries[:-32], torch.nan)
+    heads, nothing = head_shape(shape, cache), np.empty(0, np.uint8)
+    flat = Queries(queries.view(-1).numpy(), shape.num_heads * shape.head_dim, out.view(-1).numpy())
+    scratch = Buffers().attention(heads, metadata, bf16=True)
+    attending = Attending(flat, heads, Batch.of(metadata, 16), scratch)
+    amx = Operand(nothing, np.empty(0, np.float32), np.empty(0, np.int32), amx_shapes())
+    begin_products(amx)
+    for share in range(3):
+        attend(attending, elements(cache), 0, NO_WINDOW if window is None else window, (share, 3))
+    end_products(amx)
+    # Products of bf16 are exact in fp32; what is left is the rounding of softmax weights.
+    floats, rounded = as_floats(cache, shape.head_dim).bfloat16().float(), queries[:-32].bfloat16().float()
+    expected = TorchAttention(shape).attend(rounded, *written(floats, metadata), floats, window, metadata)
+    torch.testing.assert_close(out[metadata.num_decodes :], expected[metadata.num_decodes :], atol=0.01, rtol=0.0)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -63,6 +63,7 @@ def _made_up(arguments: argparse.Namespace, shape: AttentionShape) -> tuple[Tens
         slot_mapping=torch.from_numpy(tables)[:, -1] * _BLOCK_SIZE + last % _BLOCK_SIZE,
         block_tables=torch.from_numpy(tables.astype(np.int32)),
         context_lens=(last + 1).to(torch.int32),
+        prompt_lens=torch.ones(arguments.seqs, dtype=torch.int32),
         query_starts=torch.arange(arguments.seqs + 1, dtype=torch.int32),
         num_decodes=arguments.seqs,
         chunks=(),

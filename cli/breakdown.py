@@ -18,6 +18,7 @@ from rich.text import Text
 import tandem
 from bench.breakdown import MARKS, PERCENTS, Sample, bar, median_sample, steps_of, summarise
 from bench.meshes import own_mesh
+from bench.records import RunFailed
 from cli.connection import add_connection_arguments, open_async_client
 from cli.tables import wide_console
 from mesh.domain.errors import ConfigurationError
@@ -143,5 +144,8 @@ async def _client(args: argparse.Namespace) -> AsyncIterator[tandem.AsyncClient]
         async with open_async_client(args) as client:
             yield client
         return
-    async with own_mesh(shlex.split(args.up)) as address, tandem.AsyncClient(address) as client:
-        yield client
+    try:
+        async with own_mesh(shlex.split(args.up)) as address, tandem.AsyncClient(address) as client:
+            yield client
+    except RunFailed as error:
+        raise ConfigurationError(str(error)) from error

@@ -47,6 +47,7 @@ def build_inputs(batch: ScheduledBatch, block_size: int, device: torch.device) -
         slot_mapping=_send(slots, device),
         block_tables=_send(tables.astype(np.int32), device),
         context_lens=_send(ends.astype(np.int32), device),
+        prompt_lens=_send(prompt_lens.astype(np.int32), device),
         query_starts=_send(starts.astype(np.int32), device),
         num_decodes=num_decodes,
         chunks=chunks,

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
+from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionPlace, select_backend
 from engine.cpu.decoder import CompiledDecoder, why_not_compiled
+from engine.cpu.vectors import KEYS
 from engine.kv_cache import KVCache, num_blocks_for_memory
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
@@ -87,6 +89,8 @@ def _decoder(
         AttentionPlace(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
         settings.attention,
     )
+    if isinstance(attention, CpuAttention):
+        attention.compile(cache.layer(0))
     return Decoder(config, parameters, _ops(settings), DecoderMemory(cache, attention))
 
 
@@ -151,7 +155,10 @@ def _dtype(settings: RunnerSettings, config: ModelConfig) -> str:
 def _kv_dtype(settings: RunnerSettings, config: ModelConfig) -> str:
     if settings.kv_dtype != "auto":
         return settings.kv_dtype
-    return "float16" if settings.quantize == "int8" else _dtype(settings, config)
+    if settings.quantize != "int8":
+        return _dtype(settings, config)
+    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0
+    return "int8" if fits else "float16"
 
 
 def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.device) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
-from engine.attention.metadata import ForwardMetadata
+from engine.attention.metadata import ForwardMetadata, one_token
 from engine.cpu.attention import Attending, Queries, attend
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape
 from engine.cpu.buffers import Buffers
@@ -25,6 +25,12 @@ class CpuAttention:
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "attention") if num_threads > 1 else None
         self._buffers = [Buffers() for _ in range(num_threads)]
+
+    def compile(self, layer_cache: Tensor) -> None:
+        """Compile now, for a cache that nobody uses yet, rather than while the first request waits."""
+        queries = torch.zeros(1, self._shape.num_heads, self._shape.head_dim)
+        keys = torch.zeros(1, self._shape.num_kv_heads, self._shape.head_dim)
+        self.attend(queries, keys, keys, layer_cache, None, one_token())
 
     def attend(
         self,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -41,6 +42,7 @@ class ForwardMetadata:
     slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset
     block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
     context_lens: Tensor  # [num_seqs] int32: tokens of each sequence once the step's are written
+    prompt_lens: Tensor  # [num_seqs] int32: how many of them are the client's prompt; those after it were generated
     query_starts: Tensor  # [num_seqs + 1] int32
     num_decodes: int
     chunks: tuple[Chunk, ...]
@@ -56,3 +58,20 @@ class ForwardMetadata:
     def max_chunk_context(self) -> int:
         """Longest context of a chunk."""
         return max((chunk.context_len for chunk in self.chunks), default=0)
+
+
+def one_token() -> ForwardMetadata:
+    """A step of one token, the first of its sequence, in slot 0: to compile with."""
+    one, none = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    return ForwardMetadata(
+        positions=none,
+        rope_lengths=none + 1,
+        slot_mapping=none,
+        block_tables=torch.zeros((1, 1), dtype=torch.int32),
+        context_lens=one,
+        prompt_lens=one,
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        num_decodes=1,
+        chunks=(),
+        max_decode_context=1,
+    )

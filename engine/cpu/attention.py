@@ -1,13 +1,15 @@
-"""Attention over the paged KV cache on CPU: one query of each decoding sequence, and chunks of prompts.
+"""Attention over the paged KV cache on CPU: prompts in chunks, generated tokens one by one.
 
-Decodes read the cache in memory order, block by block, and copy none of it: scores of 16 keys at a time, softmax, then
-a weighted sum of values (PagedAttention, Kwon et al. 2023, §4.3, on a CPU); see `decode_head.py`. A chunk lays the keys
-of one head out as a packed matrix once and multiplies tiles of queries with it; see `chunk_head.py`, and `chunk_amx.py`
-for AMX. Keys are read from the cache only, so a token sees the same values whether it came in a chunk, in a decode step
-or over the network.
+A generated token reads the cache in memory order, block by block, and copies none of it: scores of 16 keys at a time,
+softmax, then a weighted sum of values (PagedAttention, Kwon et al. 2023, §4.3, on a CPU); see `decode_head.py`. Prompts
+lay the keys of one head out as a packed matrix once and multiply tiles of queries with it; see `chunk_head.py`, and
+`chunk_amx.py` for AMX. Keys are read from the cache only. So what a token gets depends on its sequence alone: not on
+its batch, nor on how a prompt was cut, nor on whether it was decoded in its turn or computed again by a replay.
 """
 
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from engine.cpu.chunk_head import attend_chunk
 from engine.cpu.decode_head import attend_decode
@@ -80,12 +82,31 @@ def attend(attending: Any, cache: Any, layer: Any, window: Any, share: Any) -> N
     keys = address(cache) + 2 * layer * half_bytes
     kv = LayerKV(keys, keys + half_bytes, cache[0], window)
     num_heads = shape.num_kv_heads
-    num_items = batch.num_decodes * num_heads
-    item, end = num_items * share[0] // share[1], num_items * (share[0] + 1) // share[1]
-    while item < end:
-        first = item % num_heads
-        past = min(num_heads, first + end - item)
-        attend_decode(item // num_heads, (first, past), attending, kv)
-        item += past - first
-    for seq in range(batch.num_decodes, len(batch.context_lens)):
-        attend_chunk(seq, attending, kv, share)
+    num_items = _num_generated(batch) * num_heads
+    begun, ended, item = num_items * share[0] // share[1], num_items * (share[0] + 1) // share[1], 0
+    for seq in range(len(batch.context_lens)):
+        row, end_row, num_prompt, position = _rows(batch, seq)
+        if num_prompt:
+            attend_chunk((seq, row, num_prompt, position), attending, kv, share)
+        for generated in range(row + num_prompt, end_row):
+            heads = (max(0, begun - item), min(num_heads, ended - item))
+            if heads[0] < heads[1]:
+                attend_decode((seq, generated, position + generated - row + 1), heads, attending, kv)
+            item += num_heads
+
+
+@jit
+def _rows(batch: Any, seq: Any) -> Any:
+    """Of a sequence: its first row, the row after its last, how many are of the prompt, the position of the first."""
+    row, end_row = np.int64(batch.query_starts[seq]), np.int64(batch.query_starts[seq + 1])
+    position = np.int64(batch.context_lens[seq]) - (end_row - row)
+    return row, end_row, min(end_row - row, max(0, np.int64(batch.prompt_lens[seq]) - position)), position
+
+
+@jit
+def _num_generated(batch: Any) -> Any:
+    total = 0
+    for seq in range(len(batch.context_lens)):
+        row, end_row, num_prompt, _ = _rows(batch, seq)
+        total += end_row - row - num_prompt
+    return total

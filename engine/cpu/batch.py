@@ -24,8 +24,8 @@ class Batch(NamedTuple):
     slots: Any  # [num_tokens] int64
     parts: Any  # [num_seqs, max_blocks * block_size / KEYS] int64: first slot of each KEYS tokens
     context_lens: Any  # [num_seqs] int32
+    prompt_lens: Any  # [num_seqs] int32
     query_starts: Any  # [num_seqs + 1] int32
-    num_decodes: int
     cos: Any  # [num_tokens, head_dim]; [0, 0] where nothing is rotated
     sin: Any  # the same; the first half negated
 
@@ -39,8 +39,8 @@ class Batch(NamedTuple):
             slots=metadata.slot_mapping.numpy(),
             parts=parts.reshape(len(parts), -1),
             context_lens=metadata.context_lens.numpy(),
+            prompt_lens=metadata.prompt_lens.numpy(),
             query_starts=metadata.query_starts.numpy(),
-            num_decodes=metadata.num_decodes,
             cos=cos,
             sin=sin,
         )

@@ -31,19 +31,18 @@ class Buffers:
     def attention(self, shape: HeadShape, metadata: ForwardMetadata, *, bf16: bool = False) -> AttentionScratch:
         """What one thread needs to attend in a step; `bf16`: chunks in AMX's bf16."""
         context = int(metadata.context_lens.max()) + 2 * KEY_TILE
-        rows = max(QUERY_BLOCK if metadata.chunks else 0, shape.num_heads)
-        packed = context * (shape.head_dim + 16) if metadata.chunks else 0
+        has_prompt = bool((metadata.prompt_lens > metadata.context_lens - metadata.query_starts.diff()).any())
+        rows = max(QUERY_BLOCK if has_prompt else 0, shape.num_heads)
+        packed = context * (shape.head_dim + 16) if has_prompt else 0
+        floats, halves = (0, packed) if bf16 else (packed, 0)
         tile = max(TILE_ROWS * KEY_TILE, KEYS * shape.head_dim, chunk_amx.QUERY_BLOCK * KEY_TILE)
-        widths = (0, packed, chunk_amx.QUERY_BLOCK * max(context, shape.head_dim)) if bf16 else (packed, 0, 0)
-        if not metadata.chunks:
-            widths = (0, 0, 0)
         return AttentionScratch(
             scores=self.get("scores", rows * context),
-            keys=self.get("keys", widths[0]),
-            values=self.get("values", widths[0]),
-            keys16=self.get("keys16", widths[1], np.uint16) if widths[1] else _NO_HALVES,
-            values16=self.get("values16", widths[1], np.uint16),
-            rows16=self.get("rows16", widths[2], np.uint16),
+            keys=self.get("keys", floats),
+            values=self.get("values", floats),
+            keys16=self.get("keys16", halves, np.uint16) if halves else _NO_HALVES,
+            values16=self.get("values16", halves, np.uint16),
+            rows16=self.get("rows16", chunk_amx.QUERY_BLOCK * max(context, shape.head_dim) if halves else 0, np.uint16),
             tile=self.get("tile", tile),
             factors=self.get("query_factors", max(QUERY_BLOCK, shape.num_heads)),
         )

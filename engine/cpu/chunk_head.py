@@ -16,13 +16,14 @@ KEY_TILE = 2 * KEYS
 
 
 @jit
-def attend_chunk(seq: Any, attending: Any, kv: Any, share: Any) -> None:
-    """All queries of sequence `seq`; `share` (index, count) says which part of the work is this thread's."""
+def attend_chunk(chunk: Any, attending: Any, kv: Any, share: Any) -> None:
+    """Queries of a sequence: its number, their first row, their count, the first one's position.
+
+    `share` (index, count) says which part of the work is this thread's.
+    """
+    seq, row, count, position = chunk
     shape, batch = attending.shape, attending.batch
-    group = shape.num_heads // shape.num_kv_heads
-    row, end_row = np.int64(batch.query_starts[seq]), np.int64(batch.query_starts[seq + 1])
-    context = np.int64(batch.context_lens[seq])
-    position = context - (end_row - row)
+    group, end_row, context = shape.num_heads // shape.num_kv_heads, row + count, position + count
     first = max(0, position + 1 - kv.window) // KEY_TILE * KEY_TILE
     in_bf16 = len(attending.scratch.keys16) > 0
     size = chunk_amx.QUERY_BLOCK if in_bf16 else QUERY_BLOCK

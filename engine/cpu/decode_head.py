@@ -13,23 +13,26 @@ _AHEAD = 2
 
 
 @jit
-def attend_decode(seq: Any, heads: Any, attending: Any, kv: Any) -> None:
-    """The query of sequence `seq`, for the query heads that share key/value heads [heads[0], heads[1])."""
+def attend_decode(query_at: Any, heads: Any, attending: Any, kv: Any) -> None:
+    """One query, for the query heads that share key/value heads [heads[0], heads[1]).
+
+    query_at: the number of its sequence, its row, and how many tokens it may see.
+    """
     queries, shape, batch, scratch = attending
-    end = np.int64(batch.context_lens[seq])
+    seq, row_number, end = query_at
     start = max(0, end - kv.window)
     first, last = start // KEYS, (end + KEYS - 1) // KEYS
     parts = batch.parts[seq, first:last]
     group, width = shape.num_heads // shape.num_kv_heads, (last - first) * KEYS
     num_rows = (heads[1] - heads[0]) * group
     at = heads[0] * group * shape.head_dim
-    query = address(queries.rows) + (seq * queries.step + at) * FLOAT_BYTES
+    query = address(queries.rows) + (row_number * queries.step + at) * FLOAT_BYTES
     _score_parts(query, heads, attending, kv.keys, (parts, kv.kind))
     seen = (start - first * KEYS, end - first * KEYS)
     for g in range(num_rows):
         row = address(scratch.scores) + g * width * FLOAT_BYTES
         scratch.factors[g] = np.float32(1.0) / exponents(row, width // KEYS, seen, shape.scale)
-    out_at = seq * shape.num_heads * shape.head_dim + at
+    out_at = row_number * shape.num_heads * shape.head_dim + at
     queries.out[out_at : out_at + num_rows * shape.head_dim] = np.float32(0.0)
     out = address(queries.out) + out_at * FLOAT_BYTES
     _add_parts(out, heads, attending, kv.values, (parts, kv.kind))

@@ -3,6 +3,7 @@
 In int8, weights are scaled per output channel and activations per row; sums are exact integers.
 """
 
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
@@ -11,19 +12,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
-from engine.attention.metadata import ForwardMetadata
+from engine.attention.metadata import ForwardMetadata, one_token
 from engine.cpu import chunk_amx
 from engine.cpu.attention import Attending, Queries
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape, why_not_paged
 from engine.cpu.buffers import Buffers
 from engine.cpu.features import amx_shapes, cpu_flags, has_amx
 from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
+from engine.cpu.normaliser import log_normalisers
 from engine.cpu.packing import MatrixShape, Packer
 from engine.cpu.step import Activations, Model, Team, Work, output_rows, run_layers
 from engine.cpu.team import Threads
 from engine.cpu.tiles import PANEL
 from engine.kv_cache import KVCache
-from engine.layer_groups import LayerGroups
 from engine.models.config import ModelConfig
 from engine.models.rope import RotaryEmbedding
 from mesh.cores import Cores
@@ -63,12 +64,13 @@ class CompiledDecoder:
         self._cache = cache.elements
         self._model = self._build(parameters, cache)
         self._buffers = Buffers()
+        self._compile()
 
     def use_cores(self, lent: Cores) -> None:
         """See Runner.use_cores."""
         self.threads.use(lent)
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: Iterable[tuple[int, int]]) -> Tensor:
         """See Decoder.forward. The result is valid until the next call."""
         num_tokens = token_ids.shape[0]
         acts = self._activations(num_tokens)
@@ -95,6 +97,13 @@ class CompiledDecoder:
         operands = self._operands(hidden.shape[0])
         self.threads.run(partial(_output_rows, self._model, rows, out, operands))
         return logits[:, : self.config.vocab_size]
+
+    def _compile(self) -> None:
+        """Compile now, or read what was compiled before, rather than while the first request waits: a step of one token
+        that goes through no layer.
+        """
+        hidden = self.forward(torch.zeros(1, dtype=torch.int64), one_token(), [(0, 0)])
+        log_normalisers(self.logits(hidden).numpy())
 
     def _build(self, parameters: dict[str, Tensor], cache: KVCache) -> Model:
         config = self.config

@@ -48,7 +48,7 @@ class WorkerSettings(MemberSettings):
         env=("DTYPE",),
     )
     kv_dtype: str = setting(
-        "auto", f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or float16 with quantize=int8", env=("KV_DTYPE",)
+        "auto", f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or int8 with quantize=int8", env=("KV_DTYPE",)
     )
     enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX-512)", env=("ENFORCE_EAGER",))
     quantize: str = setting(

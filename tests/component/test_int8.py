@@ -13,7 +13,9 @@ from engine.models.int8 import Int8Ops, QuantisedRows
 from engine.models.layers import FloatOps
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import load_arm
-from tests.component.parity import logprob_differences, run_mixed
+from tests.component.driving import Driver
+from tests.component.parity import logprob_differences, prompts, run_mixed
+from tests.fakes.requests import make_request
 
 EPS = 1e-5
 
@@ -99,3 +101,19 @@ def test_int8_is_another_model_to_its_peers(checkpoint: Callable[[str], Path]) -
         load_model_runner(RunnerSettings(model_dir, num_blocks=4, dtype="bfloat16", quantize="int8"))
     with pytest.raises(ConfigurationError, match="quantize must be one of none, int8"):
         RunnerSettings(model_dir, quantize="int3")
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_a_replay_computes_the_very_same_numbers(checkpoint: Callable[[str], Path], kv_dtype: str) -> None:
+    """Compiled: a token's log-probs do not depend on whether it was decoded or computed again in a chunk."""
+    runner = load_arm(checkpoint("qwen3"), "compiled", quantize="int8", kv_dtype=kv_dtype)
+    prompt = prompts()[1]
+    driver = Driver(runner)
+    whole = driver.add(make_request("whole", prompt, max_new_tokens=40))
+    driver.finish(whole)
+    for cut, chunk in ((1, 7), (12, 64), (33, 16)):
+        history = [*prompt, *whole.token_ids[:cut]]
+        again = driver.add(make_request(f"cut {cut}", history, max_new_tokens=40, num_prompt_tokens=len(prompt)))
+        driver.finish(again, chunk=chunk)
+        assert again.token_ids == whole.token_ids[cut:]
+        assert [token.logprob for token in again.tokens] == [token.logprob for token in whole.tokens[cut:]]

@@ -8,76 +8,18 @@ so that others on the machine disturb them less than a clock on the wall.
 
 import argparse
 import os
-import random
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.engine_steps import EngineSteps, StepPlan
 from bench.shapes import write_shape
-from decode_worker.settings import DecodeSettings
-from engine.host import EngineHost, EngineLimits, build_host
-from engine.sequence import Sequence
-from mesh.domain.request import Request, mint_id
-from mesh.domain.sampling import SamplingParams
 
 _PROMPT_TOKENS = 256
-_STEPS = 16
-
-
-class Steps:
-    """One engine with a model of random weights."""
-
-    def __init__(self, model_dir: Path, quantize: str, max_batch: int) -> None:
-        kv_tokens = 2 * max_batch * (_PROMPT_TOKENS + 2 * _STEPS)
-        settings = DecodeSettings(
-            model=str(model_dir),
-            registry_address="none",
-            load_format="dummy",
-            quantize=quantize,
-            prefix_caching=False,
-            num_threads=1,
-        )
-        self._host: EngineHost = build_host(settings, EngineLimits(512, max_batch, kv_tokens))
-        self._engine = self._host.engine()
-        self._rng = random.Random(0)
-        self._host.runner.prepare_thread()
-
-    def prompt_ms(self) -> float:
-        """To compute one prompt."""
-        self._add(1, num_new=1)
-        return self._finish()
-
-    def decode_ms(self, batch: int) -> float:
-        """Of a decode step: the median of some."""
-        started: set[str] = set()
-        self._add(batch, num_new=2 * _STEPS + batch)
-        while len(started) < batch:
-            started |= {output.request_id for output in self._engine.step().outputs}
-        times = [self._step_ms() for _ in range(_STEPS)]
-        self._finish()
-        return statistics.median(times)
-
-    def _add(self, count: int, num_new: int) -> None:
-        for _ in range(count):
-            prompt = tuple(self._rng.randrange(3, 250) for _ in range(_PROMPT_TOKENS))
-            sampling = SamplingParams(max_new_tokens=num_new, seed=0, ignore_eos=True)
-            self._host.scheduler.add(Sequence(Request(mint_id(), 0, prompt, len(prompt), sampling)))
-
-    def _step_ms(self) -> float:
-        begun = time.thread_time()
-        self._engine.step()
-        return 1000 * (time.thread_time() - begun)
-
-    def _finish(self) -> float:
-        total = 0.0
-        while self._host.scheduler.has_work:
-            total += self._step_ms()
-        return total
 
 
 def main() -> None:
@@ -93,7 +35,10 @@ def main() -> None:
     found: dict[tuple[str, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_shape(options.shape, Path(folder))
-        engines = {kind: Steps(model_dir, kind, max(options.batch)) for kind in options.quantize}
+        engines = {
+            kind: EngineSteps(StepPlan(model_dir, kind, max(options.batch), _PROMPT_TOKENS))
+            for kind in options.quantize
+        }
         for _ in range(options.repeats):
             for kind, steps in engines.items():
                 found.setdefault((kind, 0), []).append(steps.prompt_ms())

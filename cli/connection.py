@@ -37,9 +37,20 @@ def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-name", metavar="NAME", help=about)
 
 
-def open_client(args: argparse.Namespace) -> tandem.Client:
-    """A client for the router that `args` name."""
+def connection_settings(args: argparse.Namespace) -> ConnectionSettings:
+    """The router that `args` and the environment name."""
     given = {name: getattr(args, name) for name in ("address", "tls", "tls_ca", "tls_name")}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
-    settings = load_settings(ConnectionSettings, flags, prog="client").values
+    return load_settings(ConnectionSettings, flags, prog="client").values
+
+
+def open_client(args: argparse.Namespace) -> tandem.Client:
+    """A client for the router that `args` name."""
+    settings = connection_settings(args)
     return tandem.Client(settings.address, api_key=settings.api_key, tls=settings.wanted_tls)
+
+
+def open_async_client(args: argparse.Namespace) -> tandem.AsyncClient:
+    """The same for asyncio."""
+    settings = connection_settings(args)
+    return tandem.AsyncClient(settings.address, api_key=settings.api_key, tls=settings.wanted_tls)

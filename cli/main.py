@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import tandem
-from cli import chat, generate, keys, models, up, workers
+from cli import breakdown, chat, generate, keys, models, plan, up, workers
 from mesh.domain.errors import ConfigurationError
 
 
@@ -24,7 +24,7 @@ class Command(Protocol):
         """Do it; returns the exit status."""
 
 
-COMMANDS: tuple[Command, ...] = (up, generate, chat, workers, models, keys)
+COMMANDS: tuple[Command, ...] = (up, generate, chat, workers, models, keys, breakdown, plan)
 
 _ADVICE = {
     tandem.ConnectionFailed: "is the mesh running? start it with: tandem up",

@@ -44,7 +44,9 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is being computed."""
+    """The prompt is being computed, for `elapsed_s` now."""
+
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,11 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The KV has been handed over."""
+    """The KV has been handed over, `duration_s` after the transfer was opened."""
 
     num_bytes: int
     transport: str
+    duration_s: float
 
 
 PrefillEvent = Started | FirstToken | Finished
@@ -67,22 +70,27 @@ PrefillEvent = Started | FirstToken | Finished
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """A prompt on its way. `transfer` and `started` come when its first chunk is computed."""
+    """A prompt on its way. `transfer` and `started` come when its first chunk is computed, a pass that began at
+    `begun_s` of the event loop's time; the transfer was opened at `opened_s`."""
 
     sequence: Sequence
     destination: Destination
     first_token: asyncio.Future[StepOutput]
     started: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: OutgoingTransfer | None = None
+    begun_s: float = 0.0
+    opened_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """Block positions of a prompt that are final in some layers; `block_table` as it was when they were computed."""
+    """Block positions of a prompt that are final in some layers; `block_table` as it was when they were computed, in
+    a pass that began at `begun_s`."""
 
     prompt: _Prompt
     blocks: range
     block_table: tuple[int, ...]
+    begun_s: float
 
 
 class PrefillService:
@@ -126,13 +134,13 @@ class PrefillService:
         try:
             await self._engine.call(lambda scheduler: scheduler.add(sequence))
             await prompt.started.wait()
-            yield Started()
+            yield Started(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
             yield FirstToken(output)
             if output.finish_reason is None:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
-                yield Finished(moved.num_bytes, moved.transport)
+                yield Finished(moved.num_bytes, moved.transport, self._loop.time() - prompt.opened_s)
             else:
                 # The router, told so by the first token, ends the decode side, and that ends the transfer. Giving it up
                 # here could be heard of first, and would look like KV that was lost.
@@ -163,12 +171,14 @@ class PrefillService:
 
     def on_layers(self, batch: ScheduledBatch, first_layer: int, num_layers: int) -> None:
         """Push the blocks that are final in these layers. Called on the engine's thread, while it computes."""
+        busy = self._engine.busy()
+        begun_s = self._loop.time() - (busy.for_s if busy is not None else 0.0)
         pushes: list[_Push] = []
         for item in batch.items:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
                 blocks = final_blocks(item, self._block_size)
-                pushes.append(_Push(prompt, blocks, tuple(item.sequence.block_table)))
+                pushes.append(_Push(prompt, blocks, tuple(item.sequence.block_table), begun_s))
         if pushes:
             self._loop.call_soon_threadsafe(self._push, pushes, first_layer, num_layers)
 
@@ -179,6 +189,7 @@ class PrefillService:
                 continue
             if prompt.transfer is None:
                 prompt.transfer = self._open_transfer(prompt, push.block_table)
+                prompt.begun_s, prompt.opened_s = push.begun_s, self._loop.time()
                 prompt.started.set()
             prompt.transfer.push(push.blocks.start, len(push.blocks), first_layer, num_layers)
 

@@ -34,9 +34,10 @@ def _destination(message: prefill_pb2.KvDestination) -> Destination:
 
 def _event_to_proto(event: PrefillEvent) -> prefill_pb2.PrefillResponse:
     if isinstance(event, Started):
-        return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted())
+        return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(elapsed_ms=1000 * event.elapsed_s))
     if isinstance(event, FirstToken):
         return prefill_pb2.PrefillResponse(first_token=wire.output_to_proto(event.output))
-    return prefill_pb2.PrefillResponse(
-        finished=prefill_pb2.TransferFinished(bytes=event.num_bytes, transport=event.transport)
+    finished = prefill_pb2.TransferFinished(
+        bytes=event.num_bytes, transport=event.transport, duration_ms=1000 * event.duration_s
     )
+    return prefill_pb2.PrefillResponse(finished=finished)

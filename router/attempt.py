@@ -18,7 +18,7 @@ from mesh.domain.worker import WorkerInfo
 from router.choice import Choice
 from router.decode_link import DecodeLink
 from router.ledger import Booking
-from router.prefill_call import PrefillClient, PrefillEvent, PrefillProgress, Reservation
+from router.prefill_call import PrefillClient, PrefillEvent, PrefillStarted, Reservation
 from router.timeline import Timeline
 
 log = structlog.get_logger(__name__)
@@ -74,7 +74,9 @@ class Attempt:
         transfer_id = mint_id() if prefill is not None else ""
         try:
             self._link.start(self._request, transfer_id, self)
-            if prefill is not None:
+            if prefill is None:
+                self._timeline.mark("prefill_started")
+            else:
                 ready_tokens = await self._wait_reserved()
                 if ready_tokens is not None:
                     self._start_prefill(prefill, Reservation(self.placement.decode, transfer_id, ready_tokens))
@@ -123,6 +125,7 @@ class Attempt:
             self._timeline.mark("first_token")
             self._booking.first_token()
         if self._choice.finish_reason is not None:
+            self._choice.timing = self._timeline.timing()
             self._end(None, None)
 
     def _end(self, error: Exception | None, blamed: WorkerInfo | None) -> None:
@@ -178,12 +181,13 @@ class Attempt:
             self._timeline.mark("prefill_finished")
             self._booking.prefill_computed()
             self._accept(event)
-        elif event is PrefillProgress.STARTED:
-            self._timeline.mark("prefill_started")
+        elif isinstance(event, PrefillStarted):
+            self._timeline.mark("prefill_started", ago_s=event.elapsed_s)
             self._timeline.mark("transfer_started")  # KV leaves while it is computed
         else:
             self._transferred = True
             self._timeline.mark("transfer_finished")
+            self._timeline.note_kv_transfer(event.duration_s)
             self._last_sign_s = self._clock()
             self._booking.prefill_released()
 

@@ -58,11 +58,13 @@ class CanaryRunner:
         choice = Choice(0, self._request(placement), self._model.tokenizer)
         namespace = f"{self._model.name}{NAMESPACE}{choice.request_id}"
         request = choice.next_request(0, eos_token_ids=frozenset(), namespace=namespace)
+        timeline = Timeline(asyncio.get_running_loop().time)
+        timeline.begin_attempt()
         dispatched = Dispatched(
             replace(request, time_left_s=self._timeout_s),
             self._ledger.book(placement, choice.num_prompt_tokens),
             link,
-            Timeline(asyncio.get_running_loop().time),
+            timeline,
         )
         patience = Patience(self._timeout_s, self._timeout_s, self._timeout_s)
         await Attempt(choice, dispatched, self._paths.prefills, patience).run()

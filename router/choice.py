@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
 from router.claim import Claim
+from router.phases import Timing
 from router.tenants import Tenant
 from router.text.stop import StopMatcher
 from router.text.stream import TextStream
@@ -51,12 +52,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New events of one choice; `finish_reason` and `usage` come with its last one."""
+    """New events of one choice; `finish_reason`, `usage` and `timing` come with its last one."""
 
     index: int
     tokens: list[TokenEvent]
     finish_reason: FinishReason | None
     usage: Usage | None
+    timing: Timing | None
 
 
 class Choice:
@@ -69,6 +71,8 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: tuple[PromptLogprob, ...] | None = None
         self.cached_tokens: int | None = None
+        self.timing: Timing | None = None
+        """Where the time went; known once the last token is here."""
         self.on_change: Callable[[], None] = lambda: None
         self._valid = valid
         seed = valid.sampling.seed or 0
@@ -150,7 +154,7 @@ class Choice:
             return None
         tokens, self._pending = self._pending, []
         usage = self.usage() if self.finish_reason is not None else None
-        return Chunk(self.index, tokens, self.finish_reason, usage)
+        return Chunk(self.index, tokens, self.finish_reason, usage, self.timing)
 
     def usage(self) -> Usage:
         """Token counts so far."""

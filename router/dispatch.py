@@ -74,6 +74,7 @@ class Dispatcher:
             await attempt.run()
             self._paths.proving.attempt_finished(attempt.placement)
         except Replayable as error:
+            timeline.end_attempt()
             if attempt is not None:
                 self._count(attempt, error)
             blamed = None if attempt is None else attempt.blamed
@@ -113,9 +114,10 @@ class Dispatcher:
             eos_token_ids=self._model.facts.eos_token_ids,
             namespace=choice.tenant.cache_namespace(self._model.name),
         )
-        timeline.mark("queued")
+        timeline.begin_attempt()
         query, is_replay = self._query(choice, request, replay), replay.attempt > 0
         booking = await self._paths.queue.place(query, choice.claim, is_replay=is_replay)
+        timeline.mark("placed")
         link = self._paths.links.find(booking.placement.decode)
         if link is None:
             booking.release()

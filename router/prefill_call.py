@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import grpc
 import structlog
@@ -21,14 +20,21 @@ from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 log = structlog.get_logger(__name__)
 
 
-class PrefillProgress(Enum):
-    """What a prefill reports beside its first token."""
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    """The prompt's first pass began `elapsed_s` ago; KV of its first layers is there by now."""
 
-    STARTED = auto()
-    TRANSFERRED = auto()
+    elapsed_s: float
 
 
-PrefillEvent = PrefillProgress | StepOutput
+@dataclass(frozen=True, slots=True)
+class TransferFinished:
+    """The decode worker has all KV. `duration_s`: since the transfer was opened, if the worker says so."""
+
+    duration_s: float | None
+
+
+PrefillEvent = PrefillStarted | StepOutput | TransferFinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +120,9 @@ def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:
     kind = response.WhichOneof("event")
     if kind == "first_token":
         return wire.output_from_proto(response.first_token)
-    return {"started": PrefillProgress.STARTED, "finished": PrefillProgress.TRANSFERRED}.get(kind or "")
+    if kind == "started":
+        return PrefillStarted(response.started.elapsed_ms / 1000)
+    if kind == "finished":
+        finished = response.finished
+        return TransferFinished(finished.duration_ms / 1000 if finished.HasField("duration_ms") else None)
+    return None

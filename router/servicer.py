@@ -1,7 +1,7 @@
 """The public API's gRPC side: translation only."""
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from mesh.rpc.credentials import Metadata
 from router.admission import Admission
 from router.answer import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
+from router.phases import AttemptTiming, Timing
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.queue import PlacementQueue
 from router.service import GenerationService, ModelInfo
@@ -168,6 +169,7 @@ def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:
         finish_reason=wire.finish_to_proto(chunk.finish_reason),
         usage=None if chunk.usage is None else _usage_to_proto(chunk.usage),
         echo=delta.echo,
+        timing=None if chunk.timing is None else _timing_to_proto(chunk.timing),
     )
 
 
@@ -196,6 +198,28 @@ def _usage_to_proto(usage: Usage) -> generation_pb2.Usage:
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
     )
+
+
+def _timing_to_proto(timing: Timing) -> generation_pb2.Timing:
+    return generation_pb2.Timing(
+        total_ms=_ms(timing.total_s),
+        prepare_ms=_ms(timing.prepare_s),
+        first_token_ms=_ms(timing.first_token_s),
+        attempts=map(_attempt_to_proto, timing.attempts),
+    )
+
+
+def _attempt_to_proto(attempt: AttemptTiming) -> generation_pb2.AttemptTiming:
+    phases = {each.name.removesuffix("_s"): getattr(attempt.phases, each.name) for each in fields(attempt.phases)}
+    return generation_pb2.AttemptTiming(
+        kv_transfer_ms=None if attempt.kv_transfer_s is None else _ms(attempt.kv_transfer_s),
+        **{f"{name}_ms": _ms(seconds) for name, seconds in phases.items()},
+    )
+
+
+def _ms(seconds: float) -> float:
+    """To the microsecond."""
+    return round(seconds * 1000, 3)
 
 
 def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:

@@ -1,31 +1,61 @@
-"""When what happened to a request: its lifetime events, for the access log.
+"""When what happened to a request: its lifetime events, for the access log, and their phases, for the client.
 
-Events: queued, prefill_started, prefill_finished, transfer_started, transfer_finished, decode_started, first_token,
-finished. Of repeated ones (replays) the first counts.
+Events: queued, placed, prefill_started, prefill_finished, transfer_started, transfer_finished, decode_started,
+first_token, finished. Of repeated ones (replays) the access log has the first; phases are kept for each attempt.
 """
 
 from collections.abc import Callable
 
+from router.phases import AttemptEvents, Timing, timing_of
+
 
 class Timeline:
-    """Milliseconds since the request came in. `clock` gives monotonic seconds."""
+    """Seconds since the request came in. `clock` gives monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._begin_s = clock()
         self._events: dict[str, float] = {}
+        self._attempts: list[AttemptEvents] = []
+        self._current = AttemptEvents()
 
-    def mark(self, event: str) -> None:
-        """Something happens now."""
-        if event not in self._events:
-            self._events[event] = self._clock() - self._begin_s
+    def begin_attempt(self) -> None:
+        """A new attempt is queued now."""
+        self._current = AttemptEvents()
+        self._attempts.append(self._current)
+        self.mark("queued")
+
+    def end_attempt(self) -> None:
+        """The attempt has failed, or is complete, now. Of repeated calls the first counts."""
+        if self._current.ended_s is None:
+            self._current.ended_s = self._now_s()
+
+    def mark(self, event: str, *, ago_s: float = 0.0) -> None:
+        """Something happens now, or did so as long ago as a worker says."""
+        if event not in self._current.at_s:
+            at_s = max(0.0, self._now_s() - ago_s)
+            self._current.at_s[event] = at_s
+            self._events.setdefault(event, at_s)
+
+    def note_kv_transfer(self, duration_s: float | None) -> None:
+        """How long the attempt's KV was on its way, as its sender has measured it."""
+        self._current.kv_transfer_s = duration_s
+
+    def timing(self) -> Timing:
+        """Where the time of a choice went whose last token has just come."""
+        self.end_attempt()
+        return timing_of(self._attempts, self._events.get("first_token", self._now_s()))
 
     def as_fields(self) -> dict[str, float]:
-        """`{event_ms: milliseconds}`, in order."""
-        return {f"{event}_ms": round(at_s * 1000, 2) for event, at_s in self._events.items()}
+        """`{event_ms: milliseconds}`, in order, and the number of attempts."""
+        times = {f"{event}_ms": round(at_s * 1000, 2) for event, at_s in self._events.items()}
+        return {**times, "attempts": len(self._attempts)}
 
     def copy(self) -> "Timeline":
-        """For another choice of the same request."""
+        """For another choice of the same request, before it is queued."""
         twin = Timeline(self._clock)
-        twin._begin_s, twin._events = self._begin_s, dict(self._events)
+        twin._begin_s = self._begin_s
         return twin
+
+    def _now_s(self) -> float:
+        return self._clock() - self._begin_s

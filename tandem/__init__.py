@@ -27,12 +27,14 @@ from tandem.exceptions import (
     Unauthenticated,
 )
 from tandem.models import (
+    AttemptTiming,
     Choice,
     FinishReason,
     Mesh,
     Model,
     Priority,
     Result,
+    Timing,
     Token,
     TokenEvent,
     TopToken,
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncClient",
+    "AttemptTiming",
     "Cancelled",
     "Choice",
     "Client",
@@ -65,6 +68,7 @@ __all__ = [
     "Result",
     "ServerMisconfigured",
     "TandemError",
+    "Timing",
     "Tls",
     "Token",
     "TokenEvent",

@@ -3,7 +3,21 @@
 from collections.abc import Iterable, Iterator
 
 from tandem.exceptions import InternalError
-from tandem.models import Choice, FinishReason, Mesh, Model, Result, Token, TokenEvent, TopToken, Usage, Worker
+from tandem.models import (
+    ATTEMPT_PHASES,
+    AttemptTiming,
+    Choice,
+    FinishReason,
+    Mesh,
+    Model,
+    Result,
+    Timing,
+    Token,
+    TokenEvent,
+    TopToken,
+    Usage,
+    Worker,
+)
 from tandem.models import WorkerLoad as Load
 from tandem.v1 import generation_pb2, sampling_pb2, worker_pb2
 
@@ -63,6 +77,7 @@ class EventReader:
             usage=usage(message.usage) if is_final else None,
             echo=self._echo.pop(message.index, ""),
             prompt_tokens=prompt_tokens,
+            timing=timing(message.timing) if is_final and message.HasField("timing") else None,
         )
 
 
@@ -87,7 +102,7 @@ class ResultBuilder:
             tokens.append(event.token)
         if event.finish_reason:
             self._choices[event.index] = Choice(
-                event.index, "".join(texts), tuple(tokens), event.finish_reason, event.usage or Usage()
+                event.index, "".join(texts), tuple(tokens), event.finish_reason, event.usage or Usage(), event.timing
             )
 
     def result(self) -> Result:
@@ -106,6 +121,18 @@ def token(message: generation_pb2.Token) -> Token:
 def usage(message: generation_pb2.Usage) -> Usage:
     """Token counts."""
     return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def timing(message: generation_pb2.Timing) -> Timing:
+    """Where the time went."""
+    attempts = tuple(map(_attempt_timing, message.attempts))
+    return Timing(message.total_ms, message.prepare_ms, message.first_token_ms, attempts)
+
+
+def _attempt_timing(message: generation_pb2.AttemptTiming) -> AttemptTiming:
+    phases = {f"{name}_ms": getattr(message, f"{name}_ms") for name in ATTEMPT_PHASES}
+    kv_transfer_ms = message.kv_transfer_ms if message.HasField("kv_transfer_ms") else None
+    return AttemptTiming(kv_transfer_ms=kv_transfer_ms, **phases)
 
 
 def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:

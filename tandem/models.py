@@ -64,11 +64,53 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class AttemptTiming:
+    """Milliseconds of one dispatch, phase by phase; each ends where the next one begins.
+
+    `queue`: for workers with room. `dispatch`: reserving memory, the prefill worker's queue. `prefill`: until the first
+    token. `transfer`: until the KV is handed over, as far as computing did not hide it. `wait`: until the decode
+    worker's first token. `decode`: until the last token, or the failure. `backoff`: from there to the next attempt.
+    `kv_transfer_ms` is the whole transfer, also while the prompt was computed; None if no KV moved.
+    """
+
+    queue_ms: float = 0.0
+    dispatch_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    wait_ms: float = 0.0
+    decode_ms: float = 0.0
+    backoff_ms: float = 0.0
+    kv_transfer_ms: float | None = None
+
+
+ATTEMPT_PHASES = ("queue", "dispatch", "prefill", "transfer", "wait", "decode", "backoff")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a choice's time went, by the router's clock: `total_ms` is `prepare_ms` (permit, template, tokens) and all
+    phases of all attempts. More than one attempt means that the request was replayed.
+    """
+
+    total_ms: float
+    prepare_ms: float
+    first_token_ms: float
+    attempts: tuple[AttemptTiming, ...] = ()
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        """Milliseconds by phase, in order, summed over attempts."""
+        phases = {name: sum(getattr(attempt, f"{name}_ms") for attempt in self.attempts) for name in ATTEMPT_PHASES}
+        return {"prepare": self.prepare_ms, **phases}
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One token of a stream.
 
-    The last event of a choice has `finish_reason` and `usage`. `echo` and `prompt_tokens` come with the first event,
-    when they were asked for. `token` is None only if a choice ended without a further token.
+    The last event of a choice has `finish_reason`, `usage` and, from routers that send it, `timing`. `echo` and
+    `prompt_tokens` come with the first event, when they were asked for. `token` is None only if a choice ended without
+    a further token.
     """
 
     index: int
@@ -78,6 +120,7 @@ class TokenEvent:
     usage: Usage | None = None
     echo: str = ""
     prompt_tokens: tuple[Token, ...] = ()
+    timing: Timing | None = None
 
     @property
     def text(self) -> str:
@@ -94,6 +137,7 @@ class Choice:
     tokens: tuple[Token, ...]
     finish_reason: FinishReason
     usage: Usage
+    timing: Timing | None = None
 
     @property
     def confidence(self) -> float | None:
@@ -128,6 +172,11 @@ class Result:
     def usage(self) -> Usage:
         """The first choice's token counts."""
         return self.choices[0].usage
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where the first choice's time went."""
+        return self.choices[0].timing
 
     @property
     def confidence(self) -> float | None:

@@ -116,6 +116,38 @@ class Usage(_message.Message):
     cached_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
+class Timing(_message.Message):
+    __slots__ = ("total_ms", "prepare_ms", "first_token_ms", "attempts")
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    total_ms: float
+    prepare_ms: float
+    first_token_ms: float
+    attempts: _containers.RepeatedCompositeFieldContainer[AttemptTiming]
+    def __init__(self, total_ms: _Optional[float] = ..., prepare_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., attempts: _Optional[_Iterable[_Union[AttemptTiming, _Mapping]]] = ...) -> None: ...
+
+class AttemptTiming(_message.Message):
+    __slots__ = ("queue_ms", "dispatch_ms", "prefill_ms", "transfer_ms", "wait_ms", "decode_ms", "backoff_ms", "kv_transfer_ms")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    DISPATCH_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_MS_FIELD_NUMBER: _ClassVar[int]
+    BACKOFF_MS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    dispatch_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    wait_ms: float
+    decode_ms: float
+    backoff_ms: float
+    kv_transfer_ms: float
+    def __init__(self, queue_ms: _Optional[float] = ..., dispatch_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., wait_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., backoff_ms: _Optional[float] = ..., kv_transfer_ms: _Optional[float] = ...) -> None: ...
+
 class PromptInfo(_message.Message):
     __slots__ = ("request_id", "num_tokens", "tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -127,20 +159,22 @@ class PromptInfo(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("index", "prompt", "tokens", "finish_reason", "usage", "echo")
+    __slots__ = ("index", "prompt", "tokens", "finish_reason", "usage", "echo", "timing")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
     index: int
     prompt: PromptInfo
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     finish_reason: _sampling_pb2.FinishReason
     usage: Usage
     echo: str
-    def __init__(self, index: _Optional[int] = ..., prompt: _Optional[_Union[PromptInfo, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., echo: _Optional[str] = ...) -> None: ...
+    timing: Timing
+    def __init__(self, index: _Optional[int] = ..., prompt: _Optional[_Union[PromptInfo, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., echo: _Optional[str] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "prompt", "chat")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import sequence_pb2 as tandem_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x18tandem/v1/sequence.proto\"s\n\rKvDestination\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\t\x12\x14\n\x0cready_tokens\x18\x05 \x01(\r\"j\n\x0ePrefillRequest\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12-\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x18.tandem.v1.KvDestination\"\xab\x01\n\x0fPrefillResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.tandem.v1.PrefillStartedH\x00\x12\x30\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.tandem.v1.SequenceOutputH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.tandem.v1.TransferFinishedH\x00\x42\x07\n\x05\x65vent\"\x10\n\x0ePrefillStarted\"4\n\x10TransferFinished\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x11\n\ttransport\x18\x02 \x01(\t2M\n\x07Prefill\x12\x42\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x18tandem/v1/sequence.proto\"s\n\rKvDestination\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\t\x12\x14\n\x0cready_tokens\x18\x05 \x01(\r\"j\n\x0ePrefillRequest\x12)\n\x08sequence\x18\x01 \x01(\x0b\x32\x17.tandem.v1.SequenceSpec\x12-\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x18.tandem.v1.KvDestination\"\xab\x01\n\x0fPrefillResponse\x12,\n\x07started\x18\x01 \x01(\x0b\x32\x19.tandem.v1.PrefillStartedH\x00\x12\x30\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x19.tandem.v1.SequenceOutputH\x00\x12/\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1b.tandem.v1.TransferFinishedH\x00\x42\x07\n\x05\x65vent\"$\n\x0ePrefillStarted\x12\x12\n\nelapsed_ms\x18\x01 \x01(\x01\"^\n\x10TransferFinished\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x18\n\x0b\x64uration_ms\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_duration_ms2M\n\x07Prefill\x12\x42\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,9 +39,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLRESPONSE']._serialized_start=290
   _globals['_PREFILLRESPONSE']._serialized_end=461
   _globals['_PREFILLSTARTED']._serialized_start=463
-  _globals['_PREFILLSTARTED']._serialized_end=479
-  _globals['_TRANSFERFINISHED']._serialized_start=481
-  _globals['_TRANSFERFINISHED']._serialized_end=533
-  _globals['_PREFILL']._serialized_start=535
-  _globals['_PREFILL']._serialized_end=612
+  _globals['_PREFILLSTARTED']._serialized_end=499
+  _globals['_TRANSFERFINISHED']._serialized_start=501
+  _globals['_TRANSFERFINISHED']._serialized_end=595
+  _globals['_PREFILL']._serialized_start=597
+  _globals['_PREFILL']._serialized_end=674
 # @@protoc_insertion_point(module_scope)

@@ -39,13 +39,17 @@ class PrefillResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[_sequence_pb2.SequenceOutput, _Mapping]] = ..., finished: _Optional[_Union[TransferFinished, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("elapsed_ms",)
+    ELAPSED_MS_FIELD_NUMBER: _ClassVar[int]
+    elapsed_ms: float
+    def __init__(self, elapsed_ms: _Optional[float] = ...) -> None: ...
 
 class TransferFinished(_message.Message):
-    __slots__ = ("bytes", "transport")
+    __slots__ = ("bytes", "transport", "duration_ms")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    DURATION_MS_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     transport: str
-    def __init__(self, bytes: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
+    duration_ms: float
+    def __init__(self, bytes: _Optional[int] = ..., transport: _Optional[str] = ..., duration_ms: _Optional[float] = ...) -> None: ...

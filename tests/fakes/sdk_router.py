@@ -102,6 +102,18 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         )
 
 
+TIMING = pb.Timing(
+    total_ms=35.0,
+    prepare_ms=1.0,
+    first_token_ms=20.0,
+    attempts=[
+        pb.AttemptTiming(queue_ms=1.0, dispatch_ms=2.0, prefill_ms=3.0, backoff_ms=4.0),
+        pb.AttemptTiming(prefill_ms=5.0, transfer_ms=6.0, wait_ms=7.0, decode_ms=6.0, kv_transfer_ms=9.0),
+    ],
+)
+"""What every choice says of itself: it was replayed once."""
+
+
 class FakeMesh(worker_pb2_grpc.MeshServicer):
     async def ListWorkers(self, request: Any, context: Any) -> worker_pb2.ListWorkersResponse:
         response = worker_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
@@ -145,6 +157,7 @@ def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateRespo
                     sampling_pb2.FINISH_REASON_LENGTH if is_cut else sampling_pb2.FINISH_REASON_EOS_TOKEN
                 )
                 message.usage.MergeFrom(pb.Usage(prompt_tokens=len(ids), completion_tokens=len(tokens)))
+                message.timing.MergeFrom(TIMING)
             messages.append(message)
     messages[0].prompt.MergeFrom(pb.PromptInfo(request_id="request-1", num_tokens=len(ids)))
     if request.output.prompt_logprobs:

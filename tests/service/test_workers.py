@@ -66,6 +66,18 @@ async def test_first_token_that_ends_the_answer_needs_no_decoding() -> None:
         await rig.wait_whole()
 
 
+async def test_a_prefill_worker_says_how_long_ago_it_began_and_how_long_its_kv_took() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        rig.prefill.runner.step_s = 0.05
+        request = make_request("a", range(1, 9), max_new_tokens=2)
+        await router.start(request, "t")
+        await router.box("a").get()
+        started, _, finished = [message async for message in router.prefill(request, "t", 0)]
+        assert started.started.elapsed_ms >= 50  # the pass began with the wait, before any layer was there
+        assert finished.finished.duration_ms > 0
+        await router.collect(request)
+
+
 async def test_cancelled_prefill_frees_both_sides_and_late_abort_is_harmless() -> None:
     async with worker_rig() as rig, fake_router(rig) as router:
         rig.prefill.runner.gate.clear()

@@ -52,6 +52,32 @@ def test_generate_for_machines(run: Run) -> None:
     assert answer["tokens"][0]["top"] == [{"id": 0, "text": "A", "logprob": -0.5}]
 
 
+def test_breakdown_shows_each_phase_and_one_request(run: Run, threaded_router: FakeRouter) -> None:
+    asked = ("--requests", "5", "--concurrency", "2", "--input-tokens", "9", "--output-tokens", "4")
+    status, out, _ = run("breakdown", *asked)
+    assert status == 0
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
+    assert rows["prefill"][1:4] == ["8.0"] * 3
+    assert rows["backoff"][1:4] == ["4.0"] * 3
+    assert rows["total"][4:] == ["100.0", "%"]
+    assert "2 attempts" in out
+    assert all(letter in out.splitlines()[-1] for letter in "qdPbtwD")
+    requests = threaded_router.script.requests
+    assert [len(request.token_ids.ids) for request in requests] == [9] * 5
+    assert len({tuple(request.token_ids.ids) for request in requests}) == 5
+
+
+def test_breakdown_for_machines(run: Run) -> None:
+    status, out, _ = run("breakdown", "--requests", "2", "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["phases"]["wait"]["p99_ms"] == 7.0
+    assert sum(row["share"] for name, row in found["phases"].items() if name != "total") == pytest.approx(1)
+    assert [request["attempts"] for request in found["requests"]] == [2, 2]
+    for request in found["requests"]:
+        assert sum(length for _, length in request["steps"]) == pytest.approx(max(35.0, request["total_ms"]))
+
+
 def test_workers_and_models(run: Run) -> None:
     status, out, _ = run("workers")
     assert status == 0

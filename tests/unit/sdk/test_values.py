@@ -48,6 +48,29 @@ def test_a_message_with_several_tokens_becomes_several_events() -> None:
     assert first.request_id == last.request_id == "r"
 
 
+def test_timing_comes_with_the_last_event_and_adds_up() -> None:
+    attempts = [
+        pb.AttemptTiming(queue_ms=1, prefill_ms=2, backoff_ms=3),
+        pb.AttemptTiming(queue_ms=4, prefill_ms=5, decode_ms=6, kv_transfer_ms=0.5),
+    ]
+    message = pb.GenerateResponse(
+        tokens=[pb.Token(id=1, text="a"), pb.Token(id=2, text="b")],
+        finish_reason=sampling_pb2.FINISH_REASON_LENGTH,
+        timing=pb.Timing(total_ms=22, prepare_ms=1, first_token_ms=7, attempts=attempts),
+    )
+    builder = ResultBuilder()
+    first, last = EventReader(1).read(message)
+    for event in (first, last):
+        builder.add(event)
+    assert first.timing is None
+    timing = builder.result().timing
+    assert timing is not None
+    assert timing == last.timing
+    assert [attempt.kv_transfer_ms for attempt in timing.attempts] == [None, 0.5]
+    assert (timing.phases_ms["queue"], timing.phases_ms["prefill"]) == (5, 7)
+    assert sum(timing.phases_ms.values()) == timing.total_ms == 22
+
+
 def test_a_choice_may_end_without_a_further_token() -> None:
     reader, builder = EventReader(1), ResultBuilder()
     for message in (

@@ -1,0 +1,43 @@
+"""Measurements of the machine and of the engine without a mesh: that they run, not what they find."""
+
+import json
+
+import pytest
+
+from bench import device_probe
+from bench.capacity import Precision
+from bench.engine_steps import EngineSteps, StepPlan
+from bench.shapes import BUNDLED
+from cli.main import main
+
+
+def test_steps_of_the_engine_alone() -> None:
+    steps = EngineSteps(StepPlan(BUNDLED, "none", max_batch=3, prompt_tokens=20, context_tokens=40))
+    for _ in range(2):  # what one run leaves behind must not disturb the next
+        assert steps.prompt_ms() > 0
+        assert steps.decode_ms(1) > 0
+        assert steps.decode_ms(3) > 0
+
+
+def test_a_probe_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_probe, "_ARRAY_BYTES", 2**20)
+    monkeypatch.setattr(device_probe, "_REPEATS", 1)
+    device = device_probe.probe(1).device()
+    assert device.name == "this machine, 1 thread"
+    for precision in (Precision("float32", "float32"), Precision("int8", "float32")):
+        rates = device.rates(precision)
+        assert min(rates.memory_bytes, rates.bandwidth_bytes_per_s, rates.flops_per_s) > 0
+
+
+def test_plan_measures_beside_its_predictions(capsys: pytest.CaptureFixture[str]) -> None:
+    device = ("--memory", "1", "--bandwidth", "10", "--flops", "0.1")
+    flags = ("--threads", "1", "--input-tokens", "16", "--output-tokens", "4", "--batch", "1", "2", "--json")
+    assert main(["plan", "--measure", *device, *flags]) == 0
+    found = json.loads(capsys.readouterr().out)  # the engine's log must not be in it
+    assert all(row["measured_ms"] > 0 for row in found["predictions"])
+
+
+def test_what_the_engine_does_not_have_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    device = ("--memory", "1", "--bandwidth", "10", "--flops", "0.1")
+    assert main(["plan", "--measure", "--quantize", "int4", *device]) == 2
+    assert "the engine has no int4" in capsys.readouterr().err

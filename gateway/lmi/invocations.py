@@ -28,10 +28,14 @@ from tandem import GenerateArguments, InvalidRequest
 
 log = structlog.get_logger(__name__)
 
+_ADAPTER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
+
 
 async def invocations(exchange: Exchange) -> Response:
     """The handler."""
     request = exchange.arrival.request
+    if request.headers.get(_ADAPTER_HEADER):
+        raise InvalidRequest(f"{_ADAPTER_HEADER} is not supported: there are no adapters")
     payload = read_payload(exchange.body, request.headers.get("content-type", ""))
     model = request.path_params.get("model") or request.query_params.get("model_name", "")
     settings = exchange.settings

@@ -6,10 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
+import tandem
 from gateway.openai.schemas import SamplingBody
 from tandem import FinishReason, Token, TokenEvent, Usage
 
 Json = dict[str, Any]
+
+# A text, not null: text-generation's client wants one.
+_FINGERPRINT = f"tandem-{tandem.__version__}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,7 @@ class Envelope:
             "object": self.object,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": None,
+            "system_fingerprint": _FINGERPRINT,
             "choices": choices,
         }
 

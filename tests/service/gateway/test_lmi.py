@@ -148,6 +148,11 @@ async def test_what_cannot_be_parsed_is_424(gateway: RunningGateway, body: bytes
     assert said in response.json()["error"]
 
 
+async def test_an_adapter_is_refused_not_left_out(gateway: RunningGateway) -> None:
+    header = {"x-amzn-sagemaker-adapter-identifier": "mine"}
+    assert (await gateway.http.post("/invocations", json=invocation(), headers=header)).status_code == 424
+
+
 async def test_refusals_have_lmis_bodies(gateway: RunningGateway) -> None:
     full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("retry-after-ms", "100"),))
     gateway.script.refusals.extend([full, full, Refusal(grpc.StatusCode.INTERNAL)])

@@ -32,6 +32,7 @@ async def test_chat(gateway: RunningGateway) -> None:
             model="fake", messages=MESSAGES, logprobs=True, top_logprobs=2, n=2, temperature=0.5, stop=["zzz"], seed=7
         )
     assert [choice.message.content for choice in answer.choices] == [STORY, STORY]
+    assert answer.system_fingerprint
     first = answer.choices[0]
     assert (first.finish_reason, first.message.role) == ("stop", "assistant")
     assert first.logprobs is not None

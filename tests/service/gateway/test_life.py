@@ -1,0 +1,56 @@
+"""Clients that do not read, and a gateway that stops."""
+
+import asyncio
+import json
+
+import httpx2
+import pytest
+
+import tandem
+from gateway.app import build_app
+from gateway.backend import build_backend
+from gateway.metrics import Outcome
+from gateway.server import serving
+from gateway.settings import GatewaySettings
+from tests.fakes.sdk_router import STORY, Script, running_router
+from tests.service.gateway.http import running_gateway
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+BODY = json.dumps(CHAT).encode()
+MUCH = json.dumps(CHAT | {"logprobs": True, "top_logprobs": 20, "n": 4}).encode()  # more than sockets hold
+
+
+async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    script = Script(story="x" * 4000, tokens_per_message=100, max_total_tokens=10_000)
+    async with running_gateway(script, slow_reader_s=0.2, grace_s=1.0) as gateway:
+        monkeypatch.setattr(gateway.backend.metrics, "ended", lambda outcome, **_: ended.set_result(outcome))
+        host, _, port = gateway.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port), limit=1)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(MUCH)}\r\n\r\n"
+        writer.write(head.encode() + MUCH)
+        assert (await ended).failure == "dropped"
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+async def test_answers_may_end_within_the_grace(finishes: bool) -> None:
+    """One that does not is broken off, and seen to be by its client."""
+    script = Script(hold_after_messages=3)
+    async with running_router(script) as router:
+        settings = GatewaySettings(router=router.address, port=0, grace_s=30.0 if finishes else 1.0)
+        async with tandem.AsyncClient(router.address, max_retries=0) as client, httpx2.AsyncClient() as http:
+            async with serving(build_app(build_backend(settings, client)), settings) as address:
+                reading = asyncio.create_task(http.post(f"http://{address}/v1/chat/completions", content=BODY))
+                await script.holding.wait()
+                if finishes:
+                    asyncio.get_running_loop().call_soon(script.release.set)
+            if finishes:
+                lines = [line for line in (await reading).text.splitlines() if line]
+                chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+                assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == STORY
+                assert lines[-1] == "data: [DONE]"
+            else:
+                with pytest.raises(httpx2.RemoteProtocolError):
+                    await reading
+                await script.cancelled.wait()

@@ -8,7 +8,6 @@ from tandem.models import (
     AttemptTiming,
     Choice,
     FinishReason,
-    Mesh,
     Model,
     Result,
     Timing,
@@ -16,24 +15,15 @@ from tandem.models import (
     TokenEvent,
     TopToken,
     Usage,
-    Worker,
 )
-from tandem.models import WorkerLoad as Load
-from tandem.v1 import generation_pb2, sampling_pb2, worker_pb2
+from tandem.v1 import generation_pb2, sampling_pb2
 
-_FINISH_REASONS = {
+FINISH_REASONS = {
     sampling_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     sampling_pb2.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
     sampling_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
     sampling_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
     sampling_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
-_ROLES = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
-_STATES = {
-    worker_pb2.WORKER_STATE_READY: "ready",
-    worker_pb2.WORKER_STATE_DRAINING: "draining",
-    worker_pb2.WORKER_STATE_LOST: "lost",
-    worker_pb2.WORKER_STATE_STALLED: "stalled",
 }
 
 
@@ -73,7 +63,7 @@ class EventReader:
             index=message.index,
             token=each,
             request_id=self._request_id,
-            finish_reason=_FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN) if is_final else None,
+            finish_reason=FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN) if is_final else None,
             usage=usage(message.usage) if is_final else None,
             echo=self._echo.pop(message.index, ""),
             prompt_tokens=prompt_tokens,
@@ -148,33 +138,4 @@ def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
             ready=message.ready,
         )
         for message in messages
-    )
-
-
-def mesh(message: worker_pb2.ListWorkersResponse) -> Mesh:
-    """The mesh as the router sees it."""
-    return Mesh(tuple(map(_worker, message.workers)), message.queued_requests, message.active_requests)
-
-
-def _worker(message: worker_pb2.WorkerStatus) -> Worker:
-    record, load = message.record, message.load
-    return Worker(
-        worker_id=record.worker_id,
-        incarnation=record.incarnation,
-        role=_ROLES.get(record.role, "unknown"),
-        state=_STATES.get(message.state, "unknown"),
-        address=record.address,
-        model=record.model,
-        device=record.device,
-        pid=record.pid,
-        num_blocks=record.num_blocks,
-        load=Load(
-            free_blocks=load.free_blocks,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            pending_tokens=load.pending_tokens,
-            generated_tokens=load.generated_tokens,
-            computed_tokens=load.computed_tokens,
-        ),
-        last_seen_s=message.last_seen.ToNanoseconds() / 1e9,
     )

@@ -33,6 +33,7 @@ export class Answer {
   constructor(messages, tip) {
     this.messages = messages;
     this.ids = [];
+    this.numPrompt = null;
     this.ending = null;
     const body = make("div", { class: "text", role: "group", "aria-label": "Answer" });
     this.body = new TokenText(body, tip);
@@ -67,7 +68,7 @@ export class Answer {
 
   async #run(path, body, read, signal, prompt = null) {
     this.begun = performance.now();
-    this.first = this.last = this.usage = null;
+    this.first = this.last = null;
     this.numNew = 0;
     this.ending = null;
     this.error.hidden = true;
@@ -90,7 +91,7 @@ export class Answer {
   }
 
   #take(chunk, read) {
-    this.usage = chunk.usage ?? this.usage;
+    if (chunk.usage) this.numPrompt ??= chunk.usage.prompt_tokens; // a continued answer's prompt holds its beginning
     const choice = chunk.choices[0];
     if (!choice) return;
     this.ending = choice.finish_reason ?? this.ending;
@@ -119,8 +120,7 @@ export class Answer {
     if (this.first !== null) facts.push(["First token ", `${Math.round(this.first - this.begun)} ms`]);
     const seconds = (this.last - this.first) / 1000;
     if (this.numNew > 1 && seconds > 0) facts.push(["", `${((this.numNew - 1) / seconds).toFixed(0)} tokens/s`]);
-    const { prompt_tokens: given, completion_tokens: made } = this.usage ?? {};
-    if (this.ids.length) facts.push(["", this.usage ? `${given} + ${made} tokens` : `${this.ids.length} tokens`]);
+    if (this.ids.length) facts.push(["", `${this.numPrompt === null ? "" : `${this.numPrompt} + `}${this.ids.length} tokens`]);
     this.facts.replaceChildren(...facts.map(([name, value]) => make("span", {}, name, make("b", {}, value))));
   }
 

@@ -36,7 +36,7 @@ function show(state) {
   speeds.update(state);
   const [prefill, decode] = ["prefill", "decode"].map((role) => state.workers.filter((worker) => worker.role === role));
   showVerdict(state.verdict);
-  for (const side of document.querySelectorAll(".side")) side.classList.toggle("pressed", state.verdict.level === "busy" && state.verdict.side === side.dataset.role);
+  for (const side of document.querySelectorAll(".side")) side.classList.toggle("pressed", Boolean(state.shortage) && state.verdict.side === side.dataset.role);
   figure("waiting", count(state.queued_requests), state.queued_requests > 0);
   figure("in service", count(state.active_requests));
   figure("tokens/s", count(speeds.sum(decode, "tokens")));

@@ -4,7 +4,7 @@ export function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let power = 0;
   while (count >= 1000 && power < units.length - 1) [count, power] = [count / 1000, power + 1];
-  return `${count < 10 && power ? count.toFixed(1) : Math.round(count)} ${units[power]}`;
+  return `${count < 10 && power ? count.toFixed(1) : Math.round(count)}\u00a0${units[power]}`;
 }
 
 export function duration(ms) {

@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway import lmi, openai, probes, tgi
+from gateway import lmi, openai, probes, tgi, web
 from gateway.backend import Backend
 
 _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
@@ -16,7 +16,7 @@ _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 def build_app(backend: Backend) -> Starlette:
     """The ASGI application."""
     app = Starlette(
-        routes=[*openai.routes(), *lmi.routes(), *tgi.routes(), *probes.routes()],
+        routes=[*openai.routes(), *lmi.routes(), *tgi.routes(), *probes.routes(), *web.routes()],
         middleware=_middleware(backend),
         exception_handlers={HTTPException: _no_such_route},
     )

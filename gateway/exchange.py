@@ -96,11 +96,14 @@ Handler = Callable[[Exchange], Coroutine[Any, Any, Response]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An ASGI application: one route's handler in its dialect. Only those that `generate` count in TGI's figures."""
+    """An ASGI application: one route's handler in its dialect. Only those that `generate` count in TGI's figures;
+    of those that are polled only failures are worth a line of the log.
+    """
 
     dialect: Dialect
     handler: Handler
     generates: bool = False
+    is_polled: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -150,6 +153,8 @@ class Endpoint:
         backend.metrics.ended(
             Outcome(self.dialect.name, status, progress.failure, duration_s), generates=self.generates
         )
+        if self.is_polled and not progress.failure:
+            return
         log.info(
             "answered",
             request_id=request_id,

@@ -1,14 +1,11 @@
-"""What needs no key: health for load balancers, figures for Prometheus, and the pages for people."""
+"""What needs no key: health for load balancers, figures for Prometheus."""
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-PAGES = Path(__file__).parent / "pages"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Probe = Callable[[Request], Awaitable[Response]]
@@ -32,19 +29,10 @@ async def metrics(request: Request) -> Response:
     return Response(request.app.state.backend.metrics.text(), media_type=_METRICS_TYPE)
 
 
-async def root(request: Request) -> Response:
-    """The page for browsers; for others TGI's health check."""
-    if "text/html" in request.headers.get("accept", ""):
-        return FileResponse(PAGES / "index.html")
-    return await health(request)
-
-
-def routes() -> list[BaseRoute]:
+def routes() -> list[Route]:
     """All of them."""
     return [
-        Route("/", root, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/ping", ping, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
-        Mount("/pages", StaticFiles(directory=PAGES)),
     ]

@@ -16,8 +16,10 @@ from router.coordination import coordinate
 from router.decode_links import DecodeLinks
 from router.dispatch import Dispatcher, Paths
 from router.forecast import Forecast
+from router.journal import Journal
 from router.ledger import Ledger
 from router.limits import LimitPolicy
+from router.mesh_servicer import MeshServicer, MeshSources
 from router.mesh_view import MeshView, Sources
 from router.prefill_call import PrefillClient
 from router.prompts import PromptEncoder
@@ -27,7 +29,7 @@ from router.queue import Outlook, PlacementQueue
 from router.readiness import SERVICES, Expected, Readiness
 from router.served_model import ServedModel
 from router.service import GenerationService, ServiceParts
-from router.servicer import GenerationServicer, MeshServicer, MeshSources
+from router.servicer import GenerationServicer
 from router.settings import RouterSettings
 from tandem.v1 import generation_pb2_grpc, worker_pb2_grpc
 
@@ -53,6 +55,7 @@ class RouterProcess:
         self.internal = coordinate(settings, self.membership, caller)
         self.permits = self.internal.permits
         self.ledger = Ledger(time.monotonic)
+        self.journal = Journal(time.monotonic)
         self._channels = Channels(self.membership, caller.credentials.tls)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         self.proving = Proving(time.monotonic, trip_after=settings.trip_after)
@@ -64,7 +67,7 @@ class RouterProcess:
         forecast = Forecast(time.monotonic)
         self.queue = self._make_queue(settings, forecast)
         prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
-        paths = Paths(self.queue, self._links, prefills, self.proving)
+        paths = Paths(self.queue, self._links, prefills, self.proving, self.journal)
         canaries = CanaryRunner(model, paths, timeout_s=settings.canary_timeout_s)
         self._prover = Prover(self.proving, self._mesh, canaries.run, self._mesh_changed)
         self._encoders = PromptEncoder(model), PromptEncoder(model, num_threads=1)
@@ -78,6 +81,7 @@ class RouterProcess:
                 forecast=forecast,
                 mesh=self._mesh,
                 dispatcher=Dispatcher(model, settings, paths, self._mesh_changed),
+                journal=self.journal,
                 slow_reader_s=settings.slow_reader_s,
                 ttft_target_s=settings.ttft_target_s,
             )
@@ -92,7 +96,7 @@ class RouterProcess:
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._service, self._callers), self.public.grpc
         )
-        sources = MeshSources(self.membership, self.queue, self.permits, time.monotonic)
+        sources = MeshSources(self._mesh, self.ledger, self.queue, self.permits, self.journal, time.monotonic)
         worker_pb2_grpc.add_MeshServicer_to_server(MeshServicer(sources, self._callers), self.public.grpc)
         await self.internal.start()
         await self.public.start(SERVICES)
@@ -124,6 +128,8 @@ class RouterProcess:
 
     def _mesh_changed(self) -> None:
         """A worker has joined, left, reported, been proven or tripped; or a link has come up or broken."""
+        self.journal.follow(self._mesh.views())
+        self.ledger.follow(self._mesh.views())
         self._channels.reconcile()
         self._links.reconcile()
         self._prover.wake()

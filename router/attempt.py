@@ -184,12 +184,13 @@ class Attempt:
         elif isinstance(event, PrefillStarted):
             self._timeline.mark("prefill_started", ago_s=event.elapsed_s)
             self._timeline.mark("transfer_started")  # KV leaves while it is computed
+            self._booking.transfer_started()
         else:
             self._transferred = True
             self._timeline.mark("transfer_finished")
             self._timeline.note_kv_transfer(event.duration_s)
             self._last_sign_s = self._clock()
-            self._booking.prefill_released()
+            self._booking.transfer_finished(event.num_bytes)
 
     def _prefill_ended(self, task: "asyncio.Task[None]") -> None:
         """A prefill that broke after the decode worker had all of it does no harm."""

@@ -20,6 +20,7 @@ from mesh.domain.request import Request
 from router.attempt import Attempt, Dispatched, Patience
 from router.choice import Choice
 from router.decode_links import DecodeLinks
+from router.journal import Journal
 from router.placement import PlacementQuery, PrefixChain
 from router.prefill_call import PrefillClient
 from router.proving import Proof, Proving
@@ -40,6 +41,7 @@ class Paths:
     links: DecodeLinks
     prefills: PrefillClient
     proving: Proving
+    journal: Journal
 
 
 class Dispatcher:
@@ -74,10 +76,11 @@ class Dispatcher:
             await attempt.run()
             self._paths.proving.attempt_finished(attempt.placement)
         except Replayable as error:
-            timeline.end_attempt()
+            timeline.end_attempt(type(error).__name__)
             if attempt is not None:
                 self._count(attempt, error)
             blamed = None if attempt is None else attempt.blamed
+            self._paths.journal.replayed(choice, error, blamed)
             log.info(
                 "replay",
                 request_id=choice.request_id,
@@ -97,6 +100,7 @@ class Dispatcher:
             attempt.placement, error, blamed=attempt.blamed, begun_s=attempt.begun_s
         )
         for trip in trips:
+            self._paths.journal.tripped(trip)
             log.warning(
                 "worker tripped",
                 worker=trip.info.worker_id,
@@ -118,6 +122,8 @@ class Dispatcher:
         query, is_replay = self._query(choice, request, replay), replay.attempt > 0
         booking = await self._paths.queue.place(query, choice.claim, is_replay=is_replay)
         timeline.mark("placed")
+        placement = booking.placement
+        timeline.note_workers(placement.prefill.worker_id if placement.prefill else "", placement.decode.worker_id)
         link = self._paths.links.find(booking.placement.decode)
         if link is None:
             booking.release()

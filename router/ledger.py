@@ -1,6 +1,8 @@
 """What this router has in flight at each worker: placement must not wait for the next heartbeat to know."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo
 from mesh.registry.membership import WorkerView
@@ -8,6 +10,14 @@ from router.placement import InFlight, Placement
 
 # A heartbeat that arrives this soon after a reservation may have been written before it.
 _REPORT_DELAY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """KV between a worker and others, as one router has asked for it: on its way now, and moved since it is known."""
+
+    num_open: int
+    num_bytes: int
 
 
 class Booking:
@@ -24,6 +34,8 @@ class Booking:
         self.reserved_at_s: float | None = None
         """When the decode worker confirmed its reservation."""
         self.holds_prefill = placement.prefill is not None
+        self.is_transferring = False
+        """KV is on its way, perhaps while the prompt is still computed."""
         self.begun_s = ledger.now_s()
         self.on_abandoned: Callable[[WorkerInfo], None] = _nobody_listens
         """Called when the attempt should leave this one of its workers."""
@@ -45,9 +57,18 @@ class Booking:
         self.prefill_tokens = 0
         self._ledger.changed()
 
+    def transfer_started(self) -> None:
+        """The first KV leaves the prefill worker."""
+        self.is_transferring = True
+
+    def transfer_finished(self, num_bytes: int) -> None:
+        """The decode worker has all KV: these bytes have moved."""
+        self._ledger.count_transfer(self.placement, num_bytes)
+        self.prefill_released()
+
     def prefill_released(self) -> None:
         """The prefill worker has nothing of it any more."""
-        self.prefill_tokens, self.holds_prefill = 0, False
+        self.prefill_tokens, self.holds_prefill, self.is_transferring = 0, False, False
         self._ledger.changed()
 
     def release(self) -> None:
@@ -62,6 +83,7 @@ class Ledger:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.now_s = clock
         self._bookings: dict[Booking, None] = {}
+        self._kv_bytes: Counter[str] = Counter()
         self._callbacks: list[Callable[[], None]] = []
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -91,6 +113,26 @@ class Ledger:
         """Room may have appeared."""
         for callback in self._callbacks:
             callback()
+
+    def count_transfer(self, placement: Placement, num_bytes: int) -> None:
+        """KV has moved between the two workers."""
+        for info in (placement.prefill, placement.decode):
+            if info is not None:
+                self._kv_bytes[info.incarnation] += num_bytes
+
+    def follow(self, views: Iterable[WorkerView]) -> None:
+        """These are all workers there are: forget what others have sent and received."""
+        known = {view.info.incarnation for view in views}
+        for incarnation in self._kv_bytes.keys() - known:
+            del self._kv_bytes[incarnation]
+
+    def transfers(self, info: WorkerInfo) -> Transfers:
+        """What a run of a worker sends or receives."""
+        num_open = sum(
+            booking.is_transferring and info in (booking.placement.prefill, booking.placement.decode)
+            for booking in self._bookings
+        )
+        return Transfers(num_open, self._kv_bytes[info.incarnation])
 
     def in_flight(self, views: Iterable[WorkerView]) -> Mapping[str, InFlight]:
         """Sums by worker incarnation."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
-from mesh.registry.membership import Registry
+from mesh.registry.membership import Registry, WorkerView
 from router.decode_links import DecodeLinks
 from router.ledger import Ledger
 from router.placement import Snapshot, healthy, usable
@@ -50,6 +50,15 @@ class MeshView:
         snapshot = self.snapshot()
         left_out = snapshot.local_only if with_transfers else frozenset()
         return sum(candidate.info.incarnation not in left_out for candidate in healthy(snapshot, role))
+
+    def views(self) -> list[WorkerView]:
+        """All that the registry knows, also lost ones, with their load."""
+        return self._sources.registry.workers()
+
+    def serving(self) -> frozenset[str]:
+        """Incarnations of those that get clients' requests."""
+        snapshot = self.snapshot()
+        return frozenset(each.info.incarnation for role in WorkerRole for each in healthy(snapshot, role))
 
     def workers(self) -> list[WorkerInfo]:
         """All that the registry knows, also lost ones."""

@@ -99,7 +99,8 @@ class NoPlacement(Enum):
     """Why an attempt cannot be placed now."""
 
     NO_DECODE_WORKER = "no decode worker"
-    NO_ROOM = "no room"
+    NO_DECODE_ROOM = "no decode worker has room"
+    NO_PREFILL_ROOM = "no prefill worker has room"
     AWAY = "those decode workers that could hold it are away"
     TOO_LARGE = "too large for every decode worker"
 
@@ -143,14 +144,14 @@ def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
         query, [c for c in big_enough if decode_has_room(query, c, snapshot.num_canary_seats)], decode_cost
     )
     if decode is None:
-        return NoPlacement.NO_ROOM
+        return NoPlacement.NO_DECODE_ROOM
     prefillers = [c for c in healthy(snapshot, WorkerRole.PREFILL) if capacity_tokens(c.info) >= query.num_tokens]
     uncached = query.num_tokens - query.chain.num_cached_tokens(decode.view)
     locally = query.prefill_locally or decode.info.incarnation in snapshot.local_only
     if not prefillers or locally or uncached < snapshot.prefill_threshold:
         return Placement(None, decode.info)
     prefill = _choose(query, [c for c in prefillers if prefill_has_room(query, c)], prefill_cost)
-    return NoPlacement.NO_ROOM if prefill is None else Placement(prefill.info, decode.info)
+    return NoPlacement.NO_PREFILL_ROOM if prefill is None else Placement(prefill.info, decode.info)
 
 
 def usable(snapshot: Snapshot) -> list[WorkerView]:

@@ -31,6 +31,7 @@ class PrefillStarted:
 class TransferFinished:
     """The decode worker has all KV. `duration_s`: since the transfer was opened, if the worker says so."""
 
+    num_bytes: int
     duration_s: float | None
 
 
@@ -124,5 +125,6 @@ def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:
         return PrefillStarted(response.started.elapsed_ms / 1000)
     if kind == "finished":
         finished = response.finished
-        return TransferFinished(finished.duration_ms / 1000 if finished.HasField("duration_ms") else None)
+        duration_s = finished.duration_ms / 1000 if finished.HasField("duration_ms") else None
+        return TransferFinished(finished.bytes, duration_s)
     return None

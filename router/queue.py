@@ -83,12 +83,18 @@ class PlacementQueue:
         self._max_queued = max_queued
         self._waiters: Turns[_Waiter] = Turns()
         self._pump_scheduled = False
+        self._waits_for: NoPlacement | None = None
         self._outage = _Outage(no_worker_timeout_s, self._pump)
 
     @property
     def num_queued(self) -> int:
         """Attempts waiting."""
         return len(self._waiters)
+
+    @property
+    def waits_for(self) -> NoPlacement | None:
+        """Why the first in line is still there; None if nobody waits."""
+        return self._waits_for if self._waiters else None
 
     async def place(self, query: PlacementQuery, claim: Claim, *, is_replay: bool = False) -> Booking:
         """Wait for room. The caller owns the booking.
@@ -194,6 +200,7 @@ class PlacementQueue:
         placed = place(waiter.query, self._snapshot())
         self._watch_outage(placed)
         if not isinstance(placed, Placement) and self._is_worth_waiting(placed):
+            self._waits_for = placed
             return False
         self._waiters.take_first()
         if not waiter.booking.done():
@@ -216,7 +223,7 @@ class PlacementQueue:
     def _is_worth_waiting(self, why_not: NoPlacement) -> bool:
         if why_not is NoPlacement.NO_DECODE_WORKER:
             return not self._outage.accepted
-        return why_not is NoPlacement.NO_ROOM
+        return why_not in (NoPlacement.NO_DECODE_ROOM, NoPlacement.NO_PREFILL_ROOM)
 
     def _answer(self, waiter: _Waiter, placed: Placement | NoPlacement) -> None:
         if isinstance(placed, Placement):

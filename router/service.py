@@ -24,6 +24,7 @@ from router.claim import Claim
 from router.dispatch import Dispatcher
 from router.forecast import Forecast, retry_after_s
 from router.generation import GenerationStream, Work
+from router.journal import Journal
 from router.limits import LimitPolicy, Limits
 from router.mesh_view import MeshView
 from router.prompts import EncodedPrompt, Prompt, PromptEncoder
@@ -68,6 +69,7 @@ class ServiceParts:
     forecast: Forecast
     mesh: MeshView
     dispatcher: Dispatcher
+    journal: Journal
     slow_reader_s: float
     ttft_target_s: float | None = None
 
@@ -207,6 +209,7 @@ class GenerationService:
         finally:
             self._count_out()
             timeline.mark("finished")
+            self._parts.journal.ended(choice, timeline, error)
             log.info(
                 "finished",
                 request_id=choice.request_id,

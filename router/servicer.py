@@ -1,7 +1,7 @@
 """The public API's gRPC side: translation only."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -9,19 +9,16 @@ import grpc
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
-from mesh.registry.membership import Registry
 from mesh.rpc.credentials import Metadata
-from router.admission import Admission
 from router.answer import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
 from router.phases import AttemptTiming, Timing
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from router.queue import PlacementQueue
 from router.service import GenerationService, ModelInfo
 from router.tenants import Priority, Tenant
 from router.text.chat import ChatMessage, parse_extra, parse_tools
 from router.validation import GenerateInput
-from tandem.v1 import generation_pb2, generation_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
     {
@@ -81,43 +78,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         return generation_pb2.ListModelsResponse(models=[_model_to_proto(self._service.describe())])
 
 
-@dataclass(frozen=True, slots=True)
-class MeshSources:
-    """What operators are told about. `clock` gives the registry's monotonic seconds."""
-
-    registry: Registry
-    queue: PlacementQueue
-    permits: Admission
-    clock: Callable[[], float]
-
-
-class MeshServicer(worker_pb2_grpc.MeshServicer):
-    """What operators call."""
-
-    def __init__(self, sources: MeshSources, callers: Callers) -> None:
-        self._sources = sources
-        self._callers = callers
-
-    async def ListWorkers(
-        self, request: worker_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.ListWorkersResponse:
-        """All known workers."""
-        self._callers.tenant_of(context.invocation_metadata()).require_operator()
-        sources = self._sources
-        workers = [
-            worker_pb2.WorkerStatus(
-                record=wire.worker_to_proto(view.info),
-                load=wire.load_to_proto(view.load),
-                state=wire.state_to_proto(view.state),
-                last_seen=wire.duration_to_proto(max(0.0, sources.clock() - view.last_seen_s)),
-            )
-            for view in sources.registry.workers()
-        ]
-        return worker_pb2.ListWorkersResponse(
-            workers=workers, queued_requests=sources.queue.num_queued, active_requests=sources.permits.num_held
-        )
-
-
 def _asked_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) -> GenerateInput:
     return GenerateInput(
         prompt=_prompt_from_proto(request),
@@ -175,7 +135,7 @@ def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:
     if chunk.usage is not None:
         message.usage.CopyFrom(_usage_to_proto(chunk.usage))
     if chunk.timing is not None:
-        message.timing.CopyFrom(_timing_to_proto(chunk.timing))
+        message.timing.CopyFrom(timing_to_proto(chunk.timing))
     return message
 
 
@@ -210,7 +170,8 @@ def _usage_to_proto(usage: Usage) -> generation_pb2.Usage:
     )
 
 
-def _timing_to_proto(timing: Timing) -> generation_pb2.Timing:
+def timing_to_proto(timing: Timing) -> generation_pb2.Timing:
+    """For clients, and for operators."""
     return generation_pb2.Timing(
         total_ms=_ms(timing.total_s),
         prepare_ms=_ms(timing.prepare_s),

@@ -5,8 +5,18 @@ first_token, finished. Of repeated ones (replays) the access log has the first; 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from router.phases import AttemptEvents, Timing, timing_of
+
+
+@dataclass(slots=True)
+class Stop:
+    """The workers of one attempt by name, "" where there is none, and the name of the error it failed with."""
+
+    prefill: str = ""
+    decode: str = ""
+    failure: str = ""
 
 
 class Timeline:
@@ -17,18 +27,26 @@ class Timeline:
         self._begin_s = clock()
         self._events: dict[str, float] = {}
         self._attempts: list[AttemptEvents] = []
+        self._stops: list[Stop] = []
         self._current = AttemptEvents()
 
     def begin_attempt(self) -> None:
         """A new attempt is queued now."""
         self._current = AttemptEvents()
         self._attempts.append(self._current)
+        self._stops.append(Stop())
         self.mark("queued")
 
-    def end_attempt(self) -> None:
+    def note_workers(self, prefill: str, decode: str) -> None:
+        """The attempt runs at these; "" for no prefill worker."""
+        self._stops[-1].prefill, self._stops[-1].decode = prefill, decode
+
+    def end_attempt(self, failure: str = "") -> None:
         """The attempt has failed, or is complete, now. Of repeated calls the first counts."""
         if self._current.ended_s is None:
             self._current.ended_s = self._now_s()
+            if self._stops:
+                self._stops[-1].failure = failure
 
     def mark(self, event: str, *, ago_s: float = 0.0) -> None:
         """Something happens now, or did so as long ago as a worker says."""
@@ -40,6 +58,11 @@ class Timeline:
     def note_kv_transfer(self, duration_s: float | None) -> None:
         """How long the attempt's KV was on its way, as its sender has measured it."""
         self._current.kv_transfer_s = duration_s
+
+    @property
+    def stops(self) -> tuple[Stop, ...]:
+        """One for each attempt."""
+        return tuple(self._stops)
 
     def timing(self) -> Timing:
         """Where the time of a choice went whose last token has just come."""

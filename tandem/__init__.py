@@ -26,11 +26,11 @@ from tandem.exceptions import (
     TandemError,
     Unauthenticated,
 )
+from tandem.mesh import AttemptPlace, Incident, Mesh, RequestTrace, Worker, WorkerLoad
 from tandem.models import (
     AttemptTiming,
     Choice,
     FinishReason,
-    Mesh,
     Model,
     Priority,
     Result,
@@ -39,8 +39,6 @@ from tandem.models import (
     TokenEvent,
     TopToken,
     Usage,
-    Worker,
-    WorkerLoad,
 )
 from tandem.sync import Client
 
@@ -48,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncClient",
+    "AttemptPlace",
     "AttemptTiming",
     "Cancelled",
     "Choice",
@@ -56,6 +55,7 @@ __all__ = [
     "DeadlineExceeded",
     "FinishReason",
     "GenerateArguments",
+    "Incident",
     "InternalError",
     "InvalidRequest",
     "Mesh",
@@ -65,6 +65,7 @@ __all__ = [
     "Overloaded",
     "PermissionDenied",
     "Priority",
+    "RequestTrace",
     "Result",
     "ServerMisconfigured",
     "TandemError",

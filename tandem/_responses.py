@@ -9,7 +9,6 @@ from tandem.models import (
     AttemptTiming,
     Choice,
     FinishReason,
-    Mesh,
     Model,
     Result,
     Timing,
@@ -17,24 +16,15 @@ from tandem.models import (
     TokenEvent,
     TopToken,
     Usage,
-    Worker,
 )
-from tandem.models import WorkerLoad as Load
-from tandem.v1 import generation_pb2, sampling_pb2, worker_pb2
+from tandem.v1 import generation_pb2, sampling_pb2
 
-_FINISH_REASONS = {
+FINISH_REASONS = {
     sampling_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     sampling_pb2.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
     sampling_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
     sampling_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
     sampling_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
-_ROLES = {worker_pb2.WORKER_ROLE_PREFILL: "prefill", worker_pb2.WORKER_ROLE_DECODE: "decode"}
-_STATES = {
-    worker_pb2.WORKER_STATE_READY: "ready",
-    worker_pb2.WORKER_STATE_DRAINING: "draining",
-    worker_pb2.WORKER_STATE_LOST: "lost",
-    worker_pb2.WORKER_STATE_STALLED: "stalled",
 }
 
 
@@ -63,7 +53,7 @@ class EventReader:
             events[0] = self._with_prompt(events[0])
         if message.finish_reason:
             self._running.discard(index)
-            reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN)
+            reason = FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN)
             took = timing(message.timing) if message.HasField("timing") else None
             events[-1] = replace(events[-1], finish_reason=reason, usage=usage(message.usage), timing=took)
         return events
@@ -147,33 +137,4 @@ def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
             ready=message.ready,
         )
         for message in messages
-    )
-
-
-def mesh(message: worker_pb2.ListWorkersResponse) -> Mesh:
-    """The mesh as the router sees it."""
-    return Mesh(tuple(map(_worker, message.workers)), message.queued_requests, message.active_requests)
-
-
-def _worker(message: worker_pb2.WorkerStatus) -> Worker:
-    record, load = message.record, message.load
-    return Worker(
-        worker_id=record.worker_id,
-        incarnation=record.incarnation,
-        role=_ROLES.get(record.role, "unknown"),
-        state=_STATES.get(message.state, "unknown"),
-        address=record.address,
-        model=record.model,
-        device=record.device,
-        pid=record.pid,
-        num_blocks=record.num_blocks,
-        load=Load(
-            free_blocks=load.free_blocks,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            pending_tokens=load.pending_tokens,
-            generated_tokens=load.generated_tokens,
-            computed_tokens=load.computed_tokens,
-        ),
-        last_seen_s=message.last_seen.ToNanoseconds() / 1e9,
     )

@@ -197,44 +197,6 @@ class Model:
     ready: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """How busy a worker is. `generated_tokens` and `computed_tokens` count since its start."""
-
-    free_blocks: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    pending_tokens: int = 0
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """A worker as the router sees it. `role` is prefill or decode; `state` ready, stalled, draining or lost."""
-
-    worker_id: str
-    incarnation: str
-    role: str
-    state: str
-    address: str
-    model: str
-    device: str
-    pid: int
-    num_blocks: int
-    load: WorkerLoad
-    last_seen_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """All workers and the router's own counts."""
-
-    workers: tuple[Worker, ...]
-    queued_requests: int
-    active_requests: int
-
-
 def confidence(tokens: Sequence[Token]) -> float | None:
     """exp(mean log-prob) of `tokens`; None if none has a log-prob."""
     logprobs = [token.logprob for token in tokens if token.logprob is not None]

@@ -11,7 +11,8 @@ from tandem._channel import ChannelFactory, Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
 from tandem.exceptions import Cancelled
-from tandem.models import Mesh, Model, Result, Token, TokenEvent, Worker
+from tandem.mesh import Mesh, Worker
+from tandem.models import Model, Result, Token, TokenEvent
 
 T = TypeVar("T")
 

@@ -61,12 +61,14 @@ class ChatChunks:
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
-        """Nothing for a token whose text is held back, unless its log-prob is wanted."""
+        """Nothing for a token whose text is held back, unless its log-prob or id is wanted."""
         self._usage.saw(event)
         tokens = event_tokens(event)
-        if event.text or (self._body.logprobs and tokens):
+        if event.text or (self._body.logprobs and tokens) or (self._body.return_token_ids and event.token):
             logprobs = chat_logprobs(tokens, self._body.top_logprobs or 0) if self._body.logprobs else None
-            yield self._chunk(event.index, {"content": event.text}, logprobs)
+            chunk = self._chunk(event.index, {"content": event.text}, logprobs)
+            chunk["choices"][0] |= token_ids(self._body, (event.token,) if event.token else ())
+            yield chunk
         if event.finish_reason is not None:
             yield self._chunk(event.index, {}, reason=finish_reason(event.finish_reason))
 

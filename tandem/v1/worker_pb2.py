@@ -23,58 +23,70 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from tandem.v1 import generation_pb2 as tandem_dot_v1_dot_generation__pb2
 from tandem.v1 import kvtransfer_pb2 as tandem_dot_v1_dot_kvtransfer__pb2
+from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1atandem/v1/kvtransfer.proto\"\xd1\x02\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x06 \x01(\t\x12#\n\x06layout\x18\x07 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\x18\n\x10max_batch_tokens\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x18\n\x10protocol_version\x18\x0c \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\"\x96\x01\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0epending_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\"J\n\x0b\x43\x61\x63heEvents\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x04\x12%\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x15.tandem.v1.CacheEvent\"1\n\nCacheEvent\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x0f\n\x07\x65victed\x18\x02 \x01(\x08\":\n\rCacheSnapshot\x12\x13\n\x0bnext_number\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"\xa0\x01\n\x0fRegisterRequest\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecordH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.tandem.v1.HeartbeatH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.tandem.v1.CacheSnapshotH\x00\x42\t\n\x07message\"\x85\x01\n\tHeartbeat\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12,\n\x0c\x63\x61\x63he_events\x18\x02 \x01(\x0b\x32\x16.tandem.v1.CacheEvents\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\"\x82\x01\n\x10RegisterResponse\x12+\n\nregistered\x18\x01 \x01(\x0b\x32\x15.tandem.v1.RegisteredH\x00\x12\x36\n\x10snapshot_request\x18\x02 \x01(\x0b\x32\x1a.tandem.v1.SnapshotRequestH\x00\x42\t\n\x07message\"C\n\nRegistered\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x11\n\x0fSnapshotRequest\"\x12\n\x10GetWorkerRequest\"a\n\x11GetWorkerResponse\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x14\n\x12ListWorkersRequest\"q\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63tive_requests\x18\x03 \x01(\r\"\xb1\x01\n\x0cWorkerStatus\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12,\n\tlast_seen\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\x8f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x18\n\x14WORKER_STATE_STALLED\x10\x04\x32S\n\x08Registry\x12G\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse(\x01\x30\x01\x32\x8c\x01\n\x06Worker\x12\x46\n\tGetWorker\x12\x1b.tandem.v1.GetWorkerRequest\x1a\x1c.tandem.v1.GetWorkerResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse2T\n\x04Mesh\x12L\n\x0bListWorkers\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1e.tandem.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/worker.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1atandem/v1/generation.proto\x1a\x1atandem/v1/kvtransfer.proto\x1a\x18tandem/v1/sampling.proto\"\xd1\x02\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x06 \x01(\t\x12#\n\x06layout\x18\x07 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\x18\n\x10max_batch_tokens\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x18\n\x10protocol_version\x18\x0c \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\"\x96\x01\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0epending_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\"J\n\x0b\x43\x61\x63heEvents\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x04\x12%\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x15.tandem.v1.CacheEvent\"1\n\nCacheEvent\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x0f\n\x07\x65victed\x18\x02 \x01(\x08\":\n\rCacheSnapshot\x12\x13\n\x0bnext_number\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"\xa0\x01\n\x0fRegisterRequest\x12)\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecordH\x00\x12)\n\theartbeat\x18\x02 \x01(\x0b\x32\x14.tandem.v1.HeartbeatH\x00\x12,\n\x08snapshot\x18\x03 \x01(\x0b\x32\x18.tandem.v1.CacheSnapshotH\x00\x42\t\n\x07message\"\x85\x01\n\tHeartbeat\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12,\n\x0c\x63\x61\x63he_events\x18\x02 \x01(\x0b\x32\x16.tandem.v1.CacheEvents\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\"\x82\x01\n\x10RegisterResponse\x12+\n\nregistered\x18\x01 \x01(\x0b\x32\x15.tandem.v1.RegisteredH\x00\x12\x36\n\x10snapshot_request\x18\x02 \x01(\x0b\x32\x1a.tandem.v1.SnapshotRequestH\x00\x42\t\n\x07message\"C\n\nRegistered\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x11\n\x0fSnapshotRequest\"\x12\n\x10GetWorkerRequest\"a\n\x11GetWorkerResponse\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x14\n\x12ListWorkersRequest\"\xa9\x02\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63tive_requests\x18\x03 \x01(\r\x12%\n\x08shortage\x18\x04 \x01(\x0e\x32\x13.tandem.v1.Shortage\x12\x15\n\rended_choices\x18\x05 \x01(\x04\x12\x16\n\x0e\x66\x61iled_choices\x18\x06 \x01(\x04\x12\x0f\n\x07replays\x18\x07 \x01(\x04\x12&\n\tincidents\x18\x08 \x03(\x0b\x32\x13.tandem.v1.Incident\x12\'\n\x06traces\x18\t \x03(\x0b\x32\x17.tandem.v1.RequestTrace\"\x8f\x01\n\x08Incident\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.tandem.v1.IncidentKind\x12&\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\"\x9e\x02\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12!\n\x06timing\x18\x08 \x01(\x0b\x32\x11.tandem.v1.Timing\x12\'\n\x06places\x18\t \x03(\x0b\x32\x17.tandem.v1.AttemptPlace\"N\n\x0c\x41ttemptPlace\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\"\x90\x02\n\x0cWorkerStatus\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12,\n\tlast_seen\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07serving\x18\x05 \x01(\x08\x12\x16\n\x0eopen_transfers\x18\x06 \x01(\r\x12\x19\n\x11transferred_bytes\x18\x07 \x01(\x04\x12\x19\n\x11prefilling_tokens\x18\x08 \x01(\r*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\x8f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x18\n\x14WORKER_STATE_STALLED\x10\x04*u\n\x08Shortage\x12\x18\n\x14SHORTAGE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SHORTAGE_DECODE_WORKER\x10\x01\x12\x18\n\x14SHORTAGE_DECODE_ROOM\x10\x02\x12\x19\n\x15SHORTAGE_PREFILL_ROOM\x10\x03*\x80\x02\n\x0cIncidentKind\x12\x1d\n\x19INCIDENT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14INCIDENT_KIND_JOINED\x10\x01\x12\x17\n\x13INCIDENT_KIND_READY\x10\x02\x12\x1a\n\x16INCIDENT_KIND_DRAINING\x10\x03\x12\x19\n\x15INCIDENT_KIND_STALLED\x10\x04\x12\x16\n\x12INCIDENT_KIND_LOST\x10\x05\x12\x19\n\x15INCIDENT_KIND_TRIPPED\x10\x06\x12\x1a\n\x16INCIDENT_KIND_REPLAYED\x10\x07\x12\x18\n\x14INCIDENT_KIND_FAILED\x10\x08\x32S\n\x08Registry\x12G\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse(\x01\x30\x01\x32\x8c\x01\n\x06Worker\x12\x46\n\tGetWorker\x12\x1b.tandem.v1.GetWorkerRequest\x1a\x1c.tandem.v1.GetWorkerResponse\x12:\n\x05\x44rain\x12\x17.tandem.v1.DrainRequest\x1a\x18.tandem.v1.DrainResponse2T\n\x04Mesh\x12L\n\x0bListWorkers\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1e.tandem.v1.ListWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=1766
-  _globals['_WORKERROLE']._serialized_end=1856
-  _globals['_WORKERSTATE']._serialized_start=1859
-  _globals['_WORKERSTATE']._serialized_end=2002
-  _globals['_WORKERRECORD']._serialized_start=98
-  _globals['_WORKERRECORD']._serialized_end=435
-  _globals['_WORKERLOAD']._serialized_start=438
-  _globals['_WORKERLOAD']._serialized_end=588
-  _globals['_CACHEEVENTS']._serialized_start=590
-  _globals['_CACHEEVENTS']._serialized_end=664
-  _globals['_CACHEEVENT']._serialized_start=666
-  _globals['_CACHEEVENT']._serialized_end=715
-  _globals['_CACHESNAPSHOT']._serialized_start=717
-  _globals['_CACHESNAPSHOT']._serialized_end=775
-  _globals['_REGISTERREQUEST']._serialized_start=778
-  _globals['_REGISTERREQUEST']._serialized_end=938
-  _globals['_HEARTBEAT']._serialized_start=941
-  _globals['_HEARTBEAT']._serialized_end=1074
-  _globals['_REGISTERRESPONSE']._serialized_start=1077
-  _globals['_REGISTERRESPONSE']._serialized_end=1207
-  _globals['_REGISTERED']._serialized_start=1209
-  _globals['_REGISTERED']._serialized_end=1276
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1278
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1295
-  _globals['_GETWORKERREQUEST']._serialized_start=1297
-  _globals['_GETWORKERREQUEST']._serialized_end=1315
-  _globals['_GETWORKERRESPONSE']._serialized_start=1317
-  _globals['_GETWORKERRESPONSE']._serialized_end=1414
-  _globals['_DRAINREQUEST']._serialized_start=1416
-  _globals['_DRAINREQUEST']._serialized_end=1430
-  _globals['_DRAINRESPONSE']._serialized_start=1432
-  _globals['_DRAINRESPONSE']._serialized_end=1447
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1449
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1469
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=1471
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=1584
-  _globals['_WORKERSTATUS']._serialized_start=1587
-  _globals['_WORKERSTATUS']._serialized_end=1764
-  _globals['_REGISTRY']._serialized_start=2004
-  _globals['_REGISTRY']._serialized_end=2087
-  _globals['_WORKER']._serialized_start=2090
-  _globals['_WORKER']._serialized_end=2230
-  _globals['_MESH']._serialized_start=2232
-  _globals['_MESH']._serialized_end=2316
+  _globals['_WORKERROLE']._serialized_start=2615
+  _globals['_WORKERROLE']._serialized_end=2705
+  _globals['_WORKERSTATE']._serialized_start=2708
+  _globals['_WORKERSTATE']._serialized_end=2851
+  _globals['_SHORTAGE']._serialized_start=2853
+  _globals['_SHORTAGE']._serialized_end=2970
+  _globals['_INCIDENTKIND']._serialized_start=2973
+  _globals['_INCIDENTKIND']._serialized_end=3229
+  _globals['_WORKERRECORD']._serialized_start=152
+  _globals['_WORKERRECORD']._serialized_end=489
+  _globals['_WORKERLOAD']._serialized_start=492
+  _globals['_WORKERLOAD']._serialized_end=642
+  _globals['_CACHEEVENTS']._serialized_start=644
+  _globals['_CACHEEVENTS']._serialized_end=718
+  _globals['_CACHEEVENT']._serialized_start=720
+  _globals['_CACHEEVENT']._serialized_end=769
+  _globals['_CACHESNAPSHOT']._serialized_start=771
+  _globals['_CACHESNAPSHOT']._serialized_end=829
+  _globals['_REGISTERREQUEST']._serialized_start=832
+  _globals['_REGISTERREQUEST']._serialized_end=992
+  _globals['_HEARTBEAT']._serialized_start=995
+  _globals['_HEARTBEAT']._serialized_end=1128
+  _globals['_REGISTERRESPONSE']._serialized_start=1131
+  _globals['_REGISTERRESPONSE']._serialized_end=1261
+  _globals['_REGISTERED']._serialized_start=1263
+  _globals['_REGISTERED']._serialized_end=1330
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1332
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1349
+  _globals['_GETWORKERREQUEST']._serialized_start=1351
+  _globals['_GETWORKERREQUEST']._serialized_end=1369
+  _globals['_GETWORKERRESPONSE']._serialized_start=1371
+  _globals['_GETWORKERRESPONSE']._serialized_end=1468
+  _globals['_DRAINREQUEST']._serialized_start=1470
+  _globals['_DRAINREQUEST']._serialized_end=1484
+  _globals['_DRAINRESPONSE']._serialized_start=1486
+  _globals['_DRAINRESPONSE']._serialized_end=1501
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1503
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1523
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=1526
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=1823
+  _globals['_INCIDENT']._serialized_start=1826
+  _globals['_INCIDENT']._serialized_end=1969
+  _globals['_REQUESTTRACE']._serialized_start=1972
+  _globals['_REQUESTTRACE']._serialized_end=2258
+  _globals['_ATTEMPTPLACE']._serialized_start=2260
+  _globals['_ATTEMPTPLACE']._serialized_end=2338
+  _globals['_WORKERSTATUS']._serialized_start=2341
+  _globals['_WORKERSTATUS']._serialized_end=2613
+  _globals['_REGISTRY']._serialized_start=3231
+  _globals['_REGISTRY']._serialized_end=3314
+  _globals['_WORKER']._serialized_start=3317
+  _globals['_WORKER']._serialized_end=3457
+  _globals['_MESH']._serialized_start=3459
+  _globals['_MESH']._serialized_end=3543
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,9 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from tandem.v1 import generation_pb2 as _generation_pb2
 from tandem.v1 import kvtransfer_pb2 as _kvtransfer_pb2
+from tandem.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -24,6 +26,25 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
     WORKER_STATE_STALLED: _ClassVar[WorkerState]
+
+class Shortage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SHORTAGE_UNSPECIFIED: _ClassVar[Shortage]
+    SHORTAGE_DECODE_WORKER: _ClassVar[Shortage]
+    SHORTAGE_DECODE_ROOM: _ClassVar[Shortage]
+    SHORTAGE_PREFILL_ROOM: _ClassVar[Shortage]
+
+class IncidentKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INCIDENT_KIND_UNSPECIFIED: _ClassVar[IncidentKind]
+    INCIDENT_KIND_JOINED: _ClassVar[IncidentKind]
+    INCIDENT_KIND_READY: _ClassVar[IncidentKind]
+    INCIDENT_KIND_DRAINING: _ClassVar[IncidentKind]
+    INCIDENT_KIND_STALLED: _ClassVar[IncidentKind]
+    INCIDENT_KIND_LOST: _ClassVar[IncidentKind]
+    INCIDENT_KIND_TRIPPED: _ClassVar[IncidentKind]
+    INCIDENT_KIND_REPLAYED: _ClassVar[IncidentKind]
+    INCIDENT_KIND_FAILED: _ClassVar[IncidentKind]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
@@ -32,6 +53,19 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
 WORKER_STATE_STALLED: WorkerState
+SHORTAGE_UNSPECIFIED: Shortage
+SHORTAGE_DECODE_WORKER: Shortage
+SHORTAGE_DECODE_ROOM: Shortage
+SHORTAGE_PREFILL_ROOM: Shortage
+INCIDENT_KIND_UNSPECIFIED: IncidentKind
+INCIDENT_KIND_JOINED: IncidentKind
+INCIDENT_KIND_READY: IncidentKind
+INCIDENT_KIND_DRAINING: IncidentKind
+INCIDENT_KIND_STALLED: IncidentKind
+INCIDENT_KIND_LOST: IncidentKind
+INCIDENT_KIND_TRIPPED: IncidentKind
+INCIDENT_KIND_REPLAYED: IncidentKind
+INCIDENT_KIND_FAILED: IncidentKind
 
 class WorkerRecord(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "model", "tokenizer_fingerprint", "layout", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "protocol_version", "device", "pid")
@@ -168,23 +202,89 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "active_requests")
+    __slots__ = ("workers", "queued_requests", "active_requests", "shortage", "ended_choices", "failed_choices", "replays", "incidents", "traces")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SHORTAGE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    REPLAYS_FIELD_NUMBER: _ClassVar[int]
+    INCIDENTS_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queued_requests: int
     active_requests: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ...) -> None: ...
+    shortage: Shortage
+    ended_choices: int
+    failed_choices: int
+    replays: int
+    incidents: _containers.RepeatedCompositeFieldContainer[Incident]
+    traces: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+
+class Incident(_message.Message):
+    __slots__ = ("kind", "age", "worker_id", "request_id", "cause")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    kind: IncidentKind
+    age: _duration_pb2.Duration
+    worker_id: str
+    request_id: str
+    cause: str
+    def __init__(self, kind: _Optional[_Union[IncidentKind, str]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., worker_id: _Optional[str] = ..., request_id: _Optional[str] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class RequestTrace(_message.Message):
+    __slots__ = ("request_id", "age", "prompt_tokens", "completion_tokens", "cached_tokens", "finish_reason", "error", "timing", "places")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    age: _duration_pb2.Duration
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish_reason: _sampling_pb2.FinishReason
+    error: str
+    timing: _generation_pb2.Timing
+    places: _containers.RepeatedCompositeFieldContainer[AttemptPlace]
+    def __init__(self, request_id: _Optional[str] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_sampling_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., timing: _Optional[_Union[_generation_pb2.Timing, _Mapping]] = ..., places: _Optional[_Iterable[_Union[AttemptPlace, _Mapping]]] = ...) -> None: ...
+
+class AttemptPlace(_message.Message):
+    __slots__ = ("prefill_worker", "decode_worker", "failure")
+    PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    prefill_worker: str
+    decode_worker: str
+    failure: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("record", "load", "state", "last_seen")
+    __slots__ = ("record", "load", "state", "last_seen", "serving", "open_transfers", "transferred_bytes", "prefilling_tokens")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    OPEN_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREFILLING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     record: WorkerRecord
     load: WorkerLoad
     state: WorkerState
     last_seen: _duration_pb2.Duration
-    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., last_seen: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    serving: bool
+    open_transfers: int
+    transferred_bytes: int
+    prefilling_tokens: int
+    def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., state: _Optional[_Union[WorkerState, str]] = ..., last_seen: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., serving: _Optional[bool] = ..., open_transfers: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., prefilling_tokens: _Optional[int] = ...) -> None: ...

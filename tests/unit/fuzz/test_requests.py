@@ -17,6 +17,7 @@ from mesh.domain.tokens import SampledToken, StepOutput
 from router.admission import Permits
 from router.api_keys import NoKeys
 from router.forecast import Forecast
+from router.journal import Journal
 from router.limits import LimitPolicy
 from router.prompts import PromptEncoder
 from router.served_model import ServedModel
@@ -121,6 +122,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
         forecast=Forecast(time.monotonic),
         mesh=SimpleNamespace(decode_workers=list, has_path=True),  # type: ignore[arg-type]
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
+        journal=Journal(time.monotonic),
         slow_reader_s=20.0,
     )
     encoder.close()

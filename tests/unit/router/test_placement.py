@@ -40,7 +40,7 @@ def names(placed: Any) -> Any:
         ([prefill(), decode(num_blocks=2), decode("d1")], ("p0", "d1")),
         ([prefill(), decode(num_blocks=2), decode("d1", state=WorkerState.LOST)], NoPlacement.AWAY),
         ([prefill(num_blocks=1), decode()], (None, "d0")),  # the prompt does not fit the prefill worker
-        ([prefill(), decode(max_num_seqs=0)], NoPlacement.NO_ROOM),
+        ([prefill(), decode(max_num_seqs=0)], NoPlacement.NO_DECODE_ROOM),
     ],
 )
 def test_filters(views: list[Any], expected: Any) -> None:
@@ -49,7 +49,7 @@ def test_filters(views: list[Any], expected: Any) -> None:
 
 def test_seats_are_left_to_canaries_while_workers_wait_to_be_proven() -> None:
     nearly_full = InFlight(num_seqs=3)
-    for unproven, expected in ((frozenset(), (None, "d0")), (frozenset({"p0"}), NoPlacement.NO_ROOM)):
+    for unproven, expected in ((frozenset(), (None, "d0")), (frozenset({"p0"}), NoPlacement.NO_DECODE_ROOM)):
         mesh = snapshot(decode(max_num_seqs=4), in_flight={"d0": nearly_full}, unproven=unproven)
         assert names(place(query(), mesh)) == expected
 

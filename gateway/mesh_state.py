@@ -1,0 +1,107 @@
+"""GET /mesh/state: the mesh as the router sees it, for operators, and in words which side holds requests up."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from starlette.responses import JSONResponse, Response
+
+from gateway.exchange import Exchange
+from gateway.streaming import Json
+from tandem import Mesh, Worker
+
+_TIMEOUT_S = 5.0
+_NEARLY_FULL = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`level`: ok, busy or down. `side`, if any, is what an operator should look at: prefill or decode."""
+
+    level: str
+    side: str
+    headline: str
+    detail: str
+
+
+async def mesh_state(exchange: Exchange) -> Response:
+    """The handler. Pages ask each second; speeds come from the counters of two answers and their `at_s`."""
+    mesh = await exchange.client.mesh(timeout=_TIMEOUT_S)
+    return JSONResponse(state_json(mesh, at_s=time.monotonic()), headers={"cache-control": "no-store"})
+
+
+def state_json(mesh: Mesh, *, at_s: float) -> Json:
+    """All that is known, under the names of the SDK."""
+    return asdict(mesh) | {"at_s": at_s, "verdict": asdict(judge(mesh))}
+
+
+def judge(mesh: Mesh) -> Verdict:
+    """Which side is the bottleneck. What the queue waits for is certain; without a queue, how full the sides are."""
+    decode = [worker for worker in mesh.workers if worker.role == "decode"]
+    serving = [worker for worker in decode if worker.serving]
+    prefill = [worker for worker in mesh.workers if worker.role == "prefill" and worker.serving]
+    if not serving:
+        return Verdict("down", "decode", "Nothing is served: no decode worker takes requests", _why_none(decode))
+    if mesh.shortage == "decode room":
+        detail = (
+            f"{_waiting(mesh)} for a seat or memory there: {_decode_load(serving)}. More decode workers would help."
+        )
+        return Verdict("busy", "decode", "Decode is the bottleneck", detail)
+    if mesh.shortage == "prefill room":
+        detail = f"{_waiting(mesh)} for prefill: {_prefill_load(prefill)}. More prefill workers would help."
+        return Verdict("busy", "prefill", "Prefill is the bottleneck", detail)
+    return _judge_without_queue(mesh, prefill, serving)
+
+
+def _judge_without_queue(mesh: Mesh, prefill: list[Worker], decode: list[Worker]) -> Verdict:
+    load = f"Decode: {_decode_load(decode)}. Prefill: {_prefill_load(prefill)}."
+    away = [f"{worker.worker_id} is {worker.state}" for worker in mesh.workers if worker.state in ("lost", "stalled")]
+    if away:
+        return Verdict("busy", "", f"{', '.join(away)}; nobody waits", load)
+    if not prefill:
+        return Verdict("ok", "prefill", "No prefill worker serves: decode workers prefill by themselves", load)
+    if max(_seats(decode), _kv(decode)) >= _NEARLY_FULL:
+        return Verdict("busy", "decode", "Decode is nearly full, but nobody waits", load)
+    num_waiting = sum(worker.load.num_waiting for worker in prefill)
+    if num_waiting:
+        return Verdict(
+            "busy", "prefill", f"Prefill is the busier side: {_count(num_waiting, 'prompt')} in its queue", load
+        )
+    headline = "No bottleneck: nobody waits" if mesh.active_requests else "Idle: ready for requests"
+    return Verdict("ok", "", headline, load)
+
+
+def _why_none(decode: Iterable[Worker]) -> str:
+    states = [
+        f"{worker.worker_id} is {worker.state if worker.state != 'ready' else 'not proven yet'}" for worker in decode
+    ]
+    return "; ".join(states) + "." if states else "None has registered."
+
+
+def _waiting(mesh: Mesh) -> str:
+    return f"{_count(mesh.queued_requests, 'request')} {'waits' if mesh.queued_requests == 1 else 'wait'}"
+
+
+def _decode_load(workers: list[Worker]) -> str:
+    running = sum(worker.load.num_running for worker in workers)
+    seats = sum(worker.max_num_seqs for worker in workers)
+    return f"{running} of {seats} seats taken, {100 * _kv(workers):.0f} % of KV memory in use"
+
+
+def _prefill_load(workers: list[Worker]) -> str:
+    if not workers:
+        return "no worker serves"
+    return f"{_count(sum(worker.prefilling_tokens for worker in workers), 'prompt token')} to compute"
+
+
+def _seats(workers: list[Worker]) -> float:
+    return sum(worker.load.num_running for worker in workers) / max(1, sum(worker.max_num_seqs for worker in workers))
+
+
+def _kv(workers: list[Worker]) -> float:
+    total = sum(worker.num_blocks for worker in workers)
+    return 1 - sum(worker.load.free_blocks for worker in workers) / total if total else 0.0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,67 @@
+// Calls to the gateway with the user's API key, which is kept for this tab only.
+
+const KEY = "tandem-api-key";
+
+export const savedKey = () => sessionStorage.getItem(KEY) ?? "";
+export const saveKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
+
+/** What the gateway said instead of an answer. */
+export class Refusal extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function call(path, options) {
+  const key = savedKey();
+  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers: { ...headers, ...options.headers } });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refusal(0, "The gateway cannot be reached.");
+  }
+  if (!response.ok) {
+    const body = await response.json().catch(() => ({}));
+    const message = body.error?.message ?? body.error ?? body.message ?? `The gateway answered ${response.status}.`;
+    throw new Refusal(response.status, String(message));
+  }
+  return response;
+}
+
+const jsonBody = (body, signal) => ({
+  method: "POST",
+  body: JSON.stringify(body),
+  headers: { "content-type": "application/json" },
+  signal,
+});
+
+export const get = async (path) => (await call(path, {})).json();
+export const post = async (path, body, signal) => (await call(path, jsonBody(body, signal))).json();
+
+/** The objects of a stream of server-sent events, until [DONE]. Throws Refusal for an error event. */
+export async function* stream(path, body, signal) {
+  const response = await call(path, jsonBody({ ...body, stream: true }, signal));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Refusal(0, "The answer broke off.");
+      const events = (rest + value).split("\n\n");
+      rest = events.pop();
+      for (const event of events) {
+        if (!event.startsWith("data: ")) continue; // a comment that keeps the connection open
+        const data = event.slice(6);
+        if (data === "[DONE]") return;
+        const object = JSON.parse(data);
+        if (object.error) throw new Refusal(response.status, object.error.message);
+        yield object;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

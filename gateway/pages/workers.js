@@ -1,0 +1,95 @@
+// A card for each worker, changed in place: what is focused or selected stays so.
+
+import { make, say } from "./dom.js";
+import { ago, bytes, count, percent, share } from "./units.js";
+
+const SIGNS = { ready: "● ready", draining: "▲ draining", stalled: "■ stalled", lost: "✕ lost", unproven: "◌ not proven yet" };
+const SVG = "http://www.w3.org/2000/svg";
+
+const stateOf = (worker) => (worker.state === "ready" && !worker.serving ? "unproven" : worker.state);
+
+class Card {
+  constructor() {
+    this.name = make("span");
+    this.state = make("span", { class: "state" });
+    this.meters = make("div", { class: "meters" });
+    this.rows = new Map();
+    this.speed = make("b");
+    this.beside = make("span");
+    this.line = document.createElementNS(SVG, "polyline");
+    const svg = document.createElementNS(SVG, "svg");
+    for (const [name, value] of [["viewBox", "0 0 59 20"], ["preserveAspectRatio", "none"], ["aria-hidden", "true"]]) svg.setAttribute(name, value);
+    for (const [name, value] of [["fill", "none"], ["stroke", "currentColor"], ["stroke-width", "1.5"], ["vector-effect", "non-scaling-stroke"]]) this.line.setAttribute(name, value);
+    svg.append(this.line);
+    const speed = make("div", { class: "speed" }, make("span", {}, this.speed, " ", this.beside), svg);
+    this.element = make("article", { class: "worker card" }, make("div", { class: "name" }, this.name, this.state), this.meters, speed);
+  }
+
+  show(worker, speed) {
+    const state = stateOf(worker);
+    const isAway = state === "lost" || state === "stalled";
+    say(this.name, worker.worker_id);
+    this.element.title = `${worker.address}, pid ${worker.pid}, ${worker.device}`;
+    this.element.setAttribute("aria-label", `${worker.role} worker ${worker.worker_id}`);
+    say(this.state, SIGNS[state] + (isAway ? `, last seen ${ago(worker.last_seen_s)}` : ""));
+    this.state.dataset.state = state;
+    this.element.classList.toggle("away", isAway);
+    const load = state === "lost" ? { num_running: 0, num_waiting: 0, free_blocks: worker.num_blocks } : worker.load;
+    const used = worker.num_blocks - load.free_blocks;
+    this.#meter("KV memory", used, worker.num_blocks, percent(used, worker.num_blocks));
+    if (worker.role === "decode") this.#meter("Batch", load.num_running, worker.max_num_seqs, `${load.num_running} of ${worker.max_num_seqs}`);
+    this.#row("Running", worker.role === "prefill" ? String(load.num_running) : null);
+    this.#row("Waiting", String(load.num_waiting));
+    this.#row("To compute", worker.role === "prefill" ? `${count(worker.prefilling_tokens)} tokens` : null);
+    this.#row("KV transfer", `${worker.open_transfers} on the way, ${bytes(speed.bytes)}/s`);
+    say(this.speed, count(speed.tokens));
+    say(this.beside, worker.role === "prefill" ? "prompt tokens/s" : "tokens/s");
+    const most = Math.max(1, ...speed.history);
+    const start = 60 - speed.history.length;
+    this.line.setAttribute("points", speed.history.map((value, index) => `${start + index},${19 - (18 * value) / most}`).join(" "));
+  }
+
+  #meter(name, part, whole, text) {
+    const row = this.#row(name, text);
+    if (!row.fill) {
+      row.fill = make("div", { class: "fill" });
+      row.value.before(make("div", { class: "track" }, row.fill));
+    }
+    row.fill.style.width = `${100 * share(part, whole)}%`;
+  }
+
+  #row(name, text) {
+    if (text === null) return null;
+    let row = this.rows.get(name);
+    if (!row) {
+      row = { value: make("span", { class: "value" }) };
+      this.rows.set(name, row);
+      this.meters.append(make("span", { class: "label" }, name), row.value);
+    }
+    say(row.value, text);
+    return row;
+  }
+}
+
+/** The workers of one side. */
+export class Side {
+  constructor(element) {
+    this.element = element;
+    this.cards = new Map();
+  }
+
+  show(workers, speeds) {
+    const there = new Set(workers.map((worker) => worker.incarnation));
+    for (const [incarnation, card] of this.cards) {
+      if (there.has(incarnation)) continue;
+      card.element.remove();
+      this.cards.delete(incarnation);
+    }
+    for (const worker of workers) {
+      if (!this.cards.has(worker.incarnation)) this.cards.set(worker.incarnation, new Card());
+      this.cards.get(worker.incarnation).show(worker, speeds.of(worker));
+    }
+    const inOrder = workers.map((worker) => this.cards.get(worker.incarnation).element);
+    if (inOrder.some((element, index) => this.element.children[index] !== element)) this.element.replaceChildren(...inOrder);
+  }
+}

@@ -1,0 +1,69 @@
+"""The pages' files and headers; what they do in a browser is in tests/e2e/test_pages.py."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.web import PAGES
+from tests.service.gateway.http import gateway_at, running_gateway
+from tests.service.security.keys import KEYS, write_keys
+
+FILES = sorted(path for path in PAGES.iterdir() if path.is_file())
+# Ways in which a text could become markup or code.
+SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|srcdoc|javascript:"
+
+
+@pytest.mark.parametrize("path", ["/", "/mesh", *(f"/pages/{file.name}" for file in FILES)])
+async def test_every_page_and_file_comes_under_the_policy(path: str) -> None:
+    async with running_gateway() as gateway:
+        response = await gateway.http.get(path, headers={"accept": "text/html"})
+    assert response.status_code == 200
+    policy = response.headers["content-security-policy"]
+    assert "unsafe" not in policy
+    for part in ("default-src 'none'", "script-src 'self'", "trusted-types 'none'", "frame-ancestors 'none'"):
+        assert part in policy
+    assert response.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_files_bring_nothing_from_elsewhere_and_make_no_markup_of_text(file: Path) -> None:
+    text = file.read_text()
+    assert re.findall(SINKS, text) == []
+    assert set(re.findall(r"(?:https?:)?//[a-z][\w.-]+", text)) <= {"http://www.w3.org"}
+    if file.suffix == ".html":
+        assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", text) == []
+        for local in re.findall(r'(?:src|href)="/pages/([^"]+)"', text):
+            assert (PAGES / local).is_file()
+    for local in re.findall(r'from "\./([^"]+)"', text):
+        assert (PAGES / local).is_file()
+
+
+async def test_the_state_of_the_mesh_is_for_operators(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
+    await mesh.decode(settle=False)
+    async with gateway_at(mesh.router.public.address) as (_, _, http):
+        statuses = {}
+        for name, key in KEYS.items():
+            response = await http.get("/mesh/state", headers={"authorization": f"Bearer {key}"})
+            statuses[name] = response.status_code
+            assert ("workers" in response.json()) is (name == "ops")
+        assert statuses == {"alice": 403, "mallory": 403, "ops": 200}
+        assert (await http.get("/mesh/state")).status_code == 401
+
+
+async def test_ids_of_a_streamed_chat_are_what_continues_it() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "stream": True, "return_token_ids": True}
+    async with running_gateway() as gateway:
+        whole = (await gateway.post("/v1/chat/completions", body | {"stream": False})).json()
+        lines = await gateway.lines("/v1/chat/completions", body)
+    streamed = [
+        int(each)
+        for line in lines
+        for ids in re.findall(r'"token_ids":\[([\d,]*)\]', line)
+        for each in ids.split(",")
+        if each
+    ]
+    assert streamed == whole["choices"][0]["token_ids"]
+    assert len(streamed) == whole["usage"]["completion_tokens"]

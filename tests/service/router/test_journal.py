@@ -1,0 +1,73 @@
+"""What operators are told: replays, losses and requests, phase by phase and worker by worker."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from mesh.domain.tokens import SequenceFailure
+from tandem._mesh_responses import mesh as mesh_values
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tests.fakes.router_workers import DecodeScript
+from tests.service.router.conftest import make_request
+
+
+async def told(mesh: Any) -> Any:
+    """The operators' view, as the SDK gives it."""
+    stub = worker_pb2_grpc.MeshStub(mesh.channel)
+    return mesh_values(await stub.ListWorkers(worker_pb2.ListWorkersRequest(), timeout=5))
+
+
+async def test_a_replayed_request_is_told_with_its_workers(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    decode = await mesh.decode()
+    moved = (await told(mesh)).workers[0].transferred_bytes
+    decode.scripts = [DecodeScript(fail_after=(3, SequenceFailure.PREEMPTED))]
+    result = await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    view = await told(mesh)
+    assert (view.ended_choices, view.failed_choices, view.replays) == (1, 0, 1)
+    (trace,) = view.traces
+    assert trace.request_id == result.messages[0].prompt.request_id
+    assert (trace.prompt_tokens, trace.completion_tokens, trace.finish_reason.value) == (8, 8, "length")
+    assert [place.failure for place in trace.places] == ["SequencePreempted", ""]
+    assert {(place.prefill_worker, place.decode_worker) for place in trace.places} == {("prefill-0", "decode-0")}
+    assert len(trace.timing.attempts) == 2
+    replayed = view.incidents[0]
+    assert (replayed.kind, replayed.request_id, replayed.cause) == ("replayed", trace.request_id, "SequencePreempted")
+    assert [worker.transferred_bytes - moved for worker in view.workers] == [2, 2], "a byte for each fake transfer"
+    assert all(worker.serving and worker.open_transfers == 0 for worker in view.workers)
+
+
+async def test_lost_workers_and_failed_requests_are_told(make_mesh: Any) -> None:
+    mesh = await make_mesh(no_worker_timeout_s=0.05)
+    decode = await mesh.decode()
+    await decode.kill()
+    await mesh.until(lambda: not mesh.router._mesh.has_path)
+    with pytest.raises(grpc.aio.AioRpcError):
+        await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    view = await told(mesh)
+    assert [(incident.kind, incident.worker_id) for incident in view.incidents] == [
+        ("failed", ""),
+        ("lost", "decode-0"),
+        ("joined", "decode-0"),
+    ]
+    assert view.failed_choices == 1
+    assert view.traces[0].error == "NoWorkers"
+    assert view.traces[0].finish_reason is None
+    assert not view.workers[0].serving
+
+
+async def test_what_the_queue_waits_for(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode(max_num_seqs=1)
+    decode.gate.close()
+    request = make_request(token_ids=[70] * 8, max_new_tokens=2)
+    calls = [mesh.stub.Generate(request, timeout=20) for _ in range(2)]
+    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    assert (await told(mesh)).shortage == "decode room"
+    decode.gate.open()
+    for call in calls:
+        async for _ in call:
+            pass
+    assert (await told(mesh)).shortage == ""

@@ -1,0 +1,61 @@
+"""Which side is the bottleneck, in words."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.mesh_state import judge, state_json
+from tandem import Mesh, Worker, WorkerLoad
+
+
+def worker(name: str, **changes: Any) -> Worker:
+    role = name.split("-")[0]
+    load = WorkerLoad(**{"free_blocks": 100} | changes.pop("load", {}))
+    facts = {"state": "ready", "serving": True, "num_blocks": 100, "max_num_seqs": 4} | changes
+    return Worker(name, name, role, address="", model="m", device="cpu", pid=1, load=load, last_seen_s=0.0, **facts)
+
+
+FULL = {"free_blocks": 10, "num_running": 4}
+PREFILL, DECODE = worker("prefill-0"), worker("decode-0")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected", "words"),
+    [
+        (Mesh((), 0, 0), ("down", "decode"), "None has registered"),
+        (Mesh((PREFILL, worker("decode-0", serving=False)), 1, 1), ("down", "decode"), "decode-0 is not proven yet"),
+        (Mesh((worker("decode-0", serving=False, state="lost"),), 0, 0), ("down", "decode"), "decode-0 is lost"),
+        (
+            Mesh((PREFILL, worker("decode-0", load=FULL)), 2, 6, shortage="decode room"),
+            ("busy", "decode"),
+            "2 requests wait for a seat or memory there: 4 of 4 seats taken, 90 % of KV",
+        ),
+        (
+            Mesh((worker("prefill-0", prefilling_tokens=4096), DECODE), 1, 3, shortage="prefill room"),
+            ("busy", "prefill"),
+            "1 request waits for prefill: 4,096 prompt tokens to compute",
+        ),
+        (Mesh((PREFILL, worker("decode-0", load=FULL)), 0, 4), ("busy", "decode"), "nearly full"),
+        (Mesh((worker("prefill-0", load={"num_waiting": 2}), DECODE), 0, 4), ("busy", "prefill"), "2 prompts in its"),
+        (
+            Mesh((PREFILL, DECODE, worker("decode-1", serving=False, state="lost")), 0, 1),
+            ("busy", ""),
+            "decode-1 is lost",
+        ),
+        (Mesh((DECODE,), 0, 1), ("ok", "prefill"), "prefill by themselves"),
+        (Mesh((PREFILL, DECODE), 0, 1), ("ok", ""), "No bottleneck"),
+        (Mesh((PREFILL, DECODE), 0, 0), ("ok", ""), "Idle"),
+    ],
+)
+def test_verdicts(mesh: Mesh, expected: tuple[str, str], words: str) -> None:
+    verdict = judge(mesh)
+    assert (verdict.level, verdict.side) == expected
+    assert words in f"{verdict.headline}. {verdict.detail}"
+
+
+def test_the_state_is_json() -> None:
+    state = json.loads(json.dumps(state_json(Mesh((PREFILL, DECODE), 0, 0), at_s=5.0)))
+    assert state["at_s"] == 5.0
+    assert state["workers"][0]["load"]["free_blocks"] == 100
+    assert state["verdict"]["headline"].startswith("Idle")

@@ -13,7 +13,7 @@ from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.e2e.reference import Reference
 
 NUM_STREAMS = 8
-NUM_TOKENS = 150
+NUM_TOKENS = 400
 OPTIONS = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 
 

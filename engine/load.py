@@ -69,6 +69,8 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     device = _device(settings.device)
     config = load_config(settings.model_dir)
     settings = replace(settings, device=str(device), dtype=_dtype(settings, config))
+    if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
+        raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
     layout = kv_layout(config, settings)
     parameters = _parameters(settings, config, device, on_progress)
     cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
@@ -119,8 +121,6 @@ def kv_layout(config: ModelConfig, settings: RunnerSettings) -> KVLayout:
 def _ops(settings: RunnerSettings) -> Ops:
     if settings.quantize == "none":
         return FloatOps()
-    if (settings.device, settings.dtype) != ("cpu", "float32"):
-        raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
     return Int8Ops()
 
 

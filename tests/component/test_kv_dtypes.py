@@ -62,7 +62,8 @@ def test_a_sequence_continues_on_another_runner(checkpoint: Checkpoint, kv_dtype
     ("changes", "kv_dtype"),
     [
         ({}, "float32"),
-        ({"quantize": "int8"}, "float16"),
+        ({"quantize": "int8"}, "int8"),
+        ({"quantize": "int8", "block_size": 4}, "float16"),
         ({"quantize": "int8", "kv_dtype": "float32"}, "float32"),
         ({"kv_dtype": "int8"}, "int8"),
         ({"dtype": "bfloat16"}, "bfloat16"),

@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.requests import Request
 from starlette.routing import Mount, Route
 
 from gateway.access import Gate
 from gateway.app import build_app
+from gateway.exchange import _discard_rest
 from tests.evidence import Evidence
 from tests.fakes.sdk_router import Script, running_router
 from tests.service.gateway.http import gateway_at, running_gateway
@@ -188,3 +190,16 @@ async def test_headers_are_bounded() -> None:
         except httpx2.TransportError:
             return  # it may close the connection before all is sent
         assert response.status_code in (400, 431)
+
+
+async def test_a_body_that_ends_with_the_byte_too_much() -> None:
+    """Read to its end already: there is no rest to read before the answer."""
+
+    sent = iter([{"type": "http.request", "body": b"x" * 9, "more_body": False}])
+
+    async def receive() -> Any:
+        return next(sent)
+
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    assert [chunk async for chunk in request.stream()] == [b"x" * 9, b""]
+    assert await _discard_rest(request)

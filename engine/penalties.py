@@ -1,9 +1,10 @@
-"""What a sequence's own tokens, its logit bias and its minimum length do to its logits.
+"""What a sequence's own tokens, its logit bias, its minimum length and its bad words do to its logits.
 
-Order as in vLLM: tokens that may not come yet, logit bias, then repetition, frequency and presence penalties.
+Order as in vLLM: tokens that may not come now, logit bias, then repetition, frequency and presence penalties.
 Repetition looks at prompt and output, the other two at the output only. All state can be rebuilt from the token ids.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class TokenCounts:
 
 
 class Penalties:
-    """Applies bias, minimum length and penalties to rows of logits; keeps counts for sequences that need them."""
+    """Applies all of it to rows of logits; keeps counts for sequences that need them."""
 
     def __init__(self) -> None:
         self._counts: dict[SequenceKey, TokenCounts] = {}
@@ -68,7 +69,7 @@ class Penalties:
             return logits
         logits = logits.clone()
         _add_biases(logits, sequences, changed)
-        _forbid_ends(logits, sequences, changed)
+        _forbid(logits, sequences, changed)
         penalised = [row for row in changed if sequences[row].request.sampling.has_penalties]
         if penalised:
             self._penalise(logits, sequences, penalised)
@@ -126,17 +127,26 @@ def _add_biases(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> N
         logits[entries.index(logits.device)] += torch.tensor(entries.values, device=logits.device)
 
 
-def _forbid_ends(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
+def _forbid(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
     entries = _Entries([], [], [])
     for row in rows:
-        if _too_short(sequences[row]):
-            request = sequences[row].request
-            ends = {*request.eos_token_ids, *request.sampling.stop_token_ids}
-            ends = {token for token in ends if 0 <= token < logits.shape[1]}
-            entries.rows += [row] * len(ends)
-            entries.tokens += ends
+        forbidden = {token for token in _forbidden(sequences[row]) if 0 <= token < logits.shape[1]}
+        entries.rows += [row] * len(forbidden)
+        entries.tokens += forbidden
     if entries.rows:
         logits[entries.index(logits.device)] = float("-inf")
+
+
+def _forbidden(sequence: Sequence) -> Iterator[int]:
+    """Tokens that may not come now: those that would end the sequence too early, or complete a bad word."""
+    request = sequence.request
+    if _too_short(sequence):
+        yield from request.eos_token_ids
+        yield from request.sampling.stop_token_ids
+    for *beginning, last in request.sampling.bad_word_ids:
+        first = sequence.num_tokens - len(beginning)
+        if first >= sequence.num_prompt_tokens and sequence.token_ids[first:] == beginning:
+            yield last
 
 
 def _too_short(sequence: Sequence) -> bool:
@@ -146,7 +156,7 @@ def _too_short(sequence: Sequence) -> bool:
 
 def _changes(sequence: Sequence) -> bool:
     sampling = sequence.request.sampling
-    return bool(sampling.has_penalties or sampling.logit_bias or _too_short(sequence))
+    return bool(sampling.has_penalties or sampling.logit_bias or sampling.bad_word_ids or _too_short(sequence))
 
 
 def _grown(values: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ from engine.random_draws import uniform
 from engine.selection import argmax, log_normalisers, take_rows
 from engine.sequence import Sequence
 from engine.truncation import Truncation
+from mesh.domain.sampling import SamplingParams
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
 _DRAW_BLOCK = 256
@@ -77,16 +78,23 @@ def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Random tokens [rows]; each row depends on its own sequence only."""
     params = [sequence.request.sampling for sequence in sequences]
     scaled = logits / torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
-    truncation = Truncation([p.top_k for p in params], [p.top_p for p in params], [p.min_p for p in params])
+    stays = _truncation(params).kept(scaled)
     highest = scaled.amax(1, keepdim=True)
-    low = truncation.thresholds(scaled)
-    stays = None if low is None else torch.ge(scaled, low[:, None], out=torch.empty_like(scaled))
     weights = scaled.sub_(highest).exp_()
     if stays is not None:
         weights *= stays
     seeds = np.array([p.seed or 0 for p in params], np.uint64)
     indices = np.array([sequence.num_generated for sequence in sequences], np.uint64)
     return inverse_cdf(weights, torch.from_numpy(uniform(seeds, indices)).to(logits.device))
+
+
+def _truncation(params: list[SamplingParams]) -> Truncation:
+    return Truncation(
+        top_k=[p.top_k for p in params],
+        top_p=[p.top_p for p in params],
+        min_p=[p.min_p for p in params],
+        typical_p=[p.typical_p for p in params],
+    )
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Top-k, top-p and min-p as one threshold for each row: a token stays if its logit is at least that.
+"""Which tokens may be drawn: top-k, top-p and min-p as one threshold for each row, then typical-p.
 
-Order as in transformers: top-k, top-p over what top-k left, min-p. Tokens tied with the last one that stays, stay too,
-which makes the result independent of how a sort breaks ties.
+Order as in transformers: top-k, top-p over what top-k left, min-p, typical-p over what they left. Tokens tied with the
+last one that stays, stay too, which makes the result independent of how a sort breaks ties.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,25 @@ from engine.selection import descending, kth_largest, take_rows
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Limits of each row, on the host. Off: top_k 0, top_p 1, min_p 0."""
+    """Limits of each row, on the host. Off: top_k 0, top_p 1, min_p 0, typical_p 1."""
 
     top_k: list[int]
     top_p: list[float]
     min_p: list[float]
+    typical_p: list[float]
+
+    def kept(self, logits: Tensor) -> Tensor | None:
+        """1 for tokens that stay, 0 for others, in the shape of `logits`, which are already divided by temperature;
+        None if everything stays."""
+        low = self.thresholds(logits)
+        stays = None if low is None else torch.ge(logits, low[:, None], out=torch.empty_like(logits))
+        if any(p < 1.0 for p in self.typical_p):
+            stays = torch.ones_like(logits) if stays is None else stays
+            _keep_typical(stays, logits, self.typical_p)
+        return stays
 
     def thresholds(self, logits: Tensor) -> Tensor | None:
-        """Lowest logit [num_rows] that stays; None if everything does. Logits are already divided by temperature."""
+        """Lowest logit [num_rows] that top-k, top-p and min-p leave; None if they leave everything."""
         vocab_size = logits.shape[1]
         limits = [k if 0 < k < vocab_size else vocab_size for k in self.top_k]
         by_k = any(k < vocab_size for k in limits)
@@ -57,3 +68,18 @@ def _raise_to_top_p(low: Tensor, logits: Tensor, top_p: list[float]) -> None:
     # Rounding may leave no column that reaches the whole mass: then the last one is meant.
     reached = (mass < wanted[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
     low[rows] = torch.maximum(low[rows], ordered.gather(1, reached)[:, 0])
+
+
+def _keep_typical(stays: Tensor, logits: Tensor, typical_p: list[float]) -> None:
+    """Leave each limited row the tokens whose information is nearest to its entropy, until their probability reaches
+    typical_p (locally typical sampling, Meister et al. 2023)."""
+    rows = [row for row, p in enumerate(typical_p) if p < 1.0]
+    wanted = torch.tensor([typical_p[row] for row in rows], device=logits.device, dtype=torch.float64)
+    logprobs = take_rows(logits, rows).masked_fill(take_rows(stays, rows) == 0, float("-inf")).log_softmax(1)
+    weights = logprobs.exp()
+    entropy = -(weights * logprobs).nansum(1, keepdim=True)  # of tokens that are out, 0 * -inf
+    distance = (logprobs + entropy).abs_()
+    ordered, order = distance.sort(1)
+    mass = weights.gather(1, order).cumsum(1, dtype=torch.float64)
+    reached = (mass < wanted[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
+    stays[rows] *= distance <= ordered.gather(1, reached)

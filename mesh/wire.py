@@ -56,6 +56,7 @@ _PLAIN_SAMPLING = (
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
@@ -63,7 +64,7 @@ _PLAIN_SAMPLING = (
 
 
 def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """All fields set; stop strings included."""
+    """All fields set; text included."""
     return sampling_pb2.SamplingParams(
         max_new_tokens=params.max_new_tokens,
         seed=params.seed,
@@ -71,6 +72,9 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        bad_words=params.bad_words,
+        bad_word_ids=[sampling_pb2.TokenSequence(ids=ids) for ids in params.bad_word_ids],
+        truncate_prompt_tokens=params.truncate_prompt_tokens,
         **{name: getattr(params, name) for name in _PLAIN_SAMPLING},
     )
 
@@ -85,14 +89,19 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        bad_words=tuple(message.bad_words),
+        bad_word_ids=tuple(tuple(each.ids) for each in message.bad_word_ids),
+        truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         **given,
     )
 
 
 def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
-    """A request for a worker; stop strings stay behind."""
+    """A request for a worker; what is text stays behind."""
     sampling = sampling_to_proto(request.sampling)
     sampling.ClearField("stop")
+    sampling.ClearField("bad_words")
+    sampling.ClearField("truncate_prompt_tokens")
     return sequence_pb2.SequenceSpec(
         request_id=request.request_id,
         attempt=request.attempt,

@@ -15,11 +15,13 @@ from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOu
 from router.claim import Claim
 from router.phases import Timing
 from router.tenants import Tenant
-from router.text.stop import StopMatcher
 from router.text.stream import TextStream
 from router.text.tokenizer import Tokenizer
 from router.token_order import TokenOrder
 from router.validation import ValidRequest
+
+# A worker ends a sequence for these because of its last token, which is then no part of the text.
+_TOKEN_ENDS = (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class TopToken:
 
 
 class TokenEvent(NamedTuple):
-    """A token with the text it adds: none of its own for special tokens, and none while text is held back."""
+    """A token with the text it adds: none while text is held back, and as a rule none for special tokens."""
 
     id: int
     text: str
@@ -80,9 +82,7 @@ class Choice:
         self._max_new_tokens = valid.sampling.max_new_tokens or 0
         self._order = TokenOrder()
         self._tokenizer = tokenizer
-        self._text = TextStream(
-            tokenizer.detokenizer(), StopMatcher(valid.sampling.stop, keep=valid.asked.include_stop)
-        )
+        self._text = TextStream(tokenizer, valid.text_rules)
         self._pending: list[TokenEvent] = []
 
     @property
@@ -162,8 +162,8 @@ class Choice:
 
     def _extend(self, tokens: tuple[SampledToken, ...], reason: FinishReason | None) -> None:
         for place, token in enumerate(tokens):
-            is_stop_token = reason is FinishReason.STOP_SEQUENCE and place == len(tokens) - 1
-            self._add(token, hide_text=is_stop_token)
+            is_end = reason in _TOKEN_ENDS and place == len(tokens) - 1
+            self._add(token, hide_text=is_end and not self._valid.asked.include_stop)
             if self._text.stopped:
                 reason = FinishReason.STOP_SEQUENCE
                 break
@@ -175,7 +175,7 @@ class Choice:
     def _add(self, token: SampledToken, *, hide_text: bool) -> None:
         self.token_ids.append(token.id)
         special = token.id in self._tokenizer.special_ids
-        text = "" if special or hide_text else self._text.push(token.id)
+        text = "" if hide_text else self._text.push(token.id)
         self._pending.append(TokenEvent(token.id, text, token.logprob, self._top(token.top), special))
 
     def _finish(self, reason: FinishReason) -> None:

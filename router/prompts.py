@@ -1,7 +1,7 @@
 """Prompts, in their three forms, into token ids; long ones off the event loop."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -45,10 +45,16 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt as ids; `text` is what they were made from, None if they came as ids."""
+    """A prompt as ids; `text` is what they were made from, None if that is not known."""
 
     ids: Sequence[int]
     text: str | None
+
+    def last(self, num_tokens: int | None) -> "EncodedPrompt":
+        """Its end, so many tokens; all of it for None."""
+        if num_tokens is None or num_tokens >= len(self.ids):
+            return self
+        return EncodedPrompt(self.ids[len(self.ids) - num_tokens :], None)
 
 
 class PromptEncoder:
@@ -74,6 +80,16 @@ class PromptEncoder:
         """Each id with the text it adds."""
         return await self._run(lambda: self._model.tokenizer.pieces(token_ids), short=len(token_ids) <= _SHORT_TOKENS)
 
+    def spellings(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Ids of words as they may come in a text: at its beginning, and behind a space. Short words only."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            alone, behind = (tuple(self._plain_ids(before + word.lstrip())) for before in ("", " "))
+            found[alone] = None
+            if behind[-len(alone) :] != alone:  # else the one rules out the other, too
+                found[behind] = None
+        return tuple(found)
+
     def text_of(self, token_id: int) -> str:
         """Text of one token on its own."""
         return self._model.tokenizer.text_of(token_id)
@@ -81,6 +97,9 @@ class PromptEncoder:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _plain_ids(self, text: str) -> list[int]:
+        return self._model.tokenizer.encode(text, add_special_tokens=False)
 
     async def _run(self, work: Callable[[], T], *, short: bool) -> T:
         return work() if short else await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -93,4 +112,4 @@ class PromptEncoder:
             raise InvalidRequest(f"model {self._model.name} has no chat template: send a prompt or token_ids")
         text = self._model.chat_template.render(prompt.messages, prompt.tools)
         # The template writes the special tokens itself.
-        return EncodedPrompt(self._model.tokenizer.encode(text, add_special_tokens=False), text)
+        return EncodedPrompt(self._plain_ids(text), text)

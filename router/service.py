@@ -11,7 +11,7 @@ has a thread and a cap of its own, so that neither can keep the other waiting.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -97,6 +97,7 @@ class GenerationService:
         permits = await self._admit(asked, most)
         try:
             prompt = await self._parts.encoder.encode(require_prompt(asked.prompt))
+            prompt = prompt.last(asked.sampling.truncate_prompt_tokens)
             valid = self._validate(asked, prompt, claim)
             echo = await self._echo(prompt) if asked.echo else ""
         except BaseException:
@@ -172,8 +173,9 @@ class GenerationService:
     def _validate(self, asked: GenerateInput, prompt: EncodedPrompt, claim: Claim) -> ValidRequest:
         limits = self._limits()
         self._check_ids(prompt, limits)
+        spellings = self._parts.encoder.spellings(asked.sampling.bad_words)
         sampling = complete_sampling(
-            asked.sampling,
+            replace(asked.sampling, bad_word_ids=(*asked.sampling.bad_word_ids, *spellings)),
             num_prompt_tokens=len(prompt.ids),
             vocab_size=self._parts.model.facts.vocab_size,
             limits=limits,

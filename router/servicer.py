@@ -79,15 +79,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
 
 def _asked_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) -> GenerateInput:
+    output = request.output
     return GenerateInput(
         prompt=_prompt_from_proto(request),
         sampling=wire.sampling_from_proto(request.sampling),
         model=request.model,
         num_choices=request.num_choices if request.HasField("num_choices") else 1,
-        top_logprobs=request.output.top_logprobs,
-        prompt_logprobs=request.output.prompt_logprobs,
-        echo=request.output.echo,
-        include_stop=request.output.include_stop,
+        top_logprobs=output.top_logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+        echo=output.echo,
+        include_stop=output.include_stop,
+        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
+        spaces_between_special_tokens=(
+            output.spaces_between_special_tokens if output.HasField("spaces_between_special_tokens") else True
+        ),
         client_request_id=request.client_request_id,
         tenant=tenant,
         priority=_priority_from_proto(request.priority),

@@ -11,6 +11,7 @@ from router.claim import Claim
 from router.limits import Limits
 from router.prompts import ChatPrompt, Prompt, TextPrompt
 from router.tenants import ANONYMOUS, Priority, Tenant
+from router.text.stream import TextRules
 
 CHAT_ROLES = ("system", "user", "assistant", "tool")
 
@@ -32,6 +33,8 @@ class GenerateInput:
     prompt_logprobs: bool = False
     echo: bool = False
     include_stop: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     client_request_id: str = ""
     tenant: Tenant = ANONYMOUS
     priority: Priority | None = None
@@ -47,6 +50,17 @@ class ValidRequest:
     sampling: SamplingParams
     asked: GenerateInput
     claim: Claim = field(default_factory=Claim)
+
+    @property
+    def text_rules(self) -> TextRules:
+        """What becomes of its text."""
+        return TextRules(
+            self.sampling.stop,
+            self.asked.include_stop,
+            self.sampling.min_new_tokens,
+            self.asked.skip_special_tokens,
+            self.asked.spaces_between_special_tokens,
+        )
 
 
 def check_shape(asked: GenerateInput, *, max_choices: int) -> None:

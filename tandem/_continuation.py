@@ -67,8 +67,10 @@ async def continue_until_done(client: Generator, arguments: GenerateArguments, b
     """Chain requests while they end for length. See AsyncClient.generate_until_done."""
     if (arguments.get("n") or 1) != 1:
         raise InvalidRequest("generate_until_done continues one choice: n must be 1")
+    truncation = arguments.get("truncate_prompt_tokens")
     model = await client.model(arguments.get("model") or "", timeout=bounds.deadline.remaining_s())
     prompt_ids = await _prompt_ids(client, arguments, bounds.deadline)
+    prompt_ids = prompt_ids[-truncation:] if truncation else prompt_ids
     answer = _Answer()
     for num_rounds in range(1, bounds.max_rounds + 1):
         ids = [*prompt_ids, *(token.id for token in answer.tokens)]
@@ -112,7 +114,7 @@ async def _prompt_ids(client: Generator, arguments: GenerateArguments, deadline:
 def _round(arguments: GenerateArguments, ids: list[int], num_generated: int, bounds: Bounds) -> GenerateArguments:
     """The arguments of the next request."""
     following = arguments.copy()
-    following.update({"prompt": None, "messages": None, "token_ids": ids})
+    following.update({"prompt": None, "messages": None, "token_ids": ids, "truncate_prompt_tokens": None})
     following["timeout"] = bounds.deadline.remaining_s()
     limits = [following.get("max_new_tokens"), bounds.max_total and bounds.max_total - num_generated]
     following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)

@@ -15,13 +15,22 @@ _SCALARS = (
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
     "seed",
     "ignore_eos",
+    "truncate_prompt_tokens",
 )
-_OUTPUT = ("top_logprobs", "prompt_logprobs", "echo", "include_stop")
+_OUTPUT = (
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "include_stop",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
 _INPUTS = ("prompt", "token_ids", "messages")
 
 
@@ -54,6 +63,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
@@ -62,10 +72,15 @@ class GenerateArguments(TokenizeArguments, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
+    bad_words: Sequence[str] | None
+    bad_word_ids: Sequence[Sequence[int]] | None
+    truncate_prompt_tokens: int | None
     top_logprobs: int | None
     prompt_logprobs: bool | None
     echo: bool | None
     include_stop: bool | None
+    skip_special_tokens: bool | None
+    spaces_between_special_tokens: bool | None
     n: int | None
     client_request_id: str | None
     priority: Priority | str | None
@@ -150,6 +165,10 @@ def _set_sampling(sampling: sampling_pb2.SamplingParams, given: Mapping[str, Any
     stop = given.get("stop", ())
     _extend(sampling.stop, (stop,) if isinstance(stop, str) else stop, "stop")
     _extend(sampling.stop_token_ids, given.get("stop_token_ids", ()), "stop_token_ids")
+    words = given.get("bad_words", ())
+    _extend(sampling.bad_words, (words,) if isinstance(words, str) else words, "bad_words")
+    for ids in given.get("bad_word_ids", ()):
+        _extend(sampling.bad_word_ids.add().ids, ids, "bad_word_ids")
     try:
         sampling.logit_bias.update(given.get("logit_bias", {}))
     except (TypeError, ValueError) as error:

@@ -23,7 +23,6 @@ from gateway.settings import GatewaySettings
 from gateway.streaming import JSON_LINES, SSE, SSE_DONE, Framing, Streamer
 from gateway.tgi.generate import answer_compat
 from gateway.tgi.schemas import GenerateBody
-from gateway.truncation import truncated
 from tandem import GenerateArguments, InvalidRequest
 
 log = structlog.get_logger(__name__)
@@ -64,7 +63,7 @@ async def _answer(exchange: Exchange, payload: dict[str, Any], model: str, frami
     if dropped:
         log.warning("parameters nobody knows are dropped", request_id=exchange.request_id, names=dropped[:16])
     shape = Shape(FORMATS[exchange.settings.lmi_schema], body)
-    arguments = await _arguments(exchange, body, model)
+    arguments = _arguments(exchange, body, model)
     if body.stream:
         return await Streamer(framing, exchange).respond(exchange.feed(arguments), Lines(shape))
     num_choices = body.parameters.n or 1
@@ -72,21 +71,18 @@ async def _answer(exchange: Exchange, payload: dict[str, Any], model: str, frami
     return JSONResponse(answers[0] if isinstance(body.inputs, str) else answers)
 
 
-async def _arguments(exchange: Exchange, body: InvocationBody, model: str) -> list[GenerateArguments]:
+def _arguments(exchange: Exchange, body: InvocationBody, model: str) -> list[GenerateArguments]:
     """One for each input."""
     parameters, most = body.parameters, exchange.settings.max_client_batch_size
     if body.stream and not isinstance(body.inputs, str):
         raise InvalidRequest("inputs must be one text when streaming")
-    if body.stream and (parameters.decoder_input_details or (parameters.n or 1) != 1):
-        raise InvalidRequest("decoder_input_details and n are not supported when streaming")
+    if body.stream and (parameters.wants_prefill or (parameters.n or 1) != 1):
+        raise InvalidRequest("decoder_input_details, prompt_logprobs and n are not supported when streaming")
     if not 1 <= len(body.prompts) <= most:
         raise InvalidRequest(f"inputs may have 1 to {most} texts, got {len(body.prompts)}")
     samples = exchange.settings.lmi_schema == "async"
     shared = invocation_arguments(body, model=model, samples_by_default=samples)
-    return [
-        await truncated(exchange, shared | GenerateArguments(prompt=prompt), parameters.truncate)
-        for prompt in body.prompts
-    ]
+    return [shared | GenerateArguments(prompt=prompt) for prompt in body.prompts]
 
 
 def _compat_body(payload: dict[str, Any]) -> GenerateBody:

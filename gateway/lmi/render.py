@@ -21,7 +21,7 @@ class Shape:
     @property
     def details(self) -> bool:
         """True if they were asked for."""
-        return bool(self.body.parameters.details) or self.body.parameters.decoder_input_details
+        return bool(self.body.parameters.details) or self.body.parameters.wants_prefill
 
     def text(self, inputs: str, generated: str) -> str:
         """The prompt is put in front of the whole text only, never of a token."""
@@ -50,7 +50,7 @@ def _answer(choices: Sequence[Choice], prompt: Sequence[Token], shape: Shape, in
     body: Json = {"generated_text": shape.text(inputs, first.text)}
     if shape.details or others:
         body["details"] = _details(first, shape, inputs)
-        if shape.body.parameters.decoder_input_details:
+        if shape.body.parameters.wants_prefill:
             body["details"]["prefill"] = list(map(shape.format.token, prompt))
         if others:
             body["details"]["best_of_sequences"] = [
@@ -62,7 +62,7 @@ def _answer(choices: Sequence[Choice], prompt: Sequence[Token], shape: Shape, in
 def _details(choice: Choice, shape: Shape, inputs: str) -> Json:
     details = shape.format.details(shape.ending(choice, inputs))
     details["tokens"] = list(map(shape.format.token, choice.tokens))
-    if shape.body.parameters.top_n_tokens:
+    if shape.body.parameters.num_top:
         details["top_tokens"] = shape.top_tokens(choice.tokens)
     return details
 
@@ -96,7 +96,7 @@ class Lines:
         yield self._shape.format.failure(problem)
 
     def _top(self, token: Token) -> Json:
-        if not self._shape.body.parameters.top_n_tokens:
+        if not self._shape.body.parameters.num_top:
             return {}
         return {"top_tokens": self._shape.top_tokens([token])[0]}
 

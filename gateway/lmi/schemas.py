@@ -50,7 +50,20 @@ class Parameters(Body):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     min_length: int | None = None
-    bad_sequences: Any = None
+    min_tokens: int | None = None
+    bad_sequences: list[str] | str | None = None
+    bad_words: list[str] | str | None = None
+    logit_bias: dict[int, float] | None = None
+
+    @property
+    def num_top(self) -> int:
+        """Likeliest tokens to show at each place: LMI always computes one, so `logprobs: 1` asks for none."""
+        return self.top_n_tokens or (self.logprobs if (self.logprobs or 0) > 1 else None) or 0
+
+    @property
+    def wants_prefill(self) -> bool:
+        """True if the prompt's log-probs are to be shown."""
+        return self.decoder_input_details or self.prompt_logprobs is not None
 
 
 class InvocationBody(Body):

@@ -44,8 +44,8 @@ def chat_arguments(body: ChatBody) -> GenerateArguments:
 
 
 def _sampling(body: SamplingBody) -> GenerateArguments:
-    if body.typical_p not in (None, 1.0):
-        raise InvalidRequest("typical_p is not supported")
+    if body.use_beam_search:
+        raise InvalidRequest("use_beam_search is not supported: tokens are drawn, or the likeliest is taken")
     return GenerateArguments(
         model=None if body.model in _NO_NAMES else body.model,
         n=body.n,
@@ -53,6 +53,7 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         top_p=body.top_p,
         top_k=max(0, body.top_k) if body.top_k is not None else None,  # -1 means off as well
         min_p=body.min_p,
+        typical_p=body.typical_p,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
@@ -62,6 +63,10 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         stop_token_ids=body.stop_token_ids,
         min_new_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,
+        bad_words=body.bad_words,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        skip_special_tokens=body.skip_special_tokens,
+        spaces_between_special_tokens=body.spaces_between_special_tokens,
         include_stop=body.include_stop_str_in_output,
         priority=body.priority,
         ttft_target=body.ttft_target,

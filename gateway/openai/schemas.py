@@ -37,6 +37,11 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     typical_p: float | None = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    use_beam_search: bool = False
     priority: Literal["batch", "standard", "interactive"] | None = None
     ttft_target: float | None = None
     return_token_ids: bool = False

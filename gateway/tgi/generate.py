@@ -11,7 +11,6 @@ from gateway.streaming import SSE, Framing, Streamer, failed_stream
 from gateway.tgi.parameters import generate_arguments
 from gateway.tgi.render import Shape, StreamEvents, answer_json
 from gateway.tgi.schemas import GenerateBody
-from gateway.truncation import truncated
 
 
 async def generate(exchange: Exchange) -> Response:
@@ -39,7 +38,7 @@ async def answer_compat(exchange: Exchange, body: GenerateBody, framing: Framing
 async def _stream(exchange: Exchange, body: GenerateBody, framing: Framing, *, full_text: bool) -> Response:
     streamer = Streamer(framing, exchange, raise_early=False)
     try:
-        arguments = await _arguments(exchange, body, stream=True)
+        arguments = generate_arguments(body, stream=True)
     except tandem.TandemError as error:
         return failed_stream(streamer, error, StreamEvents(shape_of(body, {}, full_text=full_text)))
     renderer = StreamEvents(shape_of(body, arguments, full_text=full_text))
@@ -47,14 +46,10 @@ async def _stream(exchange: Exchange, body: GenerateBody, framing: Framing, *, f
 
 
 async def _whole(exchange: Exchange, body: GenerateBody, *, full_text: bool, as_array: bool = False) -> Response:
-    arguments = await _arguments(exchange, body, stream=False)
+    arguments = generate_arguments(body, stream=False)
     answer = await collect(exchange.feed([arguments]))
     content = answer_json(answer, shape_of(body, arguments, full_text=full_text))
     return JSONResponse([content] if as_array else content, headers=_figures(exchange, body, answer))
-
-
-async def _arguments(exchange: Exchange, body: GenerateBody, *, stream: bool) -> tandem.GenerateArguments:
-    return await truncated(exchange, generate_arguments(body, stream=stream), body.parameters.truncate)
 
 
 def shape_of(body: GenerateBody, arguments: tandem.GenerateArguments, *, full_text: bool) -> Shape:

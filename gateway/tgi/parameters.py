@@ -20,8 +20,10 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
         temperature=(parameters.temperature or 1.0) if parameters.samples else 0.0,
         top_k=parameters.top_k,
         top_p=parameters.top_p,
+        typical_p=parameters.typical_p,
         repetition_penalty=parameters.repetition_penalty,
         frequency_penalty=parameters.frequency_penalty,
+        truncate_prompt_tokens=parameters.truncate,
         seed=seed_of(parameters),
         stop=[*parameters.stop, *parameters.stop_sequences],
         include_stop=True,
@@ -40,7 +42,6 @@ def seed_of(parameters: Parameters) -> int | None:
 def _refuse_unsupported(parameters: Parameters) -> None:
     wanted = {
         "best_of": parameters.best_of not in (None, 1),
-        "typical_p": parameters.typical_p not in (None, 1.0),
         "watermark": parameters.watermark,
         "grammar": parameters.grammar is not None,
         "adapter_id": parameters.adapter_id is not None,

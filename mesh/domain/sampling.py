@@ -9,15 +9,25 @@ from mesh.domain.errors import InvalidRequest
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARS = 128
+MAX_BAD_WORD_TOKENS = 128
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 8
 MAX_SEED = 2**64 - 1
+# Dividing by less would leave nothing but the likeliest token, or overflow.
+GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation stops. `temperature == 0` is greedy."""
+    """How tokens are chosen and when generation stops. A temperature below GREEDY_BELOW is greedy.
+
+    Text is the router's: it makes `bad_word_ids` of `bad_words` and looks for `stop` itself, so that workers get
+    neither. `bad_word_ids` are runs of tokens that may not be completed. `truncate_prompt_tokens` keeps the end of a
+    prompt.
+    """
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
@@ -25,6 +35,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -33,11 +44,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    truncate_prompt_tokens: int | None = None
 
     @property
     def is_greedy(self) -> bool:
         """True if no random draw is needed."""
-        return self.temperature == 0.0
+        return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:
@@ -57,11 +71,14 @@ class SamplingParams:
         _at_least("top_k", self.top_k, 0)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
         _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise InvalidRequest("seed must be in [0, 2^64)")
+        if self.truncate_prompt_tokens is not None:
+            _at_least("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
         self._validate_lists(vocab_size)
 
     def _validate_lists(self, vocab_size: int) -> None:
@@ -75,10 +92,27 @@ class SamplingParams:
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
+        self._validate_bad_words(vocab_size)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries")
         for token_id in self.stop_token_ids:
             _token_id("stop_token_ids", token_id, vocab_size)
+
+    def _validate_bad_words(self, vocab_size: int) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words has {len(self.bad_words)} entries, at most {MAX_BAD_WORDS} are allowed")
+        for word in self.bad_words:
+            if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(
+                    f"each of bad_words must have 1 to {MAX_BAD_WORD_CHARS} characters, not only blanks"
+                )
+        if len(self.bad_word_ids) > 3 * MAX_BAD_WORDS:  # the client's own, and each word in up to two spellings
+            raise InvalidRequest(f"bad_word_ids has more than {3 * MAX_BAD_WORDS} entries")
+        for ids in self.bad_word_ids:
+            if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(f"each bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens")
+            for token_id in ids:
+                _token_id("bad_word_ids", token_id, vocab_size)
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -14,7 +14,7 @@ _decoder_of_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ByteDetokenizer:
-    """Text of one growing sequence. Special tokens must not be pushed: they have no text."""
+    """Text of one growing sequence. Special tokens are pushed only where their text is wanted."""
 
     def __init__(self, bytes_of: BytesOf) -> None:
         self._bytes_of = bytes_of

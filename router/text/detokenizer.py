@@ -40,7 +40,7 @@ class IncrementalDetokenizer(Protocol):
 
 
 class Detokenizer:
-    """Text of one growing sequence. Special tokens must not be pushed: they have no text."""
+    """Text of one growing sequence. Special tokens are pushed only where their text is wanted."""
 
     def __init__(self, decode: Decoder) -> None:
         self._decode = decode

@@ -3,13 +3,14 @@
 import math
 from collections import Counter
 
+import torch
 from torch import Tensor
 
 from engine.sequence import Sequence
 
 
 def adjusted(logits: Tensor, sequence: Sequence) -> Tensor:
-    """One row of logits after minimum length, bias and penalties."""
+    """One row of logits after minimum length, bad words, bias and penalties."""
     request, row = sequence.request, logits.clone()
     sampling = request.sampling
     if sequence.num_generated < sampling.min_new_tokens:
@@ -17,7 +18,11 @@ def adjusted(logits: Tensor, sequence: Sequence) -> Tensor:
             row[token] = -math.inf
     for token, bias in sampling.logit_bias.items():
         row[token] += bias
-    generated = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+    output = sequence.token_ids[sequence.num_prompt_tokens :]
+    for word in sampling.bad_word_ids:
+        if [*output, word[-1]][-len(word) :] == list(word):
+            row[word[-1]] = -math.inf
+    generated = Counter(output)
     for token in set(sequence.token_ids):
         penalty = sampling.repetition_penalty
         row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
@@ -37,4 +42,17 @@ def distribution(logits: Tensor, sequence: Sequence) -> Tensor:
     row[order[before >= sampling.top_p]] = -math.inf
     probabilities = row.softmax(0)
     probabilities[probabilities < sampling.min_p * probabilities.max()] = 0.0
-    return probabilities / probabilities.sum()
+    return _typical(probabilities / probabilities.sum(), sampling.typical_p)
+
+
+def _typical(probabilities: Tensor, mass: float) -> Tensor:
+    """Tokens in the order of how far their information is from the entropy, until they have the mass."""
+    information = -probabilities.log()
+    entropy = (probabilities * information).nansum()
+    kept, total = torch.zeros_like(probabilities), 0.0
+    for token in (information - entropy).abs().argsort().tolist():
+        if mass < 1.0 and total >= mass:
+            break
+        kept[token] = probabilities[token]
+        total += float(probabilities[token])
+    return kept / kept.sum()

@@ -31,6 +31,12 @@ CASES: list[dict[str, Any]] = [
     {"temperature": 1.0, **PENALTIES, "top_k": 20},
     {"logit_bias": {3: 100.0}},
     {"temperature": 1.0, "logit_bias": {3: -100.0, 5: 2.0}, "min_new_tokens": 10},
+    {"temperature": 1.0, "typical_p": 0.3},
+    {"temperature": 1.4, "top_k": 50, "typical_p": 0.9},
+    {"temperature": 1e-6},
+    {"logit_bias": {4: 50.0, 6: 40.0}, "bad_word_ids": ((4,),)},
+    {"logit_bias": {4: 50.0, 6: 40.0}, "bad_word_ids": ((3, 9, 4), (9, 6), (6,))},
+    {"temperature": 1.0, "typical_p": 0.8, "bad_word_ids": ((3, 9, 4), (5, 4), (2, 3, 5, 5, 3, 9, 2))},
 ]
 
 
@@ -169,9 +175,29 @@ def test_the_last_draw_never_leaves_the_distribution() -> None:
 
 def test_top_p_looks_beyond_the_first_candidates() -> None:
     logits = 0.01 * logits_for(2, vocab_size=5000)
-    low = Truncation([0, 0], [0.9, 0.01], [0.0, 0.0]).thresholds(logits)
+    low = Truncation([0, 0], [0.9, 0.01], [0.0, 0.0], [1.0, 1.0]).thresholds(logits)
     assert low is not None
     kept = (logits >= low[:, None]).sum(1)
     mass = (logits.softmax(1) * (logits >= low[:, None])).sum(1)
     assert 4000 < int(kept[0]) < 4600
     assert mass.tolist() == pytest.approx([0.9, 0.01], abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("generated", "word", "is_ruled_out"),
+    [
+        ([8], (4,), True),
+        ([8, 9], (8, 9, 4), True),
+        ([8, 9], (9, 4), True),
+        ([9, 8], (8, 9, 4), False),
+        ([], (2, 3, 4), False),  # the prompt ends in 2, 3: what the client wrote begins no bad word
+        ([3], (2, 3, 4), False),
+    ],
+)
+def test_bad_words_look_at_the_output_only(generated: list[int], word: tuple[int, ...], is_ruled_out: bool) -> None:
+    seq = sequence("s", generated=0, bad_word_ids=(word,))
+    seq.token_ids[:] = [1, 2, 3, *generated]
+    object.__setattr__(seq.request, "num_prompt_tokens", 3)
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, 4] = 5.0
+    assert (Sampler().sample(logits, [seq])[0].id != 4) is is_ruled_out

@@ -127,6 +127,33 @@ async def test_stop_has_two_names_and_unknown_parameters_are_dropped(gateway: Ru
     assert list(gateway.script.requests[-1].sampling.stop) == ["y"]
 
 
+async def test_every_parameter_reaches_the_router(gateway: RunningGateway) -> None:
+    parameters = {
+        "typical_p": 0.5,
+        "min_length": 2,
+        "bad_sequences": ["no"],
+        "logit_bias": {"7": -1.0},
+        "truncate": 4,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+    }
+    answer = (await gateway.post("/invocations", invocation(**parameters))).json()
+    asked = gateway.script.requests[-1]
+    sampling, output = asked.sampling, asked.output
+    assert (sampling.typical_p, sampling.min_new_tokens, sampling.truncate_prompt_tokens) == (0.5, 2, 4)
+    assert (list(sampling.bad_words), dict(sampling.logit_bias)) == (["no"], {7: -1.0})
+    assert (output.skip_special_tokens, output.spaces_between_special_tokens) == (False, False)
+    assert (output.top_logprobs, output.prompt_logprobs) == (2, True)
+    assert len(answer["details"]["top_tokens"][0]) == 2
+    assert answer["details"]["prefill"][0]["log_prob"] is None
+    await gateway.post("/invocations", invocation(typical_p=0, logprobs=1))
+    asked = gateway.script.requests[-1]
+    assert not asked.sampling.HasField("typical_p"), "0 is off"
+    assert (asked.output.top_logprobs, asked.output.prompt_logprobs) == (0, False)
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -136,7 +163,7 @@ async def test_stop_has_two_names_and_unknown_parameters_are_dropped(gateway: Ru
         (b'{"inputs": 3}', "inputs"),
         (b'{"inputs": ["a"], "stream": true}', "streaming"),
         (b'{"inputs": "a", "parameters": {"num_beams": 4}}', "num_beams"),
-        (b'{"inputs": "a", "parameters": {"bad_sequences": ["b"]}}', "bad_sequences"),
+        (b'{"inputs": "a", "parameters": {"bad_sequences": [["b"]]}}', "bad_sequences"),
         (b'{"inputs": "a", "adapters": "b"}', "adapters"),
         (b'{"inputs": "a", "parameters": {"temperature": "hot"}}', "temperature"),
     ],

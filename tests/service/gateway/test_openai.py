@@ -215,6 +215,7 @@ async def test_an_error_later_is_one_event_and_the_stream_is_closed_properly(gat
         ("completions", {"prompt": "a", "best_of": 3}, "best_of"),
         ("completions", {"prompt": ["a"] * 100}, "prompt"),
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
+        ("chat/completions", {"messages": MESSAGES, "use_beam_search": True}, "use_beam_search"),
     ],
 )
 async def test_what_is_not_supported_is_refused_and_named(
@@ -224,6 +225,39 @@ async def test_what_is_not_supported_is_refused_and_named(
     assert response.status_code == 400
     assert named in response.json()["error"]["message"]
     assert gateway.script.requests == []
+
+
+async def test_every_parameter_reaches_the_router(gateway: RunningGateway) -> None:
+    extensions = {
+        "typical_p": 0.5,
+        "min_p": 0.25,
+        "top_k": -1,
+        "repetition_penalty": 1.5,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [7],
+        "include_stop_str_in_output": True,
+        "bad_words": ["no"],
+        "truncate_prompt_tokens": 4,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    async with client_of(gateway) as client:
+        await client.completions.create(
+            model="fake",
+            prompt="One",
+            logit_bias={"7": -1},
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            extra_body=extensions,
+        )
+    sampling, output = gateway.script.requests[-1].sampling, gateway.script.requests[-1].output
+    assert (sampling.typical_p, sampling.min_p, sampling.top_k, sampling.repetition_penalty) == (0.5, 0.25, 0, 1.5)
+    assert (sampling.min_new_tokens, sampling.ignore_eos, list(sampling.stop_token_ids)) == (2, True, [7])
+    assert (list(sampling.bad_words), sampling.truncate_prompt_tokens) == (["no"], 4)
+    assert (dict(sampling.logit_bias), sampling.presence_penalty, sampling.frequency_penalty) == ({7: -1.0}, 0.5, -0.5)
+    assert output.include_stop
+    assert (output.skip_special_tokens, output.spaces_between_special_tokens) == (False, False)
 
 
 async def test_members_nobody_knows_are_left_alone(gateway: RunningGateway) -> None:

@@ -125,8 +125,8 @@ async def test_hub_raises_what_went_wrong(gateway: RunningGateway, stream: bool)
             assert [event async for event in answer]
 
     async with AsyncInferenceClient(gateway.url) as client:
-        with pytest.raises(ValidationError, match="Input validation error: `typical_p`"):
-            await ask(typical_p=0.5)
+        with pytest.raises(ValidationError, match=r"Input validation error: parameters\.typical_p"):
+            await ask(typical_p=1.5)
         gateway.script.refusals.append(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
         with pytest.raises(OverloadedError):
             await ask()
@@ -141,6 +141,26 @@ async def test_strict_clients_get_every_member(gateway: RunningGateway) -> None:
     assert gateway.script.requests[-1].sampling.seed == answer.details.seed
     compat = (await gateway.post("/", {"inputs": "One", "parameters": parameters})).json()
     assert [StrictAnswer.model_validate(each).generated_text for each in compat] == [STORY]
+
+
+async def test_every_parameter_reaches_the_router(gateway: RunningGateway) -> None:
+    parameters = {
+        "typical_p": 0.5,
+        "top_k": 3,
+        "top_p": 0.75,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "stop": ["zzz"],
+        "truncate": 2,
+        "seed": 7,
+    }
+    assert (await gateway.post("/generate", {"inputs": "One", "parameters": parameters})).status_code == 200
+    asked = gateway.script.requests[-1]
+    sampling = asked.sampling
+    assert (sampling.typical_p, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 3, 0.75, 7)
+    assert (sampling.repetition_penalty, sampling.frequency_penalty) == (1.5, 0.5)
+    assert (list(sampling.stop), asked.output.include_stop, sampling.truncate_prompt_tokens) == (["zzz"], True, 2)
+    assert not sampling.HasField("max_new_tokens"), "the rest of the budget"
 
 
 @pytest.mark.parametrize(
@@ -195,10 +215,10 @@ async def test_the_last_token_allowed_ends_by_length_whatever_it_is() -> None:
         assert (await gateway.post("/generate", body)).json()["details"]["finish_reason"] == "length"
 
 
-async def test_truncate_keeps_the_last_tokens(gateway: RunningGateway) -> None:
+async def test_truncate_leaves_the_text_that_is_shown(gateway: RunningGateway) -> None:
     body = {"inputs": "One fine day", "parameters": {"truncate": 3, "return_full_text": True, "max_new_tokens": 1}}
     assert (await gateway.post("/generate", body)).json()["generated_text"].startswith("One fine day")
-    assert bytes(gateway.script.requests[-1].token_ids.ids) == b"day"
+    assert gateway.script.requests[-1].sampling.truncate_prompt_tokens == 3
 
 
 async def test_tokenize(gateway: RunningGateway) -> None:

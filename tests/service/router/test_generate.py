@@ -244,3 +244,38 @@ async def test_bad_requests(make_mesh: Any, request_: Any, code: grpc.StatusCode
     assert words in (caught.value.details() or "")
     assert decode.started.items == []
     mesh.assert_at_rest()
+
+
+async def test_a_truncated_prompt_is_its_end_also_in_the_echo(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    whole = TOKENIZER.encode("hello world", add_special_tokens=False)
+    result = await mesh.generate(
+        prompt="hello world", truncate_prompt_tokens=2, max_new_tokens=3, output={"echo": True}
+    )
+    assert result.ids() == expected_tokens(whole[-2:], 3)
+    assert result.messages[0].echo == TOKENIZER.decode(whole[-2:])
+    assert result.messages[0].prompt.num_tokens == 2
+    sampling = decode.started.items[0].sequence.sampling
+    assert not sampling.HasField("truncate_prompt_tokens")
+
+
+async def test_workers_get_bad_words_as_tokens(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    await mesh.generate(prompt="x", bad_words=["fox"], bad_word_ids=[{"ids": [7, 8]}], max_new_tokens=1)
+    sampling = decode.started.items[0].sequence.sampling
+    fox, behind_space = (TOKENIZER.encode(text, add_special_tokens=False) for text in ("fox", " fox"))
+    assert [list(run.ids) for run in sampling.bad_word_ids] == [[7, 8], fox, behind_space]
+    assert not sampling.bad_words
+
+
+async def test_special_tokens_are_text_if_wanted(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.decode()
+    bias = says("ab", at=0) | {BOS_ID: 1.0}
+    request = {"token_ids": [5] * 3, "logit_bias": bias, "max_new_tokens": 6}
+    assert (await mesh.generate(**request)).text() == "abab"
+    shown = await mesh.generate(**request, output={"skip_special_tokens": False})
+    assert shown.text() == "<s>ab<s>ab"
+    assert [token.special for token in shown.tokens()] == [True, False, False] * 2

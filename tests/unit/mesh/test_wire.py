@@ -22,6 +22,7 @@ samplings = st.builds(
     top_k=st.integers(0, 100),
     top_p=floats,
     min_p=floats,
+    typical_p=floats,
     repetition_penalty=floats,
     presence_penalty=floats,
     frequency_penalty=floats,
@@ -29,6 +30,7 @@ samplings = st.builds(
     seed=st.integers(0, 2**64 - 1),
     stop_token_ids=st.lists(st.integers(0, 500), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    bad_word_ids=st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
 )
 
 
@@ -43,9 +45,12 @@ def test_absent_sampling_fields_take_the_documented_defaults() -> None:
     assert wire.sampling_from_proto(sampling_pb2.SamplingParams()) == SamplingParams()
 
 
-def test_stop_strings_never_reach_workers() -> None:
-    request = make_request("r", [1], sampling={"stop": ("end",)})
-    assert wire.request_from_proto(wire.request_to_proto(request)).sampling.stop == ()
+def test_text_never_reaches_workers() -> None:
+    texts = {"stop": ("end",), "bad_words": ("no",), "truncate_prompt_tokens": 3}
+    plain = make_request("r", [1])
+    assert wire.request_from_proto(wire.request_to_proto(make_request("r", [1], sampling=texts))) == plain
+    sampling = SamplingParams(**texts)
+    assert wire.sampling_from_proto(wire.sampling_to_proto(sampling)) == sampling, "from clients they do come"
 
 
 @pytest.mark.parametrize("field", ["request_id", "token_ids", "num_prompt_tokens", "sampling"])

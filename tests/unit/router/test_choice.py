@@ -108,6 +108,15 @@ def test_a_stop_token_has_no_text() -> None:
     assert [event.text for event in events_of(choice)] == ["z", ""]
 
 
+@pytest.mark.parametrize("reason", [FinishReason.STOP_SEQUENCE, FinishReason.EOS_TOKEN])
+def test_the_token_that_ends_a_choice_has_text_if_stops_are_included(reason: FinishReason) -> None:
+    (z_id,) = tokenizer().encode("z", add_special_tokens=False)
+    for wanted, shown in ((False, "z"), (True, "z</s>")):
+        choice = make_choice(skip_special_tokens=False, include_stop=wanted)
+        choice.accept(output(0, [z_id, EOS_ID], reason))
+        assert "".join(event.text for event in events_of(choice)) == shown
+
+
 def test_after_the_end_nothing_counts() -> None:
     choice = make_choice(max_new_tokens=2)
     choice.accept(output(0, [100, 101]))

@@ -2,16 +2,17 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as NativeTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from router.text.detokenizer import Detokenizer
 from router.text.stop import StopMatcher
-from router.text.stream import TextStream
+from router.text.stream import TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
 
@@ -30,6 +31,16 @@ def byte_fallback() -> Tokenizer:
     native.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    return Tokenizer(native)
+
+
+@functools.cache
+def wordpiece() -> Tokenizer:
+    """As BERT's: words, with spaces between them that no token has."""
+    native = NativeTokenizer(models.WordPiece({"[UNK]": 0, "hello": 1}, unk_token="[UNK]"))
+    native.pre_tokenizer = pre_tokenizers.Whitespace()
+    native.decoder = decoders.WordPiece()
+    native.add_special_tokens([AddedToken("[SEP]", special=True)])
     return Tokenizer(native)
 
 
@@ -182,7 +193,7 @@ def test_only_what_may_become_a_stop_string_is_held(pieces: list[str]) -> None:
 def test_text_stream_over_tokens(text: str, stops: list[str], shown: str) -> None:
     tokenizer = byte_level()
     for ids in (tokenizer.encode(text, add_special_tokens=False), byte_ids(text, tokenizer)):
-        stream = TextStream(tokenizer.detokenizer(), StopMatcher(stops))
+        stream = TextStream(tokenizer, TextRules(tuple(stops)))
         out = ""
         for id_ in ids:
             out += stream.push(id_)
@@ -194,8 +205,44 @@ def test_text_stream_over_tokens(text: str, stops: list[str], shown: str) -> Non
 
 def test_a_stop_string_may_be_completed_by_the_flush() -> None:
     tokenizer = byte_level()
-    stream = TextStream(tokenizer.detokenizer(), StopMatcher(["x�"]))
+    stream = TextStream(tokenizer, TextRules(("x�",)))
     ids = byte_ids("x", tokenizer) + byte_ids("😀", tokenizer)[:2]
     shown = "".join(stream.push(id_) for id_ in ids) + stream.flush()
     assert stream.stopped
     assert shown == ""
+
+
+def shown_by(ids: list[int], tokenizer: Tokenizer, **rules: Any) -> str:
+    stream = TextStream(tokenizer, TextRules(**rules))
+    out = ""
+    for id_ in ids:
+        out += stream.push(id_)
+        if stream.stopped:
+            break
+    return out + stream.flush()
+
+
+def test_special_tokens_are_shown_if_wanted() -> None:
+    for tokenizer in (byte_level(), wordpiece()):
+        plain = tokenizer.encode("hello", add_special_tokens=False)
+        special = sorted(tokenizer.special_ids)[0]
+        name = tokenizer.text_of(special)
+        assert shown_by([*plain, special], tokenizer) == "hello"
+        shown = shown_by([*plain, special, *plain], tokenizer, skip_special_tokens=False)
+        assert shown.replace(" ", "") == f"hello{name}hello"
+        assert shown_by([special, *plain], tokenizer, skip_special_tokens=False, stop=(name,)) == ""
+
+
+def test_spaces_between_special_tokens_can_be_left_out() -> None:
+    tokenizer = wordpiece()
+    special = sorted(tokenizer.special_ids)[0]
+    name = tokenizer.text_of(special)
+    assert shown_by([special] * 2, tokenizer, skip_special_tokens=False) == f"{name} {name}"
+    without = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    assert shown_by([special] * 2, tokenizer, **without) == name * 2
+
+
+@pytest.mark.parametrize(("min_tokens", "shown"), [(0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (4, "abab")])
+def test_stop_strings_count_behind_the_minimum(min_tokens: int, shown: str) -> None:
+    tokenizer = byte_level()
+    assert shown_by(byte_ids("ababab", tokenizer), tokenizer, stop=("ab",), min_tokens=min_tokens) == shown

@@ -29,6 +29,12 @@ def test_every_argument_reaches_its_field() -> None:
             "stop": ["a", "b"],
             "stop_token_ids": [9],
             "ignore_eos": True,
+            "typical_p": 0.5,
+            "bad_words": ["no"],
+            "bad_word_ids": [[3], [4, 5]],
+            "truncate_prompt_tokens": 6,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
             "top_logprobs": 5,
             "prompt_logprobs": True,
             "echo": True,
@@ -51,6 +57,11 @@ def test_every_argument_reaches_its_field() -> None:
         [9],
     )
     assert sampling.ignore_eos
+    assert (sampling.typical_p, sampling.truncate_prompt_tokens, list(sampling.bad_words)) == (0.5, 6, ["no"])
+    assert [list(run.ids) for run in sampling.bad_word_ids] == [[3], [4, 5]]
+    for name in ("skip_special_tokens", "spaces_between_special_tokens"):
+        assert request.output.HasField(name)
+        assert not getattr(request.output, name)
     assert (request.priority, request.ttft_target.ToMilliseconds()) == (generation_pb2.PRIORITY_BATCH, 1500)
     assert (request.output.top_logprobs, request.output.prompt_logprobs, request.output.echo) == (5, True, True)
 
@@ -90,6 +101,8 @@ def test_one_stop_string_may_come_bare() -> None:
         ({"prompt": "x", "temperature": "hot"}, "temperature"),
         ({"prompt": "x", "n": -1}, "n: "),
         ({"prompt": "x", "stop": [1]}, "stop"),
+        ({"prompt": "x", "bad_words": [1]}, "bad_words"),
+        ({"prompt": "x", "bad_word_ids": [3]}, "bad_word_ids"),
         ({"prompt": "x", "priority": "urgent"}, "batch, standard, interactive"),
         ({"prompt": "x", "priority": 3}, "priority"),
         ({"prompt": "x", "ttft_target": "soon"}, "ttft_target"),

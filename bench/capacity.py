@@ -10,6 +10,7 @@ FLOPs count a multiplication and an addition as two. docs/capacity.md derives th
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from engine.models.config import ModelConfig
 from engine.models.parameters import parameter_specs
@@ -18,13 +19,14 @@ WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "in
 """Of one weight of a linear layer, scales left out."""
 QUANTIZED = ("int8", "fp8", "int4")
 """Those that only linear layers have."""
-_OUTSIDE_LAYERS = ("embed", "lm_head")
+_OUTSIDE_LAYERS = ("embed", "positions", "lm_head")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """What of a decoder-only model counts here. Numbers of parameters: of the linear layers without the output matrix;
-    of the embedding, and as many of the output matrix (the same ones if `tied`); and of all vectors together."""
+    of the embedding, and as many of the output matrix (the same ones if `tied`); and of all vectors together, with
+    learned positions. All experts of a mixture count."""
 
     linear_params: int
     vocabulary_params: int
@@ -57,9 +59,10 @@ class ModelSize:
 
 def model_size(config: ModelConfig) -> ModelSize:
     """Count the parameters that the engine would load."""
-    matrices = {spec.name: spec.shape for spec in parameter_specs(config) if len(spec.shape) == 2}
-    vectors = sum(spec.shape[0] for spec in parameter_specs(config) if len(spec.shape) == 1)
-    linear = sum(rows * columns for name, (rows, columns) in matrices.items() if name not in _OUTSIDE_LAYERS)
+    shapes = {spec.name: spec.shape for spec in parameter_specs(config)}
+    matrices = {name: prod(shape) for name, shape in shapes.items() if len(shape) == 2}
+    linear = sum(size for name, size in matrices.items() if name not in _OUTSIDE_LAYERS)
+    vectors = sum(prod(shape) for shape in shapes.values() if len(shape) == 1) + matrices.get("positions", 0)
     return ModelSize(
         linear_params=linear,
         vocabulary_params=config.vocab_size * config.hidden_size,

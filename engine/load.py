@@ -7,7 +7,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape
+from engine.attention.backend import attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionPlace, select_backend
 from engine.cpu.decoder import CompiledDecoder, why_not_compiled
@@ -87,7 +87,7 @@ def _decoder(
         return CompiledDecoder(config, parameters, cache, int8=int8)
     log.info("decoder not compiled", reason=reason)
     attention = select_backend(
-        AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim),
+        attention_shape(config),
         AttentionPlace(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
         settings.attention,
     )
@@ -158,7 +158,7 @@ def _kv_dtype(settings: RunnerSettings, config: ModelConfig) -> str:
     if settings.quantize != "int8":
         return _dtype(settings, config)
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0
-    return "int8" if fits else "float16"
+    return "int8" if fits and attention_shape(config).is_plain else "float16"
 
 
 def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.device) -> int:

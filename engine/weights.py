@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.checkpoint import StoredTensor, open_checkpoint
-from engine.models.parameters import ParameterSpec
+from engine.models.parameters import ParameterSpec, Source
 from mesh.domain.errors import ConfigurationError
 
 Progress = Callable[[float], None]
@@ -45,11 +45,12 @@ def load_weights(
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
         for spec in specs:
-            for name, _ in spec.sources:
+            names = [_stored_name(source.name, stored) for source in spec.sources]
+            for name in names:
                 path = stored[name].path
                 if path not in files:
                     files[path] = stack.enter_context(_open(path))
-            parameters[spec.name] = _fill(spec, target, {n: files[stored[n].path] for n, _ in spec.sources})
+            parameters[spec.name] = _fill(spec, target, [(name, files[stored[name].path]) for name in names])
             done += parameters[spec.name].numel()
             if on_progress is not None:
                 on_progress(done / total)
@@ -74,17 +75,22 @@ def dummy_weights(
     return parameters
 
 
+def _stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
+    """Checkpoints of a model without its output matrix call their tensors the same without the first part."""
+    bare = name.partition(".")[2]
+    return bare if name not in stored and bare in stored else name
+
+
 def _check(model_dir: Path, specs: list[ParameterSpec], stored: Mapping[str, StoredTensor]) -> None:
-    for spec in specs:
-        for name, rows in spec.sources:
-            if name not in stored:
-                raise ConfigurationError(f"{model_dir}: the checkpoint has no tensor {name}")
-            wanted = (rows, *spec.shape[1:])
-            if stored[name].shape != wanted:
-                raise ConfigurationError(
-                    f"{stored[name].path}: tensor {name} has shape {list(stored[name].shape)}, "
-                    f"config.json implies {list(wanted)}"
-                )
+    for source in (source for spec in specs for source in spec.sources):
+        name = _stored_name(source.name, stored)
+        if name not in stored:
+            raise ConfigurationError(f"{model_dir}: the checkpoint has no tensor {name}")
+        if stored[name].shape != source.shape:
+            raise ConfigurationError(
+                f"{stored[name].path}: tensor {name} has shape {list(stored[name].shape)}, "
+                f"config.json implies {list(source.shape)}"
+            )
 
 
 def _open(path: Path) -> Any:
@@ -94,16 +100,28 @@ def _open(path: Path) -> Any:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
 
 
-def _fill(spec: ParameterSpec, target: WeightsTarget, files: Mapping[str, Any]) -> Tensor:
+def _fill(spec: ParameterSpec, target: WeightsTarget, stored: list[tuple[str, Any]]) -> Tensor:
+    """`stored`: the name in the checkpoint, and the open file, of each source."""
     parameter = torch.empty(spec.shape, dtype=target.dtype, device=target.device)
     first = 0
-    for name, rows in spec.sources:
-        try:
-            source = files[name].get_tensor(name)
-        except SafetensorError as error:
-            raise ConfigurationError(f"cannot read tensor {name}: {error}") from error
-        if not source.is_floating_point():
-            raise ConfigurationError(f"tensor {name} has dtype {source.dtype}; quantised checkpoints are not supported")
-        parameter[first : first + rows].copy_(source)
-        first += rows
-    return parameter
+    for source, (name, file) in zip(spec.sources, stored, strict=True):
+        parameter[first : first + source.num_rows].copy_(_rows(source, _read(file, name)))
+        first += source.num_rows
+    if spec.factor != 1.0:
+        parameter.mul_(spec.factor)
+    return parameter.add_(spec.offset) if spec.offset else parameter
+
+
+def _read(file: Any, name: str) -> Tensor:
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise ConfigurationError(f"cannot read tensor {name}: {error}") from error
+    if not tensor.is_floating_point():
+        raise ConfigurationError(f"tensor {name} has dtype {tensor.dtype}; quantised checkpoints are not supported")
+    return tensor
+
+
+def _rows(source: Source, tensor: Tensor) -> Tensor:
+    tensor = tensor.t() if source.transposed else tensor
+    return tensor if source.rows is None else tensor.index_select(0, torch.from_numpy(source.rows))

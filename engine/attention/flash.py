@@ -50,9 +50,8 @@ class FlashAttention:
                 layer_cache[1],
                 cache_seqlens=metadata.context_lens[:num_decodes],
                 block_table=metadata.block_tables[:num_decodes],
-                softmax_scale=self._shape.scale,
-                causal=True,
                 window_size=span,
+                **self._scores(queries.device),
             )
             out[:num_decodes] = decoded[:, 0]
         if metadata.chunks:
@@ -73,9 +72,19 @@ class FlashAttention:
             cu_seqlens_k=key_starts,
             max_seqlen_q=metadata.max_chunk_queries,
             max_seqlen_k=metadata.max_chunk_context,
-            softmax_scale=self._shape.scale,
-            causal=True,
             window_size=span,
+            **self._scores(queries.device),
             block_table=metadata.block_tables[num_decodes:],
         )
         return result
+
+    def _scores(self, device: torch.device) -> dict[str, Any]:
+        """What is done to scores, in the library's words."""
+        shape = self._shape
+        slopes = None if shape.alibi is None else torch.tensor(shape.alibi, dtype=torch.float32, device=device)
+        return {
+            "softmax_scale": shape.scale,
+            "causal": True,
+            "softcap": shape.softcap or 0.0,
+            "alibi_slopes": slopes,
+        }

@@ -29,7 +29,7 @@ class AttentionPlace:
 def available_backends(shape: AttentionShape, place: AttentionPlace) -> list[str]:
     """Backends that can run, best first."""
     names, layout = [], place.layout
-    if (place.device.type, place.dtype) == ("cpu", torch.float32) and why_not_paged(layout) is None:
+    if (place.device.type, place.dtype) == ("cpu", torch.float32) and shape.is_plain and why_not_paged(layout) is None:
         names.append("cpu")
     same = layout.dtype == str(place.dtype).removeprefix("torch.")
     paged = layout.block_size % PAGE_TOKENS == 0 and shape.head_dim <= MAX_HEAD_DIM

@@ -32,6 +32,23 @@ from mesh.domain.kv import KVLayout
 
 Floats = NDArray[np.float32]
 _PART_NAMES = ("qkv", "o", "gate_up", "down")
+_LOOP_DOES = {
+    "activation": "silu",
+    "norm": "rms",
+    "block": "sequential",
+    "positions": "rotary",
+    "window_rope": None,
+    "gated": True,
+    "experts": None,
+    "attention_scale": None,
+    "attention_softcap": None,
+    "embed_norm": False,
+    "embed_scale": 1.0,
+    "lm_head_bias": False,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+}
+"""Facts of a model that the loop is made for. What it can do either way is not here; nor is what loading has done."""
 
 
 def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
@@ -39,8 +56,9 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> st
     needed = {"avx512f", "avx512bw", "avx512vl"} | ({"avx512_vnni"} if int8 else set())
     if missing := needed - cpu_flags():
         return f"the CPU has no {', '.join(sorted(missing))}"
-    if config.activation != "silu":
-        return f"activation {config.activation}"
+    for name, value in _LOOP_DOES.items():
+        if getattr(config, name) != value:
+            return f"{name} {getattr(config, name)}"
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % PANEL:
             return f"{name} {getattr(config, name)}, not a multiple of {PANEL}"

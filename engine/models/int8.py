@@ -4,13 +4,13 @@ Integers add up exactly, so a row's result does not depend on its batch. Activat
 that also normalises or gates them, and their scales are applied to the product afterwards.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.models.layers import Activation, Norm
 from engine.models.row_kernels import (
     ZERO_POINT,
     add_scaled_rows,
@@ -83,14 +83,24 @@ class Int8Ops:
         quantise(x.contiguous().numpy(), self._levels, out.q.numpy(), out.scales.numpy())
         return out
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> QuantisedRows:
-        """Root-mean-square norm."""
+    def values(self, rows: QuantisedRows) -> Tensor:
+        """The reverse of `rows`, in fp32."""
+        return (rows.q.to(torch.float32) - ZERO_POINT) * rows.scales[:, None]
+
+    def norm(self, x: Tensor, norm: Norm) -> QuantisedRows:
+        """The norm of x [rows, width]."""
+        if norm.centred:
+            return self.rows(norm(x))
         out = _empty(x.shape[0], x.shape[1])
         arrays = (out.q.numpy(), out.scales.numpy())
-        norm_quantise(x.contiguous().numpy(), weight.numpy(), np.float32(eps), self._levels, arrays)
+        norm_quantise(x.contiguous().numpy(), norm.weight.numpy(), np.float32(norm.eps), self._levels, arrays)
         return out
 
-    def gated(self, activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> QuantisedRows:
+    def activated(self, activation: Activation, x: Tensor) -> QuantisedRows:
+        """activation(x)."""
+        return self.rows(activation(x))
+
+    def gated(self, activation: Activation, gate_up: Tensor) -> QuantisedRows:
         """activation(gate) * up of [rows, 2 * width]."""
         width = gate_up.shape[1] // 2
         if activation is not torch.nn.functional.silu:

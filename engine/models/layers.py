@@ -1,6 +1,7 @@
 """The decoder's small parts in floating point."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,12 +13,21 @@ _PACKED_FOR_ROWS = 64
 _MIN_PACKED_ELEMENTS = 2**19
 
 Activation = Callable[[Tensor], Tensor]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
+"""By the names of config.json."""
 
 
 class Linear:
@@ -59,6 +69,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * scale).mul_(weight)
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root-mean-square norm over the last dimension or, if `centred`, layer norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., width] -> the same shape."""
+        if self.centred:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
 def _is_cpu_fp32(x: Tensor) -> bool:
     return x.is_cpu and x.dtype == torch.float32
 
@@ -74,9 +100,17 @@ class FloatOps:
         """x [rows, width] as linear layers take it."""
         return x
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm."""
-        return rms_norm(x, weight, eps)
+    def values(self, x: Tensor) -> Tensor:
+        """The reverse of `rows`."""
+        return x
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm of x [rows, width]."""
+        return norm(x)
+
+    def activated(self, activation: Activation, x: Tensor) -> Tensor:
+        """activation(x)."""
+        return activation(x)
 
     def gated(self, activation: Activation, gate_up: Tensor) -> Tensor:
         """activation(gate) * up of [rows, 2 * width]."""

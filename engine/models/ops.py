@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.models.layers import Activation
+from engine.models.layers import Activation, Norm
 
 Rows = Any
 
@@ -36,8 +36,16 @@ class Ops(Protocol):
         """x [rows, width] as linear layers take it."""
         ...
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Rows:
-        """Root-mean-square norm of x [rows, width]."""
+    def values(self, rows: Rows) -> Tensor:
+        """The tensor that rows stand for: the reverse of `rows`."""
+        ...
+
+    def norm(self, x: Tensor, norm: Norm) -> Rows:
+        """The norm of x [rows, width]."""
+        ...
+
+    def activated(self, activation: Activation, x: Tensor) -> Rows:
+        """activation(x)."""
         ...
 
     def gated(self, activation: Activation, gate_up: Tensor) -> Rows:

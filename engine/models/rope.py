@@ -2,6 +2,10 @@
 
 Cosines and sines are computed for each step's tokens and shared by all layers; there is no table to outgrow.
 
+There is one kind of rotation: dimension i of a head turns with i + head_dim / 2. Families that pair neighbours, or
+rotate a part of the head, have their query and key projections reordered when they are loaded, which no score notices
+(`engine.models.rope_config.rotary_order`); dimensions that are not rotated turn with frequency 0.
+
 Dynamic NTK makes the frequencies depend on the length of the sequence, while cached keys stay rotated as they were.
 transformers rotates a whole prompt with the frequencies of the prompt's length, and every later token with those of
 its own length. The same is done here, from facts that neither chunks, nor batches, nor replays change: token p of a
@@ -13,6 +17,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.models.rope_config import RopeConfig
 
@@ -23,11 +28,14 @@ class RotaryEmbedding:
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self._config = config
         self._dtype = dtype
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self._exponents = exponents.to(device)  # [head_dim / 2]
-        self._ntk_power = head_dim / (head_dim - 2) if head_dim > 2 else 1.0
-        self._inv_freq = _inverse_frequencies(config, exponents).to(device)  # [head_dim / 2]
-        self._scale = _attention_factor(config)
+        dim = config.dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        self._exponents = exponents.to(device)  # [dim / 2]
+        self._ntk_power = dim / (dim - 2) if dim > 2 else 1.0
+        self._num_still = (head_dim - dim) // 2
+        self._inv_freq = self._with_still(_inverse_frequencies(config, exponents).to(device))  # [head_dim / 2]
+        scale = torch.full((dim // 2,), _attention_factor(config), device=device)
+        self._scale = F.pad(scale, (0, self._num_still), value=1.0)  # [head_dim / 2]
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Factors for `rotate`: two tensors [num_tokens, 1, head_dim]; the sine of the first half is negated.
@@ -47,7 +55,11 @@ class RotaryEmbedding:
         config = self._config
         stretch = lengths.to(torch.float32).clamp(min=config.original_positions) / config.original_positions
         base = config.theta * (config.factor * stretch - (config.factor - 1)) ** self._ntk_power
-        return 1.0 / base[:, None] ** self._exponents
+        return self._with_still(1.0 / base[:, None] ** self._exponents)
+
+    def _with_still(self, inv_freq: Tensor) -> Tensor:
+        # [..., dim / 2] -> [..., head_dim / 2]
+        return F.pad(inv_freq, (0, self._num_still))
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

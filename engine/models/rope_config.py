@@ -12,10 +12,13 @@ _NEEDED = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position facts. `original_positions` is the context length the model was first trained with."""
+    """Rotary position facts. `dim` is how many dimensions of a head are rotated, the first ones; `original_positions`
+    the context length the model was first trained with.
+    """
 
     kind: str
     theta: float
+    dim: int
     original_positions: int
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -41,14 +44,12 @@ class RopeConfig:
         return max_position_embeddings
 
 
-def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConfig:
+def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: int) -> RopeConfig:
     """Read the rotary facts of a config.json; ConfigurationError for kinds that are not supported."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in SUPPORTED_KINDS:
         raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
-    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ConfigurationError("partial_rotary_factor other than 1 is not supported")
     missing = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
     if missing:
         raise ConfigurationError(f"rope type {kind!r} needs {', '.join(missing)} in config.json")
@@ -61,6 +62,7 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConf
     return RopeConfig(
         kind=kind,
         theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        dim=_rotated_dim(raw, scaling, head_dim),
         original_positions=max_position_embeddings if kind == "dynamic" else original,
         factor=float(factor),
         low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
@@ -72,3 +74,19 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int) -> RopeConf
         mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
         truncate=bool(scaling.get("truncate", True)),
     )
+
+
+def _rotated_dim(raw: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int) -> int:
+    share = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or raw.get("rotary_pct") or 1.0
+    return int(head_dim * share)
+
+
+def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
+    """Dimensions of a stored head, of which the first `dim` are rotated, in the order in which
+    `engine.models.rope.rotate` pairs them."""
+    if interleaved:
+        first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
+    else:
+        first, second = list(range(dim // 2)), list(range(dim // 2, dim))
+    middle = dim + (head_dim - dim) // 2
+    return [*first, *range(dim, middle), *second, *range(middle, head_dim)]

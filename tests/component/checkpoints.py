@@ -11,17 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB_SIZE = 264
 BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 256, 257, 258
@@ -31,63 +21,64 @@ TRAINED_POSITIONS = 32
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
-    "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
     "bos_token_id": BOS_TOKEN_ID,
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": PAD_TOKEN_ID,
 }
+_LLAMA_SIZES = {"intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
 
-def _llama(**changes: Any) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**_SIZES | changes))
+def _model(model_type: str, **facts: Any) -> PreTrainedModel:
+    """transformers' own class for a `model_type`; `facts` in its config's words."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_SIZES | facts))
+
+
+def _llama_like(model_type: str, **facts: Any) -> PreTrainedModel:
+    return _model(model_type, **_LLAMA_SIZES | facts)
 
 
 def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> PreTrainedModel:
     rope = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 4.0} | parameters
-    return _llama(rope_parameters=rope, max_position_embeddings=max_positions)
-
-
-def _mistral(**changes: Any) -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(**_SIZES | {"sliding_window": WINDOW, "head_dim": 16} | changes))
-
-
-def _qwen2(**changes: Any) -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**_SIZES | changes))
-
-
-def _qwen3(**changes: Any) -> PreTrainedModel:
-    return Qwen3ForCausalLM(Qwen3Config(**_SIZES | {"head_dim": 32} | changes))
+    return _llama_like("llama", rope_parameters=rope, max_position_embeddings=max_positions)
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: _llama(num_key_value_heads=4),
-    "llama-tied": lambda: _llama(tie_word_embeddings=True),
-    "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
-    "llama-multi-query": lambda: _llama(num_key_value_heads=1),
+    "llama": lambda: _llama_like("llama", num_key_value_heads=4),
+    "llama-tied": lambda: _llama_like("llama", tie_word_embeddings=True),
+    "llama-biases": lambda: _llama_like("llama", attention_bias=True, mlp_bias=True),
+    "llama-multi-query": lambda: _llama_like("llama", num_key_value_heads=1),
     "llama-linear": lambda: _llama_rope("linear"),
     "llama-dynamic": lambda: _llama_rope("dynamic", TRAINED_POSITIONS),
     "llama-yarn": lambda: _llama_rope("yarn", 128, original_max_position_embeddings=32),
     "llama-llama3": lambda: _llama_rope(
         "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
     ),
-    "mistral": _mistral,
-    "qwen2": lambda: _qwen2(tie_word_embeddings=True),
-    "qwen2-window": lambda: _qwen2(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-    "qwen3": _qwen3,
+    "mistral": lambda: _llama_like("mistral", sliding_window=WINDOW, head_dim=16),
+    "qwen2": lambda: _llama_like("qwen2", tie_word_embeddings=True),
+    "qwen2-window": lambda: _llama_like("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": lambda: _llama_like("qwen3", head_dim=32),
 }
+"""The plain decoder in its variants; the CPU runs them in every way it has."""
+
+OTHER_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2": lambda: _model("gpt2"),
+    "gpt-neox": lambda: _model("gpt_neox", intermediate_size=96, max_position_embeddings=512),
+    "gpt-neox-sequential": lambda: _model(
+        "gpt_neox", intermediate_size=96, use_parallel_residual=False, attention_bias=False, rotary_pct=1.0
+    ),
+}
+"""One for each shape of all others."""
 
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
-    """Save a random model of `family` (a key of FAMILIES) with a tokenizer; returns `model_dir`.
+    """Save a random model of `family` (a key of either table) with a tokenizer; returns `model_dir`.
 
     Weights are larger than a fresh model's, so that its predictions are peaked and a wrong detail shows.
     """
     torch.manual_seed(seed)
-    model = FAMILIES[family]()
+    model = (FAMILIES | OTHER_FAMILIES)[family]()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from engine.load import RunnerSettings, load_model_runner
 from engine.models.fingerprint import fingerprint
 from engine.models.int8 import Int8Ops, QuantisedRows
-from engine.models.layers import FloatOps
+from engine.models.layers import FloatOps, Norm
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import load_arm
 from tests.component.driving import Driver
@@ -37,9 +37,12 @@ def test_rows_are_rounded_to_the_nearest_level(width: int) -> None:
     weight = torch.rand(width) + 0.5
     gate_up = torch.randn(5, 2 * width) * 8
     assert within_half_a_level(ops.rows(x), x)
-    assert within_half_a_level(ops.norm(x, weight, EPS), floats.norm(x, weight, EPS))
+    assert torch.equal(ops.values(ops.rows(x)), values(ops.rows(x)))
+    for norm in (Norm(weight, None, EPS), Norm(weight, weight - 1, EPS, centred=True)):
+        assert within_half_a_level(ops.norm(x, norm), floats.norm(x, norm))
     for activation in (F.silu, F.gelu):
         assert within_half_a_level(ops.gated(activation, gate_up), floats.gated(activation, gate_up))
+        assert within_half_a_level(ops.activated(activation, x), floats.activated(activation, x))
 
 
 def test_zeros_and_extremes() -> None:

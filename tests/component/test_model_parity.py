@@ -10,7 +10,7 @@ import torch
 from engine.load import load_model_runner
 from mesh.cores import Cores
 from tests.component.arms import ARMS, load_arm, settings
-from tests.component.checkpoints import FAMILIES, build_checkpoint
+from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.driving import Driver
 from tests.component.parity import check_half_precision, check_parity, prompts, run_mixed
 from tests.fakes.requests import make_request
@@ -29,6 +29,11 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(checkpoint: Checkpoint, family: str, arm: str) -> None:
     check_parity(checkpoint(family), load_arm(checkpoint(family), arm))
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_every_other_family(checkpoint: Checkpoint, family: str) -> None:
+    check_parity(checkpoint(family), load_model_runner(settings(checkpoint(family))))
 
 
 def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,114 @@
+"""ModelConfig: the facts of a checkpoint that the decoder needs, whatever its config.json calls them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.models.rope_config import RopeConfig
+from engine.models.tensor_names import LLAMA_NAMES, TensorNames
+
+RawConfig = Mapping[str, Any]
+
+BLOCKS: Mapping[str, tuple[str, ...]] = {
+    "sequential": ("input_norm", "post_norm"),
+    "parallel": ("input_norm", "post_norm"),
+    "parallel-shared": ("input_norm",),
+    "sandwich": ("input_norm", "attn_out_norm", "post_norm", "mlp_out_norm"),
+}
+"""How a layer's attention and MLP meet the residual, and the norms that takes. Sequential: each is added in turn and
+reads the norm of what is there. Parallel: both read the residual as it came, through norms of their own, or a shared
+one. Sandwich: sequential, with a norm also of what is added."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP: each token goes to the `top_k` of `num_experts` that its router likes.
+
+    `normalised`: the chosen experts' weights add up to 1. `shared_size`: inner width of an expert that sees every
+    token, 0 without; `shared_gate`: how much it counts is learned. `scale`: factor of the chosen experts' sum.
+    `layers` says which layers have experts; the others have the MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    normalised: bool
+    layers: tuple[bool, ...]
+    shared_size: int = 0
+    shared_gate: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Facts of a decoder-only model. The defaults are those of the plain decoder, Llama's: RMS norm, rotary positions,
+    gated MLP, no biases. `windows` holds each layer's sliding window in tokens, None for full attention.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope: RopeConfig
+    windows: tuple[int | None, ...]
+    dtype: str
+    tied: bool = False
+    tensors: TensorNames = LLAMA_NAMES
+
+    block: str = "sequential"
+    """A key of BLOCKS."""
+    norm: str = "rms"
+    """`rms`, or `layer` (centred, with a bias if `norm_bias`)."""
+    norm_eps: float = 1e-6
+    norm_bias: bool = False
+    qk_norm: bool = False
+    """Each head of queries and keys is normed before it is rotated."""
+
+    positions: str = "rotary"
+    """`rotary`, `learned` (added to the embedding), or `alibi` (a bias of the scores)."""
+    window_rope: RopeConfig | None = None
+    """Rotary facts of the layers with a window, where they have others."""
+    attention_scale: float | None = None
+    """Factor of the scores; head_dim ** -0.5 if None."""
+    attention_softcap: float | None = None
+    """Scores s become cap * tanh(s / cap)."""
+    alibi_scale: float = 1.0
+    """Factor of ALiBi's slopes."""
+
+    activation: str = "silu"
+    gated: bool = True
+    experts: ExpertsConfig | None = None
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    lm_head_bias: bool = False
+
+    embed_norm: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual."""
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and generated tokens, that the model is meant for."""
+        if self.positions != "rotary":
+            return self.max_position_embeddings
+        return self.rope.max_positions(self.max_position_embeddings)
+
+    @property
+    def shareable_prefixes(self) -> bool:
+        """True if equal leading tokens have equal KV whatever follows, as prefix caching requires."""
+        return self.positions != "rotary" or not self.rope.depends_on_prompt_length
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads

@@ -1,0 +1,38 @@
+"""GPT-2 and its kind: learned positions, layer norms, a plain MLP, biases everywhere."""
+
+from dataclasses import replace
+
+from engine.models.facts import ModelConfig, RawConfig
+from engine.models.reading import refuse
+from engine.models.tensor_names import TensorNames
+
+_TENSORS = TensorNames(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.ln_f",
+    layer="transformer.h.{}",
+    input_norm="ln_1",
+    qkv=("attn.c_attn",),
+    o="attn.c_proj",
+    post_norm="ln_2",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    transposed=True,
+)
+
+
+def gpt2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """GPT-2: its matrices are stored as inputs by outputs."""
+    refuse(raw, scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False, add_cross_attention=True)
+    return replace(
+        plain,
+        tensors=_TENSORS,
+        norm="layer",
+        norm_bias=True,
+        positions="learned",
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        tied=bool(raw.get("tie_word_embeddings", True)),
+    )

@@ -1,0 +1,41 @@
+"""GPT-NeoX: a part of each head is rotated; attention and MLP read the residual side by side."""
+
+from dataclasses import replace
+
+from engine.models.facts import ModelConfig, RawConfig
+from engine.models.rope_config import parse_rope
+from engine.models.tensor_names import TensorNames
+
+_TENSORS = TensorNames(
+    embed="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    lm_head="embed_out",
+    layer="gpt_neox.layers.{}",
+    qkv=("attention.query_key_value",),
+    o="attention.dense",
+    up=("mlp.dense_h_to_4h",),
+    down="mlp.dense_4h_to_h",
+    grouped_qkv=True,
+)
+
+
+def gpt_neox(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """GPT-NeoX 20B, Pythia, Dolly 2, RedPajama-INCITE (whose layers are sequential)."""
+    bias = bool(raw.get("attention_bias", True))
+    return replace(
+        plain,
+        tensors=_TENSORS,
+        norm="layer",
+        norm_bias=True,
+        block="parallel" if raw.get("use_parallel_residual", True) else "sequential",
+        rope=parse_rope(
+            {"rotary_pct": 0.25, "rope_theta": raw.get("rotary_emb_base"), **raw},
+            plain.max_position_embeddings,
+            plain.head_dim,
+        ),
+        activation=str(raw.get("hidden_act", "gelu")),
+        gated=False,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=True,
+    )

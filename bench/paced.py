@@ -61,8 +61,8 @@ class PacedRunner:
 
 def _output(item: ScheduledSequence) -> RunnerOutput:
     if not item.samples:
-        return RunnerOutput(None, ())
-    return RunnerOutput(SampledToken(ord("a") + item.end % _NUM_LETTERS, -1.0, ()), ())
+        return RunnerOutput()
+    return RunnerOutput((SampledToken(ord("a") + item.end % _NUM_LETTERS, -1.0),))
 
 
 def load(settings: RunnerSettings, on_progress: Progress | None) -> PacedRunner:

@@ -115,6 +115,8 @@ def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, cor
     flags = split_by_role(given, args.set)
     values = {role: low_code.of(role) | dict(own) for role, own in flags.items()}
     model = find_model(settings.model)
+    if draft_model := values["decode"].get("draft_model"):
+        values["decode"]["draft_model"] = str(find_model(draft_model))
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else range(os.cpu_count() or 1)
     cores = assign_cores(

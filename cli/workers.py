@@ -56,6 +56,9 @@ def render(now: Sample, before: Sample | None) -> Group:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in (*_COLUMNS, *(("tokens/s",) if before else ())):
         table.add_column(name, overflow="fold")
+    guesses = any(worker.speculative != "none" for worker in now.mesh.workers)
+    if guesses:
+        table.add_column("accepted", overflow="fold")
     speeds = tokens_per_s(before, now) if before else {}
     for worker in now.mesh.workers:
         table.add_row(
@@ -69,6 +72,7 @@ def render(now: Sample, before: Sample | None) -> Group:
             f"{worker.load.free_blocks}/{worker.num_blocks}",
             f"{worker.last_seen_s:.1f} s",
             *((_speed(speeds.get(worker.incarnation)),) if before else ()),
+            *((_accepted(worker),) if guesses else ()),
         )
     counts = f"{now.mesh.active_requests} active, {now.mesh.queued_requests} queued"
     return Group(table, Text(counts, "dim"))
@@ -87,6 +91,12 @@ def tokens_per_s(before: Sample, now: Sample) -> Mapping[str, float]:
 
 def _num_tokens(worker: tandem.Worker) -> int:
     return worker.load.computed_tokens if worker.role == "prefill" else worker.load.generated_tokens
+
+
+def _accepted(worker: tandem.Worker) -> str:
+    """Of the tokens guessed by speculative decoding."""
+    load = worker.load
+    return f"{load.accepted_tokens / load.drafted_tokens:.0%} of {load.drafted_tokens}" if load.drafted_tokens else ""
 
 
 def _speed(tokens_per_second: float | None) -> str:

@@ -21,7 +21,12 @@ from tandem.v1 import decode_pb2_grpc
 async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> None:
     """Load, register, serve, drain, stop."""
     keep_freed_memory()
-    limits = EngineLimits(settings.max_step_tokens, settings.max_rolling_batch_size, settings.max_batch_total_tokens)
+    limits = EngineLimits(
+        settings.max_step_tokens,
+        settings.max_rolling_batch_size,
+        settings.max_batch_total_tokens,
+        settings.speculation(),
+    )
     host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
     service = DecodeService(settings.block_size)
     engine_died = asyncio.Event()

@@ -10,11 +10,16 @@ from mesh.domain.tokens import PromptLogprob, SampledToken
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Compute `num_tokens` tokens of `sequence`, from position `start` on (its num_computed_tokens)."""
+    """Compute `num_tokens` tokens of `sequence`, from position `start` on (its num_computed_tokens).
+
+    The last of them are `drafts`: guesses at what follows the sequence's own tokens. The step samples after each, and
+    what it samples holds as far as the guesses before it were right (Leviathan et al. 2023).
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -24,7 +29,11 @@ class ScheduledSequence:
     @property
     def samples(self) -> bool:
         """True if the step reaches the sequence's last token, so that a new one is sampled."""
-        return self.end == self.sequence.num_tokens
+        return self.end - len(self.drafts) == self.sequence.num_tokens
+
+    def token_ids(self) -> list[int]:
+        """Ids of the tokens to compute."""
+        return self.sequence.token_ids[self.start : self.end] + list(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +57,12 @@ class ScheduledBatch:
 class RunnerOutput:
     """What a step produced for one item of the batch.
 
-    `token` is set iff the item samples. `prompt_logprobs` (only if the request asked) holds one entry for each prompt
-    token at positions `start + 1 .. end` that exists; the first prompt token has none.
+    `tokens` are there iff the item samples: one, and one more for each draft that was right. `prompt_logprobs` (only if
+    the request asked) holds one entry for each prompt token at positions `start + 1 .. end` that exists; the first
+    prompt token has none.
     """
 
-    token: SampledToken | None = None
+    tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
 

@@ -59,7 +59,7 @@ def build_inputs(batch: ScheduledBatch, block_size: int, device: torch.device) -
 def _token_ids(batch: ScheduledBatch) -> Ints:
     token_ids: list[int] = []
     for item in batch.items:
-        token_ids += item.sequence.token_ids[item.start : item.end]
+        token_ids += item.token_ids()
     return np.array(token_ids, np.int64)
 
 

@@ -16,9 +16,11 @@ from engine.load import RunnerSettings, kv_layout, load_model_runner
 from engine.loop import Engine
 from engine.models.config import ModelConfig, load_config
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.speculation.load import draft_block_bytes, load_speculator
+from engine.speculation.settings import NO_SPECULATION, Speculation
+from engine.speculation.speculator import Speculator
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import KVLayout
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.model_files import tokenizer_fingerprint
@@ -29,13 +31,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a role asks of its engine: tokens of a step, sequences with a seat, and tokens of KV (None: what memory
-    gives).
+    """What a role asks of its engine: tokens of a step, sequences with a seat, tokens of KV (None: what memory gives),
+    and guesses.
     """
 
     max_batch_tokens: int
     max_num_seqs: int
     max_kv_tokens: int | None = None
+    speculation: Speculation = NO_SPECULATION
 
 
 class HostedRunner(Runner, Protocol):
@@ -62,10 +65,12 @@ class EngineHost:
     settings: WorkerSettings
     runner: HostedRunner
     scheduler: Scheduler
+    speculation: Speculation
+    speculator: Speculator | None
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
-        """Scheduler and runner, joined."""
-        return Engine(self.scheduler, self.runner, on_layers, self.settings.compute_cores())
+        """Scheduler, runner and guesses, joined."""
+        return Engine(self.scheduler, self.runner, on_layers, self.settings.compute_cores(), self.speculator)
 
     def worker_info(self, role: WorkerRole) -> WorkerInfo:
         """What the mesh is told. The address is known once the server listens."""
@@ -84,6 +89,7 @@ class EngineHost:
             max_model_len=config.max_model_len,
             device=str(self.runner.kv_cache.tensor.device),
             pid=os.getpid(),
+            speculative=self.speculation.kind,
         )
 
 
@@ -97,7 +103,38 @@ def build_host(
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     config = load_config(Path(settings.model))
     max_model_len = _max_model_len(settings, config)
-    runner_settings = RunnerSettings(
+    runner_settings = _runner_settings(settings, limits, max_model_len)
+    runner = load(runner_settings, on_progress)
+    num_blocks = runner.kv_cache.num_blocks
+    speculator = load_speculator(
+        limits.speculation,
+        replace(runner_settings, num_blocks=num_blocks),
+        lambda draft: load(draft, None),
+        max_batch_tokens=limits.max_batch_tokens,
+    )
+    scheduler_config = SchedulerConfig(
+        block_size=settings.block_size,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=max_model_len,
+        # Some position encodings depend on the length of the prompt: then equal prefixes do not have equal KV.
+        prefix_caching=settings.prefix_caching and config.shareable_prefixes,
+    )
+    log.info(
+        "engine ready",
+        num_blocks=num_blocks,
+        kv_tokens=num_blocks * settings.block_size,
+        kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
+        attention=runner.attention_backend,
+        threads=torch.get_num_threads(),
+        speculative=limits.speculation.kind,
+    )
+    scheduler = Scheduler(scheduler_config, BlockPool(num_blocks))
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator)
+
+
+def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
+    wanted = RunnerSettings(
         model_dir=Path(settings.model),
         device=settings.device,
         dtype=settings.dtype,
@@ -111,26 +148,8 @@ def build_host(
         # More than full seats could ever use would only be slower to look after.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
-    layout = kv_layout(config, runner_settings)
-    runner = load(replace(runner_settings, num_blocks=_asked_blocks(settings, limits, layout)), on_progress)
-    num_blocks = runner.kv_cache.num_blocks
-    scheduler_config = SchedulerConfig(
-        block_size=settings.block_size,
-        max_batch_tokens=limits.max_batch_tokens,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=max_model_len,
-        # Some position encodings depend on the length of the prompt: then equal prefixes do not have equal KV.
-        prefix_caching=settings.prefix_caching and config.shareable_prefixes,
-    )
-    log.info(
-        "engine ready",
-        num_blocks=num_blocks,
-        kv_tokens=num_blocks * settings.block_size,
-        kv_bytes=num_blocks * runner.kv_cache.layout.block_bytes,
-        attention=runner.attention_backend,
-        threads=torch.get_num_threads(),
-    )
-    return EngineHost(settings, runner, Scheduler(scheduler_config, BlockPool(num_blocks)))
+    wanted = replace(wanted, companion_block_bytes=draft_block_bytes(limits.speculation, wanted))
+    return replace(wanted, num_blocks=_asked_blocks(settings, limits, wanted))
 
 
 def _max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
@@ -141,16 +160,16 @@ def _max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
     return settings.max_model_len or config.max_position_embeddings
 
 
-def _asked_blocks(settings: WorkerSettings, limits: EngineLimits, layout: KVLayout) -> int | None:
+def _asked_blocks(settings: WorkerSettings, limits: EngineLimits, wanted: RunnerSettings) -> int | None:
     """KV blocks the operator has asked for, in tokens or bytes; None leaves it to memory."""
+    layout = kv_layout(load_config(wanted.model_dir), wanted)
+    block_bytes = layout.block_bytes + wanted.companion_block_bytes
     if limits.max_kv_tokens:
         num_blocks = limits.max_kv_tokens // layout.block_size
     elif settings.kv_cache_bytes:
-        num_blocks = settings.kv_cache_bytes // layout.block_bytes
+        num_blocks = settings.kv_cache_bytes // block_bytes
     else:
         return None
     if num_blocks < 2:
-        raise ConfigurationError(
-            f"the KV cache would have {num_blocks} blocks of {layout.block_bytes} bytes: give it more"
-        )
+        raise ConfigurationError(f"the KV cache would have {num_blocks} blocks of {block_bytes} bytes: give it more")
     return num_blocks

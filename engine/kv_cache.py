@@ -20,9 +20,9 @@ Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
 
 
-def num_blocks_for_memory(layout: KVLayout, memory_bytes: int) -> int:
-    """Blocks that fit in `memory_bytes`."""
-    return memory_bytes // layout.block_bytes
+def num_blocks_for_memory(layout: KVLayout, memory_bytes: int, companion_block_bytes: int = 0) -> int:
+    """Blocks that fit in `memory_bytes`, each with its companion in another cache."""
+    return memory_bytes // (layout.block_bytes + companion_block_bytes)
 
 
 class KVCache:

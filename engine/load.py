@@ -35,8 +35,8 @@ class RunnerSettings:
     """How a model is loaded and run.
 
     Without `num_blocks` the KV cache takes `memory_fraction` of the memory that is free once the weights are loaded,
-    but no more than `max_blocks`. `device` "auto" is CUDA where it is there; `dtype` "auto" is the checkpoint's own,
-    or fp32 on CPU. `layers_per_group`: see ModelRunner.
+    but no more than `max_blocks`; `companion_block_bytes` is what each block takes in another cache. `device` "auto" is
+    CUDA where it is there; `dtype` "auto" is the checkpoint's own, or fp32 on CPU. `layers_per_group`: see ModelRunner.
     """
 
     model_dir: Path
@@ -47,6 +47,7 @@ class RunnerSettings:
     block_size: int = 16
     num_blocks: int | None = None
     max_blocks: int | None = None
+    companion_block_bytes: int = 0
     memory_fraction: float = 0.5
     attention: str = "auto"
     layers_per_group: int = 4
@@ -162,7 +163,8 @@ def _kv_dtype(settings: RunnerSettings, config: ModelConfig) -> str:
 
 
 def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.device) -> int:
-    num_blocks = num_blocks_for_memory(layout, int(available_bytes(device) * settings.memory_fraction))
+    num_bytes = int(available_bytes(device) * settings.memory_fraction)
+    num_blocks = num_blocks_for_memory(layout, num_bytes, settings.companion_block_bytes)
     if num_blocks < 1:
         raise ConfigurationError(
             f"no memory for the KV cache: one block takes {layout.block_bytes} bytes; lower block_size, or free memory"

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 import structlog
 
-from engine.batch import LayerHook, Runner
+from engine.batch import LayerHook, Runner, ScheduledBatch
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+from engine.speculation.speculator import Speculator
 from mesh.cores import ComputeCores, OwnCores
 from mesh.domain.errors import WorkerLost
 from mesh.domain.tokens import StepOutput
@@ -54,6 +55,7 @@ class Engine:
         runner: Runner,
         on_layers: LayerHook | None = None,
         cores: ComputeCores | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.num_step_tokens = 0
@@ -61,33 +63,52 @@ class Engine:
         self._runner = runner
         self._on_layers = on_layers
         self._cores = cores or OwnCores()
+        self._speculator = speculator
 
     def prepare_thread(self) -> None:
         """Called once by the thread that will step."""
         self._runner.prepare_thread()
+        if self._speculator is not None:
+            self._speculator.drafter.prepare_thread()
 
     def step(self) -> StepResult:
         """Plan, compute, apply."""
         batch = self.scheduler.schedule()
         outputs: list[StepOutput] = []
         if batch.items:
-            self.num_step_tokens = batch.num_tokens
-            self._runner.use_cores(self._cores.begin_step())
-            outputs = self.scheduler.update(batch, self._runner.run(batch, self._on_layers))
+            outputs = self._compute(batch)
         else:
             self._cores.rest()
         for item in batch.items:
             if item.sequence.is_over:
-                self._runner.forget(item.sequence)
+                self._forget(item.sequence)
         preempted = self.scheduler.take_preempted()
         for sequence in preempted:
-            self._runner.forget(sequence)
+            self._forget(sequence)
         return StepResult(outputs, preempted, is_idle=not batch.items)
+
+    def _compute(self, batch: ScheduledBatch) -> list[StepOutput]:
+        self.num_step_tokens = batch.num_tokens
+        lent = self._cores.begin_step()
+        self._runner.use_cores(lent)
+        if self._speculator is None:
+            return self.scheduler.update(batch, self._runner.run(batch, self._on_layers))
+        self._speculator.drafter.use_cores(lent)
+        batch = self._speculator.extend(batch, self.scheduler)
+        self.num_step_tokens = batch.num_tokens
+        outputs = self._runner.run(batch, self._on_layers)
+        self._speculator.learn(batch, outputs)
+        return self.scheduler.update(batch, outputs)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence here; idempotent."""
         self.scheduler.abort(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
         self._runner.forget(sequence)
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
 
 
 @dataclass(frozen=True, slots=True)

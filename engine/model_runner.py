@@ -1,6 +1,8 @@
 """ModelRunner: executes scheduled batches on the model. One thread calls it; the KV cache may be read by others."""
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -64,8 +66,8 @@ class ModelRunner:
         hidden = self._decoder.forward(inputs.token_ids, inputs.metadata, groups)
         tokens = self._sample(batch, hidden, inputs.starts)
         return [
-            RunnerOutput(token, self._prompt_logprobs(item, hidden[start : start + item.num_tokens]))
-            for item, token, start in zip(batch.items, tokens, inputs.starts, strict=False)
+            RunnerOutput(sampled, self._prompt_logprobs(item, hidden[start : start + item.num_tokens]))
+            for item, sampled, start in zip(batch.items, tokens, inputs.starts, strict=False)
         ]
 
     def prepare_thread(self) -> None:
@@ -80,17 +82,19 @@ class ModelRunner:
         """See Runner.forget."""
         self._sampler.forget(sequence)
 
-    def _sample(self, batch: ScheduledBatch, hidden: Tensor, starts: list[int]) -> list[SampledToken | None]:
-        sampling = [i for i, item in enumerate(batch.items) if item.samples]
-        tokens: list[SampledToken | None] = [None] * len(batch.items)
-        if not sampling:
-            return tokens
-        last_rows = [starts[i + 1] - 1 for i in sampling]
-        rows = hidden if len(last_rows) == hidden.shape[0] else hidden[last_rows]
-        sampled = self._sampler.sample(self._decoder.logits(rows), [batch.items[i].sequence for i in sampling])
-        for i, token in zip(sampling, sampled, strict=True):
-            tokens[i] = token
-        return tokens
+    def _sample(self, batch: ScheduledBatch, hidden: Tensor, starts: list[int]) -> list[tuple[SampledToken, ...]]:
+        rows: list[int] = []
+        sequences: list[Sequence] = []
+        for item, end in zip(batch.items, starts[1:], strict=True):
+            if item.samples:
+                rows += range(end - 1 - len(item.drafts), end)
+                sequences.append(item.sequence)
+                sequences += [item.sequence.guessing(item.drafts[:known]) for known in range(1, len(item.drafts) + 1)]
+        if not rows:
+            return [()] * len(batch.items)
+        chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
+        sampled = iter(self._sampler.sample(self._decoder.logits(chosen), sequences))
+        return [_holding(item.drafts, sampled) if item.samples else () for item in batch.items]
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:
         """Scores of the prompt tokens that follow each of the item's rows."""
@@ -107,3 +111,10 @@ class ModelRunner:
             scored = score(logits, tokens, [sequence.request.top_logprobs] * len(piece))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
+
+
+def _holding(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple[SampledToken, ...]:
+    """Of the tokens sampled at a sequence's end and after each draft, those that had nothing wrong before them."""
+    tokens = list(islice(sampled, 1 + len(drafts)))
+    num_right = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
+    return tuple(tokens[: num_right + 1])

@@ -97,6 +97,8 @@ class Penalties:
         logits[at] = values
 
     def _count(self, sequence: Sequence) -> TokenCounts:
+        if sequence.num_guessed:  # guesses may be wrong, so they are not kept
+            return TokenCounts(sequence)
         counts = self._counts.get(sequence.key)
         if counts is None:
             counts = self._counts[sequence.key] = TokenCounts(sequence)

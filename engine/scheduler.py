@@ -52,6 +52,8 @@ class SchedulerConfig:
 class _Counters:
     generated_tokens: int = 0
     computed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preempted: list[Sequence] = field(default_factory=list)
 
 
@@ -134,6 +136,8 @@ class Scheduler:
             pending_tokens=pending + sum(s.num_uncomputed_tokens for s in running if s.num_uncomputed_tokens > 1),
             generated_tokens=self._counters.generated_tokens,
             computed_tokens=self._counters.computed_tokens,
+            drafted_tokens=self._counters.drafted_tokens,
+            accepted_tokens=self._counters.accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -179,6 +183,17 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def make_room(self, sequence: Sequence, num_drafts: int) -> int:
+        """Blocks for as many drafts behind a running sequence's tokens as fit into free memory; returns how many. What
+        is not used, `update` takes back. Drafts are worth nobody's seat, nor the blocks others grow into.
+        """
+        size = self.config.block_size
+        missing = -(-(sequence.num_tokens + num_drafts) // size) - len(sequence.block_table)
+        most = max(0, min(missing, self.pool.num_free - self._headroom()))
+        if most > 0:
+            sequence.block_table += self.pool.allocate(most) or []
+        return min(num_drafts, len(sequence.block_table) * size - sequence.num_tokens)
 
     def _preempt(self, victim: Sequence) -> None:
         del self._seated[victim.key]
@@ -242,28 +257,35 @@ class Scheduler:
     # -- consequences -----------------------------------------------------------------------------------------------
 
     def update(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> list[StepOutput]:
-        """Apply what a step computed; one StepOutput for each sequence that got a token."""
+        """Apply what a step computed; one StepOutput for each sequence that got tokens."""
         results: list[StepOutput] = []
         for item, output in zip(batch.items, outputs, strict=True):
             sequence = item.sequence
-            sequence.num_computed_tokens = item.end
-            self._counters.computed_tokens += item.num_tokens if item.num_tokens > 1 else 0
-            self._publish(sequence)
+            self._count(item, output)
             sequence.prompt_logprobs.extend(output.prompt_logprobs)
-            if output.token is not None:
-                results.append(self._append(sequence, output.token))
+            if output.tokens:
+                results.append(self._append(sequence, output.tokens))
+            else:
+                sequence.num_computed_tokens = item.end
+                self._publish(sequence)
         return results
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> StepOutput:
+    def _count(self, item: ScheduledSequence, output: RunnerOutput) -> None:
+        num_known, counters = item.num_tokens - len(item.drafts), self._counters
+        counters.computed_tokens += num_known if num_known > 1 else 0
+        counters.drafted_tokens += len(item.drafts)
+        counters.accepted_tokens += len(output.tokens) - 1 if item.drafts else 0
+
+    def _append(self, sequence: Sequence, sampled: tuple[SampledToken, ...]) -> StepOutput:
         index = sequence.num_generated
         is_first = index == sequence.request.num_generated
-        sequence.token_ids.append(token.id)
-        self._counters.generated_tokens += 1
-        reason = self._finish_reason(sequence, token.id)
+        tokens, reason = self._extend(sequence, sampled)
+        sequence.num_computed_tokens = sequence.num_tokens - 1
+        self._publish(sequence)
         result = StepOutput(
             *sequence.key,
             first_index=index,
-            tokens=(token,),
+            tokens=tokens,
             finish_reason=reason,
             prompt_logprobs=_prompt_logprobs(sequence) if is_first else (),
             cached_tokens=sequence.num_cached_tokens if is_first else 0,
@@ -275,7 +297,28 @@ class Scheduler:
         elif reason is not None:
             del self._seated[sequence.key]
             self._free(sequence)
+        else:
+            self._give_back_room(sequence)
         return result
+
+    def _extend(
+        self, sequence: Sequence, sampled: tuple[SampledToken, ...]
+    ) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
+        """Append tokens up to the one that ends the sequence, if one does."""
+        reason, count = None, 0
+        while reason is None and count < len(sampled):
+            sequence.token_ids.append(sampled[count].id)
+            reason = self._finish_reason(sequence, sampled[count].id)
+            count += 1
+        self._counters.generated_tokens += count
+        return sampled[:count], reason
+
+    def _give_back_room(self, sequence: Sequence) -> None:
+        """Free the blocks that `make_room` gave to drafts that were wrong."""
+        needed = self._num_blocks_for(sequence)
+        if len(sequence.block_table) > needed:
+            self.pool.free(sequence.block_table[needed:])
+            del sequence.block_table[needed:]
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         request = sequence.request

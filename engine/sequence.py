@@ -7,6 +7,7 @@
 There is no prefill phase and no decode phase: a sequence has tokens, and KV is computed for a growing prefix of them.
 """
 
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -33,7 +34,7 @@ class Sequence:
 
     KV of positions `[0, num_computed_tokens)` is in the cache, in the blocks of `block_table`. `block_hashes` are the
     chained hashes of the leading full blocks that prefix caching has seen. With `hand_over`, another worker goes on
-    after the first token sampled here.
+    after the first token sampled here. The last `num_guessed` tokens are guesses, see `guessing`.
     """
 
     request: Request
@@ -45,9 +46,17 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    num_guessed: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
+
+    def guessing(self, drafts: tuple[int, ...]) -> "Sequence":
+        """What the sequence will be if these tokens come next: to choose the token after them. Not to be scheduled."""
+        guess = copy(self)
+        guess.token_ids = [*self.token_ids, *drafts]
+        guess.num_guessed = len(drafts)
+        return guess
 
     @property
     def key(self) -> SequenceKey:

@@ -287,9 +287,19 @@ _PLAIN_WORKER = (
     "device",
     "pid",
     "protocol_version",
+    "speculative",
 )
 
-_LOAD = ("free_blocks", "num_running", "num_waiting", "pending_tokens", "generated_tokens", "computed_tokens")
+_LOAD = (
+    "free_blocks",
+    "num_running",
+    "num_waiting",
+    "pending_tokens",
+    "generated_tokens",
+    "computed_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+)
 
 
 def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:

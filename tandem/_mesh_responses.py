@@ -57,12 +57,15 @@ def _worker(message: worker_pb2.WorkerStatus) -> Worker:
             pending_tokens=load.pending_tokens,
             generated_tokens=load.generated_tokens,
             computed_tokens=load.computed_tokens,
+            drafted_tokens=load.drafted_tokens,
+            accepted_tokens=load.accepted_tokens,
         ),
         last_seen_s=message.last_seen.ToNanoseconds() / 1e9,
         serving=message.serving,
         open_transfers=message.open_transfers,
         transferred_bytes=message.transferred_bytes,
         prefilling_tokens=message.prefilling_tokens,
+        speculative=record.speculative or "none",
     )
 
 

@@ -7,7 +7,9 @@ from tandem.models import FinishReason, Timing
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is. `generated_tokens` and `computed_tokens` count since its start."""
+    """How busy a worker is. Counts of tokens are since its start: generated ones, computed ones of prompts, and those
+    that speculative decoding drafted and that were accepted.
+    """
 
     free_blocks: int = 0
     num_running: int = 0
@@ -15,6 +17,8 @@ class WorkerLoad:
     pending_tokens: int = 0
     generated_tokens: int = 0
     computed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Worker:
     open_transfers: int = 0
     transferred_bytes: int = 0
     prefilling_tokens: int = 0
+    speculative: str = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Values as LMI and TGI write them, into values of our settings. Each raises ConfigurationError."""
 
+import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -91,3 +92,29 @@ def builtin_handler(value: str) -> str:
     if not value.startswith("djl_python."):
         raise ConfigurationError("custom handlers (model.py) are not supported")
     return value
+
+
+_SPECULATION: Mapping[str, str] = MappingProxyType(
+    {
+        "method": "decode.speculative",
+        "model": "decode.draft_model",
+        "num_speculative_tokens": "decode.num_speculative_tokens",
+    }
+)
+_METHODS: Mapping[str, str] = MappingProxyType({"ngram": "ngram", "draft_model": "draft"})
+
+
+def speculation(value: str) -> dict[str, str]:
+    """vLLM's JSON object: {"method": ..., "model": ..., "num_speculative_tokens": ...}."""
+    try:
+        given = json.loads(value)
+    except ValueError as error:
+        raise ConfigurationError(f"want a JSON object: {error}") from None
+    if not isinstance(given, dict):
+        raise ConfigurationError("want a JSON object")
+    if unknown := given.keys() - _SPECULATION.keys():
+        raise ConfigurationError(f"not supported: {', '.join(sorted(unknown))}; known are {', '.join(_SPECULATION)}")
+    method = given.get("method", "draft_model" if "model" in given else "ngram")
+    if method not in _METHODS:
+        raise ConfigurationError(f"method must be ngram or draft_model, got {method!r}")
+    return {_SPECULATION[name]: str(each) for name, each in given.items()} | {"decode.speculative": _METHODS[method]}

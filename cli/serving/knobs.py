@@ -1,5 +1,6 @@
 """What the keys of LMI and TGI mean here: one table."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cli.serving import conversions as to
@@ -14,7 +15,7 @@ class Knob:
 
     `targets` are settings as ROLE.NAME, those of `tandem up` itself as up.NAME; without any, the key is known and has
     no effect, for the reason in `note`. `also` are its other names in serving.properties, `env` names of variables
-    beside OPTION_*, the strongest first.
+    beside OPTION_*, the strongest first. With `spread` one value holds several settings, by target.
     """
 
     key: str
@@ -23,6 +24,7 @@ class Knob:
     also: tuple[str, ...] = ()
     convert: Convert = to.as_is
     note: str = ""
+    spread: Callable[[str], Mapping[str, str]] | None = None
 
 
 def _workers(name: str) -> tuple[str, ...]:
@@ -141,7 +143,8 @@ KNOBS = (
     Knob("option.entryPoint", convert=to.builtin_handler, note="what it does is built in"),
     Knob("option.handler", convert=to.never),
     Knob("option.enable_lora", convert=to.off_only, note="it is off"),
-    Knob("option.speculative_config", convert=to.never),
-    Knob("option.speculative_draft_model", convert=to.never),
+    Knob("option.speculative_config", spread=to.speculation),
+    Knob("option.speculative_draft_model", ("decode.draft_model",)),
+    Knob("option.speculative_length", ("decode.num_speculative_tokens",), env=("SPECULATE",)),
     Knob("option.bedrock_compat", convert=to.off_only, note="it is off"),
 )

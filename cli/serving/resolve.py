@@ -41,9 +41,12 @@ def read_low_code(path: str | None, environ: Mapping[str, str], roles_of: RolesO
 def _apply(knob: Knob, given: Given, found: LowCode, environ: Mapping[str, str]) -> None:
     try:
         value = knob.convert(given.value)
+        spread = knob.spread(given.value) if knob.spread else {}
     except ConfigurationError as error:
         raise ConfigurationError(f"{given.key}={given.value} ({given.origin}): {error}") from None
-    if not knob.targets:
+    for target, part in spread.items():
+        _set(given, (target,), part, found, environ)
+    if not knob.targets and not knob.spread:
         found.warnings.append(f"{given.key}={given.value} ({given.origin}) has no effect: {knob.note}")
         return
     _set(given, knob.targets, value, found, environ)

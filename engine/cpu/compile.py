@@ -37,10 +37,9 @@ def _run(settings: RunnerSettings) -> None:
     sequence.block_table = [0, 1]
     for count in (_PROMPT_TOKENS, 1):
         batch = ScheduledBatch((ScheduledSequence(sequence, sequence.num_computed_tokens, count),))
-        token = runner.run(batch)[0].token
+        tokens = runner.run(batch)[0].tokens
         sequence.num_computed_tokens += count
-        if token is not None:
-            sequence.token_ids.append(token.id)
+        sequence.token_ids += [token.id for token in tokens]
 
 
 if __name__ == "__main__":

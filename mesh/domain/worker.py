@@ -42,12 +42,15 @@ class WorkerInfo:
     max_model_len: int
     device: str = "cpu"
     pid: int = 0
+    speculative: str = "none"
     protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is. Cached blocks count as free: they are taken when needed."""
+    """How busy a worker is. Cached blocks count as free: they are taken when needed. Counts of tokens are since its
+    start; of the drafted ones, guessed by speculative decoding, the accepted ones were right.
+    """
 
     free_blocks: int = 0
     num_running: int = 0
@@ -55,6 +58,8 @@ class WorkerLoad:
     pending_tokens: int = 0
     generated_tokens: int = 0
     computed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ INCIDENT_KIND_REPLAYED: IncidentKind
 INCIDENT_KIND_FAILED: IncidentKind
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "tokenizer_fingerprint", "layout", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "protocol_version", "device", "pid")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "tokenizer_fingerprint", "layout", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "protocol_version", "device", "pid", "speculative")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -83,6 +83,7 @@ class WorkerRecord(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -97,23 +98,28 @@ class WorkerRecord(_message.Message):
     protocol_version: int
     device: str
     pid: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_kvtransfer_pb2.KvLayout, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    speculative: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_kvtransfer_pb2.KvLayout, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("free_blocks", "num_running", "num_waiting", "pending_tokens", "generated_tokens", "computed_tokens")
+    __slots__ = ("free_blocks", "num_running", "num_waiting", "pending_tokens", "generated_tokens", "computed_tokens", "drafted_tokens", "accepted_tokens")
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     free_blocks: int
     num_running: int
     num_waiting: int
     pending_tokens: int
     generated_tokens: int
     computed_tokens: int
-    def __init__(self, free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("first_number", "events")

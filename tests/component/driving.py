@@ -45,9 +45,8 @@ class Driver:
         for (run, count), output in zip(work, outputs, strict=True):
             run.sequence.num_computed_tokens += count
             run.prompt_logprobs += output.prompt_logprobs
-            if output.token is not None:
-                run.tokens.append(output.token)
-                run.sequence.token_ids.append(output.token.id)
+            run.tokens += output.tokens
+            run.sequence.token_ids += [token.id for token in output.tokens]
         return outputs
 
     def finish(self, *runs: Run, chunk: int = 1000) -> None:

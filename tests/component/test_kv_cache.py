@@ -81,6 +81,7 @@ def test_wrong_ranges_are_refused() -> None:
 
 def test_capacity_from_memory() -> None:
     assert num_blocks_for_memory(layout(), 10 * layout().block_bytes + 1) == 10
+    assert num_blocks_for_memory(layout(), 10 * layout().block_bytes, layout().block_bytes) == 5
     assert available_bytes(CPU) > 0
 
 

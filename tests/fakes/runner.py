@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from engine.batch import LayerHook, RunnerOutput, ScheduledBatch
+from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence
 from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
@@ -94,11 +94,11 @@ class FakeRunner:
             self.gate.clear()
         for first in range(0, self.store.layout.num_layers, self._layers_per_group):
             for item in batch.items:
-                for position in range(item.start, item.end):
-                    self._slot(item.sequence, position, first)[:] = item.sequence.token_ids[position]
+                for position, token_id in enumerate(item.token_ids(), item.start):
+                    self._slot(item.sequence, position, first)[:] = token_id
             if on_layers is not None:
                 on_layers(batch, first, self._layers_per_group)
-        return [self._output(item.sequence, item.start, item.end) for item in batch.items]
+        return [self._output(item) for item in batch.items]
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing is kept."""
@@ -108,16 +108,22 @@ class FakeRunner:
         block_id = sequence.block_table[position // size]
         return self.store.data[first_layer : first_layer + self._layers_per_group, :, block_id, position % size]
 
-    def _output(self, sequence: Sequence, start: int, end: int) -> RunnerOutput:
+    def _output(self, item: ScheduledSequence) -> RunnerOutput:
+        sequence = item.sequence
         prompt_logprobs = ()
         if sequence.request.prompt_logprobs:
-            last = min(end, sequence.num_prompt_tokens - 1)
-            prompt_logprobs = tuple(PromptLogprob(-0.25) for _ in range(start, last))
-        if end < sequence.num_tokens:
-            return RunnerOutput(None, prompt_logprobs)
+            last = min(item.end, sequence.num_prompt_tokens - 1)
+            prompt_logprobs = tuple(PromptLogprob(-0.25) for _ in range(item.start, last))
+        if not item.samples:
+            return RunnerOutput((), prompt_logprobs)
         seen = []
-        for position in range(end):
+        for position in range(item.end):
             values = {int(v) for first in (0, 2) for v in self._slot(sequence, position, first).ravel()}
             seen.append(values.pop() if len(values) == 1 else -99)
         top = tuple(TokenLogprob(i, -0.5 - i) for i in range(sequence.request.top_logprobs))
-        return RunnerOutput(SampledToken(fake_token(seen), -0.5, top), prompt_logprobs)
+        tokens = []
+        for end in range(item.end - len(item.drafts), item.end + 1):
+            tokens.append(SampledToken(fake_token(seen[:end]), -0.5, top))
+            if end < item.end and tokens[-1].id != seen[end]:
+                break
+        return RunnerOutput(tuple(tokens), prompt_logprobs)

@@ -1,16 +1,23 @@
 """Scheduler and block pool under random life: nothing leaks, no budget is passed, abort works at every moment."""
 
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from engine.batch import RunnerOutput, ScheduledBatch
+from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence, SequenceStatus
+from engine.speculation.ngram import NgramDrafter
+from engine.speculation.speculator import Speculator
 from mesh.domain.errors import InvalidRequest, WorkerBusy
 from mesh.domain.tokens import FinishReason, SampledToken
+from tests.fakes.drafters import FakeDrafter, free_tokens
 from tests.fakes.requests import make_request
 
 BLOCK = 4
@@ -30,10 +37,22 @@ def new_scheduler(**changes: object) -> Scheduler:
     return Scheduler(SchedulerConfig(**(config | changes)), BlockPool(NUM_BLOCKS))
 
 
-def run_step(scheduler: Scheduler, token_id: int = 1) -> tuple[ScheduledBatch, list]:
+def run_step(
+    scheduler: Scheduler, token_id: int = 1, speculator: Speculator | None = None
+) -> tuple[ScheduledBatch, list]:
+    """Every token is sampled to be `token_id`."""
     batch = scheduler.schedule()
-    outputs = [RunnerOutput(SampledToken(token_id, -0.5) if item.samples else None) for item in batch.items]
+    if speculator is not None:
+        batch = speculator.extend(batch, scheduler)
+    outputs = [RunnerOutput(_sampled(item, token_id)) for item in batch.items]
+    if speculator is not None:
+        speculator.learn(batch, outputs)
     return batch, scheduler.update(batch, outputs)
+
+
+def _sampled(item: ScheduledSequence, token_id: int) -> tuple[SampledToken, ...]:
+    num_right = len(list(takewhile(token_id.__eq__, item.drafts)))
+    return (SampledToken(token_id, -0.5),) * (1 + num_right) if item.samples else ()
 
 
 class SchedulerLife(RuleBasedStateMachine):
@@ -44,6 +63,7 @@ class SchedulerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = new_scheduler()
+        self.speculator = Speculator(NgramDrafter(), 3, partial(next, free_tokens()))
         self.count = 0
 
     def new_sequence(self, tokens: list[int], max_new: int, hand_over: bool = False) -> Sequence:
@@ -87,15 +107,21 @@ class SchedulerLife(RuleBasedStateMachine):
         self.scheduler.abort(sequence)
         assert sequence.block_table == []
 
-    @rule(token_id=st.sampled_from([EOS, 1, 2]))
-    def step(self, token_id: int) -> None:
-        batch, outputs = run_step(self.scheduler, token_id)
+    @rule(token_id=st.sampled_from([EOS, 1, 2]), guess=st.booleans())
+    def step(self, token_id: int, guess: bool) -> None:
+        batch, outputs = run_step(self.scheduler, token_id, self.speculator if guess else None)
         assert batch.num_tokens <= MAX_BATCH_TOKENS
         sizes = [item.num_tokens for item in batch.items]
         assert all(size == 1 for size in sizes[: batch.num_decodes])
         assert all(size > 1 for size in sizes[batch.num_decodes :])
+        most = {item.sequence.key: 1 + len(item.drafts) for item in batch.items}
         for output in outputs:
-            assert len(output.tokens) == 1
+            assert 1 <= len(output.tokens) <= most[output.request_id, output.attempt]
+        for item in batch.items:  # what guesses did not use is given back
+            sequence = item.sequence
+            assert sequence.num_tokens <= sequence.request.max_total_tokens
+            assert len(sequence.block_table) <= -(-sequence.num_tokens // BLOCK)
+            assert sequence.is_over or sequence.num_uncomputed_tokens >= 1
         for sequence in self.scheduler.take_preempted():
             assert sequence.status is SequenceStatus.FINISHED
 
@@ -238,3 +264,32 @@ def test_prompt_that_is_handed_over_may_fill_the_pool() -> None:
     scheduler.add(Sequence(make_request("goes", prompt), hand_over=True))
     run_step(scheduler)
     assert scheduler.pool.num_free == 0
+
+
+def test_guesses_end_where_the_sequence_does_and_leave_room_to_others() -> None:
+    scheduler = new_scheduler(max_batch_tokens=40)
+    known = {name: [1] * 20 for name in ("a", "b")}
+    speculator = Speculator(FakeDrafter(known), 8, partial(next, free_tokens()))
+    scheduler.add(Sequence(make_request("a", range(1, 10), max_new_tokens=4)))
+    scheduler.add(Sequence(make_request("b", range(1, 30), max_new_tokens=20)))
+    run_step(scheduler)
+    batch, outputs = run_step(scheduler, 1, speculator)
+    # a: of 4 tokens one is there, and one is sampled behind the guesses; b: its last block has room for 2
+    assert [len(item.drafts) for item in batch.items] == [2, 2]
+    assert [(len(output.tokens), output.finish_reason) for output in outputs] == [(3, FinishReason.LENGTH), (3, None)]
+
+
+def test_tokens_after_the_one_that_ends_a_sequence_are_dropped() -> None:
+    scheduler = new_scheduler(max_batch_tokens=40)
+    request = make_request("a", range(10, 15), max_new_tokens=20, sampling={"stop_token_ids": (3,)})
+    sequence = Sequence(request)
+    scheduler.add(sequence)
+    run_step(scheduler)
+    [item] = scheduler.schedule().items
+    assert scheduler.make_room(sequence, 4) == 4
+    sampled = tuple(SampledToken(token_id, -0.5) for token_id in (2, 3, 4, 5, 6))
+    guessing = replace(item, num_tokens=5, drafts=(2, 3, 4, 5))
+    [output] = scheduler.update(ScheduledBatch((guessing,)), [RunnerOutput(sampled)])
+    assert ([token.id for token in output.tokens], output.finish_reason) == ([2, 3], FinishReason.STOP_SEQUENCE)
+    assert scheduler.pool.num_free == NUM_BLOCKS
+    assert scheduler.load().generated_tokens == 3

@@ -1,0 +1,101 @@
+"""Adds guesses to planned batches where they pay. Pure but for the drafter.
+
+Each step: which sequences could be guessed for, how many guesses are worth their cost (engine/speculation/cost.py, with
+each sequence's own acceptance), room for their KV, the guesses. What the step then says about them is learnt from.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceKey
+from engine.speculation.acceptance import Acceptance
+from engine.speculation.cost import CostFit, Prices, plan_lengths
+from engine.speculation.drafter import Drafter, Drafts
+
+# Before any guess was tried, and what idle guessers drift back to.
+_HOPE = 0.8
+
+Clock = Callable[[], float]
+
+
+class Speculator:
+    """Owned by the engine's thread. `max_drafts` is the most guesses of a sequence in a step."""
+
+    def __init__(self, drafter: Drafter, max_drafts: int, clock: Clock = time.perf_counter) -> None:
+        self.drafter = drafter
+        self._max_drafts = max_drafts
+        self._clock = clock
+        self._fit = CostFit()
+        self._overall = Acceptance()
+        self._acceptance: dict[SequenceKey, Acceptance] = {}
+        self._began_s = 0.0
+
+    def extend(self, batch: ScheduledBatch, scheduler: Scheduler) -> ScheduledBatch:
+        """The batch with guesses behind the last tokens of sequences that decode. Tell `learn` what came of it."""
+        sequences = [item.sequence for item in batch.items if _decodes(item)]
+        limits = self.drafter.limits(sequences, [self._most(sequence, scheduler) for sequence in sequences])
+        lengths = plan_lengths(
+            [self._chance(sequence) for sequence in sequences],
+            limits,
+            len(sequences),
+            Prices(self._fit.cost, self.drafter.round_cost()),
+        )
+        left = scheduler.config.max_batch_tokens - batch.num_tokens
+        for place, sequence in enumerate(sequences):
+            lengths[place] = scheduler.make_room(sequence, min(lengths[place], left)) if lengths[place] else 0
+            left -= lengths[place]
+        if any(lengths):
+            drafts = self.drafter.draft(sequences, lengths)
+            batch = _with_drafts(batch, dict(zip((s.key for s in sequences), drafts, strict=True)))
+        self._began_s = self._clock()
+        return batch
+
+    def learn(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> None:
+        """The batch, as `extend` returned it, has been computed."""
+        seconds = self._clock() - self._began_s
+        if all(item.num_tokens - len(item.drafts) == 1 for item in batch.items):
+            self._fit.learn(batch.num_tokens, seconds)
+        num_drafts = 0
+        for item, output in zip(batch.items, outputs, strict=True):
+            num_drafts += len(item.drafts)
+            if item.drafts:
+                acceptance = self._acceptance.setdefault(item.sequence.key, Acceptance())
+                acceptance.learn(len(output.tokens) - 1, len(item.drafts))
+                self._overall.learn(len(output.tokens) - 1, len(item.drafts))
+            elif (known := self._acceptance.get(item.sequence.key)) is not None:
+                known.idle()
+        if num_drafts == 0:
+            self._overall.idle()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept for `sequence`."""
+        self._acceptance.pop(sequence.key, None)
+        self.drafter.forget(sequence)
+
+    def _most(self, sequence: Sequence, scheduler: Scheduler) -> int:
+        """Guesses that could be emitted, with the token that is sampled behind them."""
+        end = min(sequence.request.max_total_tokens, scheduler.config.max_model_len)
+        return max(0, min(self._max_drafts, end - sequence.num_tokens - 1))
+
+    def _chance(self, sequence: Sequence) -> float:
+        overall = self._overall.chance(_HOPE)
+        known = self._acceptance.get(sequence.key)
+        return overall if known is None else known.chance(overall)
+
+
+def _decodes(item: ScheduledSequence) -> bool:
+    """True past a sequence's first token: what is sampled at the end of a prompt may go to another worker."""
+    return item.num_tokens == 1 and item.samples and item.start >= item.sequence.num_prompt_tokens
+
+
+def _with_drafts(batch: ScheduledBatch, drafts: dict[SequenceKey, Drafts]) -> ScheduledBatch:
+    items = [
+        replace(item, num_tokens=item.num_tokens + len(own), drafts=own)
+        if (own := drafts.get(item.sequence.key, ()))
+        else item
+        for item in batch.items
+    ]
+    return ScheduledBatch(tuple(sorted(items, key=lambda item: item.num_tokens > 1)))

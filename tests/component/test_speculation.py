@@ -1,0 +1,138 @@
+"""With speculation the tokens, their log-probs and their alternatives are those without it, to the last bit."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.loop import Engine
+from engine.model_runner import ModelRunner
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.drafter import Drafter
+from engine.speculation.ngram import NgramDrafter
+from engine.speculation.speculator import Speculator
+from mesh.domain.request import Request
+from mesh.domain.tokens import FinishReason, SampledToken
+from tests.component.arms import load_arm
+from tests.fakes.drafters import FakeDrafter, free_tokens
+from tests.fakes.requests import make_request
+
+Checkpoint = Callable[[str], Path]
+Answers = dict[str, tuple[list[SampledToken], FinishReason | None]]
+
+EOS = 257
+_DRAWS = {"temperature": 0.9, "top_k": 20}
+_WAYS: Mapping[str, dict[str, object]] = {
+    "greedy": {},
+    "top log-probs": {"top_logprobs": 5},
+    "draws": {"sampling": _DRAWS},
+    "nucleus": {"sampling": {"temperature": 1.2, "top_p": 0.9, "min_p": 0.01}},
+    "penalties": {"sampling": _DRAWS | {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}},
+    "bias": {"sampling": {"logit_bias": {7: 4.0, 9: -100.0}, "min_new_tokens": 12}},
+    "stops": {"sampling": {"stop_token_ids": tuple(range(0, 257, 9)), "min_new_tokens": 9}},
+}
+"""One request of each: they run in one batch."""
+
+
+def requests() -> list[Request]:
+    """Prompts that repeat themselves, so that looking up finds something."""
+    prompts = {name: [*b"to and fro and "] * 2 + [*name.encode()] for name in _WAYS}
+    return [
+        make_request(name, prompts[name], max_new_tokens=40, eos_token_ids=frozenset({EOS}), **_WAYS[name])  # type: ignore[arg-type]
+        for name in _WAYS
+    ]
+
+
+def answer(
+    runner: ModelRunner, drafter: Drafter | None, asked: list[Request], **limits: int
+) -> tuple[Answers, Scheduler]:
+    """What comes of the requests, all at once, and the scheduler afterwards."""
+    config = {"block_size": runner.kv_cache.layout.block_size, "max_batch_tokens": 64, "max_num_seqs": 16} | limits
+    pool = BlockPool(runner.kv_cache.num_blocks)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=512, prefix_caching=False, **config), pool)
+    speculator = None if drafter is None else Speculator(drafter, 4, partial(next, free_tokens()))
+    engine = Engine(scheduler, runner, speculator=speculator)
+    for request in asked:
+        scheduler.add(Sequence(request))
+    answers: Answers = {request.request_id: ([], None) for request in asked}
+    known = {request.request_id: request.num_generated for request in asked}
+    while scheduler.has_work:
+        result = engine.step()
+        assert engine.num_step_tokens <= scheduler.config.max_batch_tokens
+        for output in result.outputs:
+            tokens, _ = answers[output.request_id]
+            assert output.first_index == known[output.request_id] + len(tokens)
+            answers[output.request_id] = ([*tokens, *output.tokens], output.finish_reason)
+        scheduler.check_integrity()
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    return answers, scheduler
+
+
+def ids(answers: Answers) -> dict[str, list[int]]:
+    return {name: [token.id for token in tokens] for name, (tokens, _) in answers.items()}
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("mistakes", [0.0, 0.3, 1.0])
+def test_guesses_change_nothing(checkpoint: Checkpoint, quantize: str, mistakes: float) -> None:
+    runner = load_arm(checkpoint("llama"), "compiled", quantize=quantize)
+    plain, _ = answer(runner, None, requests())
+    guessed, scheduler = answer(runner, FakeDrafter(ids(plain), mistakes), requests())
+    assert guessed == plain
+    load = scheduler.load()
+    assert load.drafted_tokens > 50
+    assert (load.accepted_tokens == load.drafted_tokens) == (mistakes == 0.0)
+    assert (load.accepted_tokens == 0) == (mistakes == 1.0)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_num_seqs": 7, "max_batch_tokens": 9}, {"max_num_seqs": 2, "max_batch_tokens": 5}]
+)
+def test_looking_up_changes_nothing_and_keeps_to_the_budget(checkpoint: Checkpoint, limits: dict[str, int]) -> None:
+    runner = load_arm(checkpoint("llama"), "compiled")
+    plain, _ = answer(runner, None, requests())
+    guessed, scheduler = answer(runner, NgramDrafter(), requests(), **limits)
+    assert guessed == plain
+    assert scheduler.load().drafted_tokens > 0
+
+
+def test_replay_in_the_middle_of_guesses_changes_nothing(checkpoint: Checkpoint) -> None:
+    runner = load_arm(checkpoint("llama"), "compiled")
+    plain, _ = answer(runner, None, requests())
+    num_known = 5
+    again = [
+        replace(
+            request,
+            attempt=1,
+            token_ids=(*request.token_ids, *ids(plain)[request.request_id][:num_known]),
+            num_prompt_tokens=len(request.token_ids),
+        )
+        for request in requests()
+    ]
+    replayed, _ = answer(runner, FakeDrafter(ids(plain), mistakes=0.3), again)
+    assert replayed == {name: (tokens[num_known:], reason) for name, (tokens, reason) in plain.items()}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_draft_model_changes_nothing_and_agrees_with_itself(checkpoint: Checkpoint, same: bool) -> None:
+    runner = load_arm(checkpoint("llama"), "compiled")
+    plain, _ = answer(runner, None, requests())
+    draft = load_arm(checkpoint("llama" if same else "llama-tied"), "compiled")
+    guessed, scheduler = answer(runner, DraftModel(draft, max_model_len=512, max_batch_tokens=20), requests())
+    assert guessed == plain
+    load = scheduler.load()
+    assert load.drafted_tokens > 50
+    assert (load.accepted_tokens == load.drafted_tokens) == same  # draws included: both models make the same
+
+
+def test_a_draft_model_guesses_no_further_than_it_can_see(checkpoint: Checkpoint) -> None:
+    runner, draft = (load_arm(checkpoint("llama"), "compiled") for _ in range(2))
+    [request] = [each for each in requests() if each.request_id == "greedy"]
+    most = len(request.token_ids) + 10
+    _, scheduler = answer(runner, DraftModel(draft, max_model_len=most, max_batch_tokens=64), [request])
+    assert 5 <= scheduler.load().drafted_tokens <= 10

@@ -1,0 +1,101 @@
+"""Guesses: what is looked up, what it costs, how many pay."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.sequence import Sequence
+from engine.speculation.acceptance import Acceptance
+from engine.speculation.cost import CostFit, Prices, StepCost, plan_lengths
+from engine.speculation.ngram import NgramDrafter
+from tests.fakes.requests import make_request
+
+# int8, 135M parameters, one core: 10.4, 16.6 and 33.9 ms for 1, 8 and 32 tokens.
+_CPU = Prices(StepCost(0.0097, 0.00076), StepCost())
+
+
+def look_up(token_ids: list[int], length: int) -> tuple[int, ...]:
+    drafter, sequence = NgramDrafter(), Sequence(make_request("a", token_ids))
+    [limit] = drafter.limits([sequence], [length])
+    [drafts] = drafter.draft([sequence], [limit])
+    return drafts
+
+
+def test_looks_up_what_followed_the_longest_match() -> None:
+    assert look_up([7, 1, 2, 3, 40, 9, 1, 2, 3, 50, 8, 7, 1, 2, 3], 2) == (40, 9)
+    assert look_up([9, 1, 2, 3, 40, 9, 1, 2, 3, 50, 8, 9, 1, 2, 3], 1) == (50,)  # the latest of equals
+    assert look_up([1, 2, 3, 4, 2, 3], 4) == ()  # two tokens alike are too few
+    assert look_up([5, 6, 5, 6, 5, 6], 5) == (5, 6, 5, 6, 5)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 6))
+def test_an_index_that_grows_finds_what_a_new_one_does(token_ids: list[int], length: int) -> None:
+    drafter, sequence = NgramDrafter(), Sequence(make_request("a", token_ids[:1]))
+    for token_id in token_ids[1:]:
+        drafter.limits([sequence], [length])
+        sequence.token_ids.append(token_id)
+    limits = drafter.limits([sequence], [length])
+    assert drafter.draft([sequence], limits) == [look_up(token_ids, length)]
+    drafter.forget(sequence)
+
+
+def test_guesses_stop_where_they_do_not_pay() -> None:
+    alone = plan_lengths([0.5], [8], 1, _CPU)
+    assert 2 <= alone[0] <= 4
+    assert plan_lengths([0.05], [8], 1, _CPU) == [0]
+    assert plan_lengths([0.5] * 32, [8] * 32, 32, _CPU) == [0] * 32
+    mixed = plan_lengths([0.95, *[0.5] * 31], [8] * 32, 32, _CPU)
+    assert mixed[0] > 1
+    assert set(mixed[1:]) == {0}
+    assert plan_lengths([0.95], [0], 1, _CPU) == [0]
+
+
+def test_a_slow_guesser_must_be_good() -> None:
+    as_slow_as_the_model = Prices(_CPU.step, _CPU.step)
+    assert plan_lengths([0.7], [8], 1, as_slow_as_the_model) == [0]
+    a_tenth = Prices(_CPU.step, StepCost(0.001, 0.0001))
+    assert plan_lengths([0.7], [8], 1, a_tenth)[0] > 1
+
+
+@given(st.lists(st.floats(0, 1), max_size=12), st.integers(0, 6), st.floats(0, 0.02), st.floats(0, 0.002))
+def test_planned_guesses_make_more_tokens_a_second_than_none(
+    chances: list[float], most: int, fixed_s: float, token_s: float
+) -> None:
+    prices = Prices(_CPU.step, StepCost(fixed_s, token_s))
+    lengths = plan_lengths(chances, [most] * len(chances), len(chances), prices)
+    assert all(length <= most for length in lengths)
+    tokens = sum(sum(chance**n for n in range(length + 1)) for chance, length in zip(chances, lengths, strict=True))
+    rounds = [sum(length >= n for length in lengths) for n in range(1, max(lengths, default=0) + 1)]
+    drafting_s = sum(prices.round.seconds(count) for count in rounds)
+    speed = tokens / (prices.step.seconds(len(chances) + sum(lengths)) + drafting_s)
+    assert speed >= len(chances) / prices.step.seconds(len(chances)) * 0.999
+
+
+def test_cost_is_learnt_from_steps_and_survives_interruptions() -> None:
+    fit = CostFit()
+    for turn in range(200):
+        num_tokens = 1 + turn % 5
+        fit.learn(num_tokens, _CPU.step.seconds(num_tokens) * (40 if turn % 50 == 49 else 1))
+    assert 0.7 < fit.cost.fixed_s / _CPU.step.fixed_s < 1.4
+    assert 0.3 < fit.cost.token_s / _CPU.step.token_s < 3
+
+
+def test_cost_of_steps_that_are_all_alike_is_split_as_usual() -> None:
+    fit = CostFit()
+    for _ in range(50):
+        fit.learn(8, 0.02)
+    assert abs(fit.cost.seconds(8) - 0.02) < 1e-9
+    assert 10 < fit.cost.fixed_s / fit.cost.token_s < 14
+
+
+def test_acceptance_follows_what_happens_and_forgets() -> None:
+    acceptance = Acceptance()
+    assert acceptance.chance(0.8) == 0.8
+    for _ in range(20):
+        acceptance.learn(0, 3)
+    assert acceptance.chance(0.8) < 0.2
+    for _ in range(200):
+        acceptance.idle()
+    assert acceptance.chance(0.8) > 0.7
+    for _ in range(20):
+        acceptance.learn(4, 4)
+    assert acceptance.chance(0.8) > 0.95

@@ -55,6 +55,7 @@ class Child:
         self.log_path = log_path(launch.log_dir, service)
         self.pid = process.pid
         self.address = ""
+        self.metrics_address = ""
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._launch = launch
         self._process = process
@@ -120,6 +121,8 @@ class Child:
             return
         if kind == "listening":
             self.address = announced.get("address", "")
+        if kind == "metrics":
+            self.metrics_address = announced.get("address", "")
         self._launch.on_event(ChildEvent(self, kind, announced))
 
     def _on_log(self, line: bytes, log: BinaryIO) -> None:

@@ -47,6 +47,17 @@ class Display:
 
     def table(self, children: Iterable[Child]) -> None:
         """Who runs where."""
+        children = list(children)
+        self._table(children)
+        figures = [
+            f"{child.service.name} http://{child.metrics_address}/metrics"
+            for child in children
+            if child.metrics_address
+        ]
+        if figures:
+            self.line(f"figures: {', '.join(figures)}")
+
+    def _table(self, children: list[Child]) -> None:
         if not self._console.is_terminal:
             for row in map(_row, children):
                 self.line("  ".join(row))

@@ -1,7 +1,7 @@
 """Which processes make up a mesh, and their flags. Pure: starts nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +117,19 @@ class MeshPlan:
         expected = _flags(expect_prefill=settings.num_prefill, expect_decode=settings.decode)
         cores = self.cores.router if self.pin else ()
         pinned = _flags(cpu_list=_listed(cores)) if cores else ()
-        return Service("router", "router", (*flags, *expected, *pinned), cores)
+        return Service("router", "router", (*flags, *expected, *pinned, *self._metrics_port(0)), cores)
 
     def workers(self, registry_address: str) -> list[Service]:
         """The workers, prefill first."""
-        placed = [("prefill", self.cores.prefill), ("decode", self.cores.decode)]
-        return [
-            self._worker(role, number, cores, registry_address)
-            for role, all_cores in placed
+        placed = [
+            (role, number, cores)
+            for role, all_cores in (("prefill", self.cores.prefill), ("decode", self.cores.decode))
             for number, cores in enumerate(all_cores)
+        ]
+        workers = (self._worker(role, number, cores, registry_address) for role, number, cores in placed)
+        return [
+            replace(worker, flags=(*worker.flags, *self._metrics_port(place)))
+            for place, worker in enumerate(workers, start=1)
         ]
 
     def gateway(self, router_address: str, router: RouterSettings) -> Service | None:
@@ -153,6 +157,11 @@ class MeshPlan:
         if self.pin and self.core_table is not None and lent:
             placed += _flags(core_table=self.core_table, lent_cores=_listed(lent))
         return Service(name, role, (*flags, *placed), cores if self.pin else ())
+
+    def _metrics_port(self, place: int) -> tuple[str, ...]:
+        """The port for figures of the service at this place: the router, then the workers."""
+        first = self.settings.metrics_port
+        return () if first is None else _flags(metrics_port=first + place if first else 0)
 
     def _flags(self, role: str, **own: Any) -> tuple[str, ...]:
         name = {"name": self.settings.name} if self.settings.name else {}

@@ -22,6 +22,9 @@ class UpSettings:
     port: int = setting(50051, "port clients reach; 0 takes a free one", env=("PORT",))
     http_host: str = setting("127.0.0.1", "address HTTP clients reach")
     http_port: int | None = setting(None, "port of the HTTP gateway; 0 takes a free one; default: no gateway")
+    metrics_port: int | None = setting(
+        None, "port for the router's figures, the next ones for the workers'; 0 takes free ones; default: no figures"
+    )
     threads_per_worker: int | None = setting(None, "most cores of a worker; default: a fair share of all")
     model_loading_timeout: float = setting(
         240.0, "seconds until everything must serve", env=("OPTION_MODEL_LOADING_TIMEOUT",)
@@ -35,7 +38,7 @@ class UpSettings:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigurationError(f"{name} must be >= {low}, got {value}")
-        for name in ("port", "http_port"):
+        for name in ("port", "http_port", "metrics_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigurationError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
         if not 0 < self.model_loading_timeout < float("inf"):

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
@@ -13,6 +14,7 @@ from engine.reports import EngineReports
 from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.malloc import keep_freed_memory
+from mesh.metrics import serving_metrics
 from mesh.process import ServiceProgram, announce
 from mesh.worker.runtime import RoleParts, WorkerRuntime
 from tandem.v1 import decode_pb2_grpc
@@ -28,9 +30,11 @@ async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> Non
         settings.speculation(),
     )
     host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
-    service = DecodeService(settings.block_size)
+    metrics = DecodeMetrics()
+    service = DecodeService(settings.block_size, metrics)
     engine_died = asyncio.Event()
-    engine = EngineLoop(host.engine(), LoopCallbacks(service.on_step, on_death=lambda _: engine_died.set()))
+    callbacks = LoopCallbacks(service.on_step, lambda _: engine_died.set(), metrics.stepped)
+    engine = EngineLoop(host.engine(), callbacks)
     runtime = WorkerRuntime(settings, host.worker_info(WorkerRole.DECODE), EngineReports(engine))
     receiver = KVReceiver(
         host.runner.kv_cache,
@@ -39,13 +43,15 @@ async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> Non
         TransferSettings(transports=tuple(settings.kv_transports.split(","))),
     )
     service.connect(engine, receiver, runtime.is_draining)
+    runtime.tell(metrics)
     server = runtime.server.grpc
     decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, runtime.info.incarnation), server)
     KvTransferServicer(receiver).register(server)
     engine.start()
     try:
         services = ("tandem.v1.Decode", "tandem.v1.KvTransfer")
-        await runtime.serve(RoleParts(services, service.drained, engine, engine_died))
+        async with serving_metrics(metrics.registry, settings):
+            await runtime.serve(RoleParts(services, service.drained, engine, engine_died))
     finally:
         await receiver.close()
         await engine.stop()

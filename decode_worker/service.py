@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Entry, Event, Failed, Reserved, Session, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import Sequence, SequenceKey
@@ -41,8 +42,9 @@ class _Owner:
 class DecodeService:
     """Sessions, sequences and where their KV comes from. Lives on the event loop; the engine has its own thread."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, metrics: DecodeMetrics | None = None) -> None:
         self._block_size = block_size
+        self._metrics = metrics or DecodeMetrics()
         self._owners: dict[SequenceKey, _Owner] = {}
         self._by_transfer: dict[str, SequenceKey] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,6 +78,7 @@ class DecodeService:
             self._send(session, Failed(key, SequenceFailure.INTERNAL, "this attempt, or a newer one, is here already"))
             return
         self._idle.clear()
+        self._metrics.started(entry.sequence.num_tokens, is_transferred=bool(transfer_id))
         session.entries[key] = entry
         self._owners[key] = _Owner(session, entry)
         if request.time_left_s is not None:
@@ -116,7 +119,8 @@ class DecodeService:
                 num_tokens=sequence.num_tokens,
             )
         )
-        entry.transfer_id = transfer_id
+        entry.transfer_id, entry.reserved_s = transfer_id, asyncio.get_running_loop().time()
+        self._metrics.cached(ready_tokens)
         self._by_transfer[transfer_id] = sequence.key
         self._send(session, Reserved(sequence.key, ready_tokens))
 
@@ -154,10 +158,13 @@ class DecodeService:
                 continue  # ended meanwhile
             _, step = steps.setdefault(id(owner.session), (owner.session, Step([])))
             step.outputs.append(output)
+            if output.cached_tokens:
+                self._metrics.cached(output.cached_tokens)
             if output.finish_reason is not None:
                 self._forget(key)
         for session, step in steps.values():
             self._send(session, step)
+        self._metrics.preempted(len(result.preempted))
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
 
@@ -165,7 +172,9 @@ class DecodeService:
         """The KV is whole: the sequence runs from the next step on."""
         key = self._by_transfer.pop(transfer_id, None)
         if key is not None:
-            self._owners[key].entry.transfer_id = ""
+            entry = self._owners[key].entry
+            entry.transfer_id = ""
+            self._metrics.transferred(asyncio.get_running_loop().time() - entry.reserved_s)
             self._engine.post(lambda scheduler: scheduler.commit(key, first_token))
 
     def on_transfer_failed(self, transfer_id: str, error: MeshError) -> None:
@@ -182,6 +191,8 @@ class DecodeService:
         owner = self._owners.get(key)
         if owner is not None:
             self._end(key)
+            self._metrics.failed(reason.value)
+            log.info("sequence failed", request_id=key[0], attempt=key[1], reason=reason.value, detail=detail)
             self._send(owner.session, Failed(key, reason, detail))
 
     def _send(self, session: Session, event: Event) -> None:

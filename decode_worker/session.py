@@ -42,11 +42,12 @@ Event = Reserved | Step | Failed
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A sequence of a session. `transfer_id` names the transfer it waits for, once that is expected and until it ends.
-    `deadline` ends the sequence when its time is up."""
+    """A sequence of a session. `transfer_id` names the transfer it waits for, once that is expected, at `reserved_s` of
+    the event loop's time, and until it ends. `deadline` ends the sequence when its time is up."""
 
     sequence: Sequence
     transfer_id: str = ""
+    reserved_s: float = 0.0
     starting: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None
 

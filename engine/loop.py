@@ -44,6 +44,8 @@ class StepResult:
     preempted: list[Sequence]
     is_idle: bool
     """Nothing was computed."""
+    num_seqs: int = 0
+    """Sequences something was computed for."""
 
 
 class Engine:
@@ -85,7 +87,7 @@ class Engine:
         preempted = self.scheduler.take_preempted()
         for sequence in preempted:
             self._forget(sequence)
-        return StepResult(outputs, preempted, is_idle=not batch.items)
+        return StepResult(outputs, preempted, is_idle=not batch.items, num_seqs=len(batch.items))
 
     def _compute(self, batch: ScheduledBatch) -> list[StepOutput]:
         self.num_step_tokens = batch.num_tokens
@@ -140,6 +142,8 @@ class LoopCallbacks:
 
     on_step: Callable[[StepResult], None]
     on_death: Callable[[BaseException], None]
+    on_computed: Callable[[int, int, float], None] | None = None
+    """Called on the engine's thread after each step, with its sequences, tokens and seconds."""
 
 
 class EngineLoop:
@@ -212,7 +216,11 @@ class EngineLoop:
                 self._run_commands(wait=idle)
                 if self._stopping:
                     break
+                begun_s = time.monotonic()
                 result = self._timed(self._engine.step)
+                if self._callbacks.on_computed is not None and result.num_seqs:
+                    seconds = time.monotonic() - begun_s
+                    self._callbacks.on_computed(result.num_seqs, self._engine.num_step_tokens, seconds)
                 # Nothing to compute, or no room for what waits: only a command can change that.
                 idle = result.is_idle
                 if result.outputs or result.preempted:

@@ -82,7 +82,10 @@ class Exchange:
 
     def feed(self, arguments: Sequence[tandem.GenerateArguments], num_choices: int = 1) -> Feed:
         """Start generating: one call for each of `arguments`, of `num_choices` choices each."""
-        return Feed([self._call(each) for each in arguments], num_choices, self.arrival.progress.saw)
+        progress = self.arrival.progress
+        for each in arguments:
+            progress.asked(num_choices, each.get("max_new_tokens"))
+        return Feed([self._call(each) for each in arguments], num_choices, progress.saw)
 
     def _call(self, arguments: tandem.GenerateArguments) -> AsyncGenerator[tandem.TokenEvent, None]:
         own = tandem.GenerateArguments(
@@ -121,6 +124,7 @@ class Endpoint:
             except (ClientDisconnect, TimeoutError):
                 progress.failure = "dropped"
             finally:
+                progress.ended()
                 self._record(backend, request_id, progress, status)
 
     async def _respond(self, arrival: Arrival, *, has_place: bool) -> Response:

@@ -27,6 +27,7 @@ from kvtransfer import KVSender, OutgoingTransfer, TransferSpec
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerDraining
 from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
+from prefill_worker.metrics import PrefillMetrics
 
 log = structlog.get_logger(__name__)
 
@@ -96,8 +97,9 @@ class _Push:
 class PrefillService:
     """Prompts on their way through the engine and out to decode workers. Lives on the event loop."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, metrics: PrefillMetrics | None = None) -> None:
         self._block_size = block_size
+        self._metrics = metrics or PrefillMetrics()
         self._prompts: dict[SequenceKey, _Prompt] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -131,6 +133,7 @@ class PrefillService:
         prompt = _Prompt(sequence, destination, self._loop.create_future())
         self._prompts[sequence.key] = prompt
         self._idle.clear()
+        self._metrics.looked_up(sequence.num_tokens)
         try:
             await self._engine.call(lambda scheduler: scheduler.add(sequence))
             await prompt.started.wait()
@@ -140,12 +143,17 @@ class PrefillService:
             yield FirstToken(output)
             if output.finish_reason is None:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
-                yield Finished(moved.num_bytes, moved.transport, self._loop.time() - prompt.opened_s)
+                duration_s = self._loop.time() - prompt.opened_s
+                self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
+                yield Finished(moved.num_bytes, moved.transport, duration_s)
             else:
                 # The router, told so by the first token, ends the decode side, and that ends the transfer. Giving it up
                 # here could be heard of first, and would look like KV that was lost.
                 with contextlib.suppress(MeshError):
                     await prompt.transfer.ended()
+        except MeshError as error:
+            self._metrics.failed(type(error).__name__)
+            raise
         finally:
             del self._prompts[sequence.key]
             release = asyncio.create_task(self._release(prompt))
@@ -211,6 +219,7 @@ class PrefillService:
         for output in result.outputs:
             prompt = self._prompts.get((output.request_id, output.attempt))
             if prompt is not None:
+                self._metrics.cached(output.cached_tokens)
                 prompt.first_token.set_result(output)
 
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from mesh.domain.request import mint_id
+from mesh.metrics import serving_metrics
 from mesh.process import ServiceProgram, announce, until_stopped
 from mesh.registry.membership import Membership
 from mesh.rpc.server import Listen, Server
@@ -21,6 +22,7 @@ from router.ledger import Ledger
 from router.limits import LimitPolicy
 from router.mesh_servicer import MeshServicer, MeshSources
 from router.mesh_view import MeshView, Sources
+from router.metrics import Gauged, RouterMetrics
 from router.prefill_call import PrefillClient
 from router.prompts import PromptEncoder
 from router.prover import Prover
@@ -55,7 +57,8 @@ class RouterProcess:
         self.internal = coordinate(settings, self.membership, caller)
         self.permits = self.internal.permits
         self.ledger = Ledger(time.monotonic)
-        self.journal = Journal(time.monotonic)
+        self.metrics = RouterMetrics()
+        self.journal = Journal(time.monotonic, [self.metrics])
         self._channels = Channels(self.membership, caller.credentials.tls)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         self.proving = Proving(time.monotonic, trip_after=settings.trip_after)
@@ -84,6 +87,7 @@ class RouterProcess:
                 journal=self.journal,
                 slow_reader_s=settings.slow_reader_s,
                 ttft_target_s=settings.ttft_target_s,
+                on_gap=self.metrics.gaps.add,
             )
         )
         self._readiness = _readiness(self.public, self._mesh, settings)
@@ -93,6 +97,7 @@ class RouterProcess:
         """Serve both ports and follow the mesh."""
         self.membership.on_change(self._mesh_changed)
         self.ledger.on_change(self.queue.wake)
+        self.metrics.watch(Gauged(self.permits, self.queue, self.ledger, self._mesh))
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._service, self._callers), self.public.grpc
         )
@@ -147,10 +152,11 @@ def _readiness(server: Server, mesh: MeshView, settings: RouterSettings) -> Read
 async def serve(settings: RouterSettings) -> None:
     """Run until told to stop."""
     router = RouterProcess(settings)
-    await router.start()
-    announce("listening", address=router.public.address, registry_address=router.internal.address)
-    await until_stopped(settings)
-    await router.stop(settings.grace_s)
+    async with serving_metrics(router.metrics.registry, settings):
+        await router.start()
+        announce("listening", address=router.public.address, registry_address=router.internal.address)
+        await until_stopped(settings)
+        await router.stop(settings.grace_s)
 
 
 if __name__ == "__main__":

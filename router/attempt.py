@@ -122,7 +122,7 @@ class Attempt:
             return
         self._booking.num_tokens = self._choice.num_tokens
         if self._choice.token_ids:
-            self._timeline.mark("first_token")
+            self._timeline.token_came(self._last_sign_s)
             self._booking.first_token()
         if self._choice.finish_reason is not None:
             self._choice.timing = self._timeline.timing()

@@ -3,9 +3,10 @@ access log has the rest. No I/O; `clock` gives the registry's monotonic seconds.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 from mesh.domain.errors import Replayable
 from mesh.domain.tokens import FinishReason
@@ -18,6 +19,9 @@ from router.timeline import Stop, Timeline
 
 _MAX_INCIDENTS = 50
 _MAX_TRACES = 25
+
+CANCELLED = "CancelledError"
+"""What a choice ends with whose client has left. That is no failure."""
 
 
 class IncidentKind(Enum):
@@ -54,7 +58,8 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A request that has ended. `error` is the name of what it ended with; `stops` are its attempts' workers."""
+    """A request that has ended. `error` is the name of what it ended with; `stops` are its attempts' workers;
+    `events_s` are its lifetime events in seconds since it came in."""
 
     ended_s: float
     request_id: str
@@ -65,13 +70,31 @@ class Trace:
     error: str
     timing: Timing | None
     stops: tuple[Stop, ...]
+    events_s: Mapping[str, float]
+
+
+class JournalReader(Protocol):
+    """Hears of everything as it happens; must not block. Plug point: RouterMetrics."""
+
+    def noted(self, incident: Incident) -> None:
+        """Something has happened."""
+        ...
+
+    def refused(self, error: str) -> None:
+        """A request ended with this error before it began."""
+        ...
+
+    def ended(self, trace: Trace) -> None:
+        """A choice is over."""
+        ...
 
 
 class Journal:
     """One for each router. Counts are since its start."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], readers: Iterable[JournalReader] = ()) -> None:
         self._clock = clock
+        self._readers = tuple(readers)
         self._incidents: deque[Incident] = deque(maxlen=_MAX_INCIDENTS)
         self._traces: deque[Trace] = deque(maxlen=_MAX_TRACES)
         self._states: dict[str, WorkerState] = {}
@@ -112,24 +135,34 @@ class Journal:
         self._note(IncidentKind.REPLAYED, worker_id=worker_id, request_id=choice.request_id, cause=type(error).__name__)
 
     def ended(self, choice: Choice, timeline: Timeline, error: str | None) -> None:
-        """A choice is over; `error` is the name of what it ended with. A client may leave: that is no failure."""
+        """A choice is over; `error` is the name of what it ended with."""
         self.num_ended += 1
-        if error is not None and error != "CancelledError":
+        if error is not None and error != CANCELLED:
             self.num_failed += 1
             self._note(IncidentKind.FAILED, request_id=choice.request_id, cause=error)
-        self._traces.append(
-            Trace(
-                ended_s=self._clock(),
-                request_id=choice.request_id,
-                prompt_tokens=choice.num_prompt_tokens,
-                completion_tokens=len(choice.token_ids),
-                cached_tokens=choice.cached_tokens or 0,
-                finish_reason=choice.finish_reason,
-                error=error or "",
-                timing=timeline.timing() if timeline.stops else None,
-                stops=timeline.stops,
-            )
+        trace = Trace(
+            ended_s=self._clock(),
+            request_id=choice.request_id,
+            prompt_tokens=choice.num_prompt_tokens,
+            completion_tokens=len(choice.token_ids),
+            cached_tokens=choice.cached_tokens or 0,
+            finish_reason=choice.finish_reason,
+            error=error or "",
+            timing=timeline.timing() if timeline.stops else None,
+            stops=timeline.stops,
+            events_s=timeline.events_s,
         )
+        self._traces.append(trace)
+        for reader in self._readers:
+            reader.ended(trace)
+
+    def refused(self, error: str) -> None:
+        """A request ended with this error before it began."""
+        for reader in self._readers:
+            reader.refused(error)
 
     def _note(self, kind: IncidentKind, *, worker_id: str = "", request_id: str = "", cause: str = "") -> None:
-        self._incidents.append(Incident(self._clock(), kind, worker_id, request_id, cause))
+        incident = Incident(self._clock(), kind, worker_id, request_id, cause)
+        self._incidents.append(incident)
+        for reader in self._readers:
+            reader.noted(incident)

@@ -126,6 +126,11 @@ class Ledger:
         for incarnation in self._kv_bytes.keys() - known:
             del self._kv_bytes[incarnation]
 
+    @property
+    def num_transferring(self) -> int:
+        """KV transfers under way."""
+        return sum(booking.is_transferring for booking in self._bookings)
+
     def transfers(self, info: WorkerInfo) -> Transfers:
         """What a run of a worker sends or receives."""
         num_open = sum(

@@ -13,7 +13,7 @@ An attempt that fails does so in some phase, which then lasts until the failure;
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from itertools import pairwise
 
 _ENDS = ("placed", "prefill_started", "prefill_finished", "transfer_finished", "decode_started")
@@ -43,6 +43,10 @@ class AttemptPhases:
     backoff_s: float
 
 
+PHASES = ("prepare", *(each.name.removesuffix("_s") for each in fields(AttemptPhases)))
+"""All, in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptTiming:
     """One attempt. `kv_transfer_s`: from the transfer's opening to its commit; None if there was none."""
@@ -68,6 +72,12 @@ class Timing:
     def total_s(self) -> float:
         """All phases of all attempts."""
         return self.prepare_s + sum(attempt.total_s for attempt in self.attempts)
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Seconds by phase, in order, summed over attempts."""
+        sums = map(sum, zip(*(astuple(attempt.phases) for attempt in self.attempts), strict=True))
+        return dict(zip(PHASES, (self.prepare_s, *sums), strict=True))
 
 
 def timing_of(attempts: Sequence[AttemptEvents], first_token_s: float) -> Timing:

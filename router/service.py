@@ -11,11 +11,12 @@ has a thread and a cap of its own, so that neither can keep the other waiting.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import structlog
 
-from mesh.domain.errors import ModelNotFound, NoWorkers, Overloaded
+from mesh.domain.errors import MeshError, ModelNotFound, NoWorkers, Overloaded
 from mesh.domain.request import mint_id
 from router.admission import Admission, Permit
 from router.answer import Answer, AnswerParts
@@ -72,6 +73,7 @@ class ServiceParts:
     journal: Journal
     slow_reader_s: float
     ttft_target_s: float | None = None
+    on_gap: Callable[[float], None] | None = None
 
 
 class GenerationService:
@@ -86,7 +88,14 @@ class GenerationService:
 
     async def generate(self, asked: GenerateInput, time_left_s: float | None) -> Answer:
         """Start generating. Raises what keeps the request from starting; later errors come out of the answer."""
-        timeline = Timeline(asyncio.get_running_loop().time)
+        try:
+            return await self._begin(asked, time_left_s)
+        except MeshError as error:
+            self._parts.journal.refused(type(error).__name__)
+            raise
+
+    async def _begin(self, asked: GenerateInput, time_left_s: float | None) -> Answer:
+        timeline = Timeline(asyncio.get_running_loop().time, self._parts.on_gap)
         if self._stopping:
             raise NoWorkers(_STOPPING)
         self._require_model(asked.model)

@@ -20,10 +20,12 @@ class Stop:
 
 
 class Timeline:
-    """Seconds since the request came in. `clock` gives monotonic seconds."""
+    """Seconds since the request came in. `clock` gives monotonic seconds; `on_gap` hears of each gap between tokens."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], on_gap: Callable[[float], None] | None = None) -> None:
         self._clock = clock
+        self._on_gap = on_gap
+        self._last_token_s: float | None = None
         self._begin_s = clock()
         self._events: dict[str, float] = {}
         self._attempts: list[AttemptEvents] = []
@@ -55,6 +57,14 @@ class Timeline:
             self._current.at_s[event] = at_s
             self._events.setdefault(event, at_s)
 
+    def token_came(self, at_s: float) -> None:
+        """One or more tokens have come together, at `at_s` of the clock."""
+        last_s, self._last_token_s = self._last_token_s, at_s
+        if last_s is None:
+            self.mark("first_token")
+        elif self._on_gap is not None:
+            self._on_gap(at_s - last_s)
+
     def note_kv_transfer(self, duration_s: float | None) -> None:
         """How long the attempt's KV was on its way, as its sender has measured it."""
         self._current.kv_transfer_s = duration_s
@@ -63,6 +73,11 @@ class Timeline:
     def stops(self) -> tuple[Stop, ...]:
         """One for each attempt."""
         return tuple(self._stops)
+
+    @property
+    def events_s(self) -> dict[str, float]:
+        """What happened when, each event where it came first."""
+        return dict(self._events)
 
     def timing(self) -> Timing:
         """Where the time of a choice went whose last token has just come."""
@@ -76,7 +91,7 @@ class Timeline:
 
     def copy(self) -> "Timeline":
         """For another choice of the same request, before it is queued."""
-        twin = Timeline(self._clock)
+        twin = Timeline(self._clock, self._on_gap)
         twin._begin_s = self._begin_s
         return twin
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mesh.domain.errors import ConfigurationError
-from mesh.process import ProcessSettings
+from mesh.metrics import MetricsSettings
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.tls import TlsIdentity
 from mesh.settings import setting
@@ -12,7 +12,7 @@ _TLS_FILES = ("mesh_tls_cert", "mesh_tls_key", "mesh_tls_ca")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberSettings(ProcessSettings):
+class MemberSettings(MetricsSettings):
     """Checked on construction: wrong files are found before a model is loaded."""
 
     mesh_key: str = setting("", "secret shared by routers and workers", secret=True)

@@ -82,6 +82,11 @@ class RegistryAgent:
         self._snapshot_wanted = False
         self._wake = asyncio.Event()
 
+    @property
+    def last_load(self) -> WorkerLoad:
+        """What the last beat said."""
+        return self._last.load
+
     def beat_now(self) -> None:
         """Send the next beat without waiting for its time: something routers should know has changed."""
         self._wake.set()

@@ -18,6 +18,7 @@ from mesh.process import announce, until_stopped
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.worker.agent import RegistryAgent, ReportSource
+from mesh.worker.metrics import WorkerMetrics
 from mesh.worker.servicer import WorkerServicer
 from mesh.worker.settings import WorkerSettings
 from mesh.worker.stall import StallLimits, StallWatch, Watched
@@ -55,6 +56,10 @@ class WorkerRuntime:
         servicer = WorkerServicer(self.info, source, self.drain)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
+
+    def tell(self, metrics: WorkerMetrics) -> None:
+        """Let `metrics` have what beats say."""
+        metrics.watch(self.info, lambda: self._agent.last_load, lambda: self._agent.state)
 
     def is_draining(self) -> bool:
         """True once the worker takes nothing new; services ask before they accept work."""

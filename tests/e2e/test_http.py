@@ -1,9 +1,11 @@
 """The examples for HTTP clients against the bundled model, as they are; the gateway's answers against the SDK's."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 
@@ -12,10 +14,26 @@ import pytest
 
 import tandem
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
+from tests.exposition import documented, fetch, names_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "http"
 MESSAGES = [{"role": "user", "content": "What is 27 + 45?"}]
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            probes[0].bind(("127.0.0.1", 0))
+            first: int = probes[0].getsockname()[1]
+            for place, probe in enumerate(probes[1:], start=1):
+                probe.bind(("127.0.0.1", first + place))
+            return first
+
+
+METRICS_PORT = free_ports(3)
 
 
 async def run_example(running: MeshProcess, name: str, *arguments: str) -> str:
@@ -36,7 +54,7 @@ async def run_example(running: MeshProcess, name: str, *arguments: str) -> str:
 @pytest.mark.timeout(300)
 async def test_examples_run_and_http_answers_as_grpc_does(tmp_path: Path) -> None:
     async with (
-        mesh("tandem-small", tmp_path, "--http-port=0") as running,
+        mesh("tandem-small", tmp_path, "--http-port=0", f"--metrics-port={METRICS_PORT}") as running,
         tandem.AsyncClient(running.address) as client,
     ):
         await check_examples(running)
@@ -44,6 +62,7 @@ async def test_examples_run_and_http_answers_as_grpc_does(tmp_path: Path) -> Non
         await check_same_answers(running, client)
         await check_stop_strings(running)
         await check_many_payloads(running)
+        await check_figures(running)
         await pools_are_whole(client)
 
 
@@ -110,3 +129,13 @@ async def check_stop_strings(running: MeshProcess) -> None:
 async def check_many_payloads(running: MeshProcess) -> None:
     """1,000 payloads over 128 threads; two tokens each, because this is no benchmark."""
     assert "1000 payloads from 128 threads" in await run_example(running, "many_payloads", "1000", "128", "2")
+
+
+async def check_figures(running: MeshProcess) -> None:
+    """Router, prefill and decode worker tell theirs on ports in a row; all of it is documented."""
+    for place, service in enumerate(("Router", "Workers", "Workers")):
+        samples = await fetch(f"http://127.0.0.1:{METRICS_PORT + place}/metrics")
+        assert names_of(samples) - documented(service).keys() == set()
+        generated = [value for (name, _), value in samples.items() if name.endswith("generation_tokens_total")]
+        assert sum(generated) >= 1000, "two tokens each for 1,000 payloads; a prefill worker makes the first of each"
+    assert names_of(await fetch(f"{running.http}/metrics")) - documented("Gateway").keys() == set()

@@ -455,7 +455,9 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             await decode.sent.wait_for((key, output.first_index + script.first_token_after))
             yield first
         _raise(script.fail_after_commit)
-        yield prefill_pb2.PrefillResponse(finished=prefill_pb2.TransferFinished(bytes=1, transport="grpc"))
+        yield prefill_pb2.PrefillResponse(
+            finished=prefill_pb2.TransferFinished(bytes=1, transport="grpc", duration_ms=3.0)
+        )
 
 
 def _raise(error: MeshError | None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from engine.block_pool import BlockPool
@@ -14,6 +15,7 @@ from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbac
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.rpc.tls import TlsIdentity
+from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
@@ -70,6 +72,8 @@ class WorkerRig:
     decode_address: str
     draining: asyncio.Event
     tls: TlsIdentity | None
+    prefill_metrics: PrefillMetrics
+    decode_metrics: DecodeMetrics
 
     async def wait_whole(self, within_s: float = 2.0) -> None:
         """Both pools are whole again."""
@@ -89,12 +93,16 @@ async def worker_rig(
     prefill, decode = prefill or EngineRig.make(), decode or EngineRig.make()
     draining = asyncio.Event()
     async with AsyncExitStack() as stack:
-        prefill_service, decode_service = PrefillService(FAKE_LAYOUT.block_size), DecodeService(FAKE_LAYOUT.block_size)
-        prefill_callbacks = LoopCallbacks(prefill_service.on_step, lambda _: prefill.died.set())
+        prefill_metrics, decode_metrics = PrefillMetrics(), DecodeMetrics()
+        prefill_service = PrefillService(FAKE_LAYOUT.block_size, prefill_metrics)
+        decode_service = DecodeService(FAKE_LAYOUT.block_size, decode_metrics)
+        prefill_callbacks = LoopCallbacks(
+            prefill_service.on_step, lambda _: prefill.died.set(), prefill_metrics.stepped
+        )
         prefill_engine = EngineLoop(
             Engine(prefill.scheduler, prefill.runner, prefill_service.on_layers), prefill_callbacks
         )
-        decode_callbacks = LoopCallbacks(decode_service.on_step, lambda _: decode.died.set())
+        decode_callbacks = LoopCallbacks(decode_service.on_step, lambda _: decode.died.set(), decode_metrics.stepped)
         decode_engine = EngineLoop(Engine(decode.scheduler, decode.runner), decode_callbacks)
         sender = KVSender(prefill.runner.store, "prefill-0", Credentials(MESH_KEY, tls), settings)
         receiver_callbacks = ReceiverCallbacks(decode_service.on_committed, decode_service.on_transfer_failed)
@@ -125,6 +133,8 @@ async def worker_rig(
             decode_server.address,
             draining,
             tls,
+            prefill_metrics,
+            decode_metrics,
         )
         yield rig
         if not (prefill.died.is_set() or decode.died.is_set()):

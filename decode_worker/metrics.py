@@ -1,0 +1,24 @@
+"""Figures of a decode worker: those of all workers, and how its sequences came."""
+
+from prometheus_client import Counter
+
+from mesh.domain.worker import WorkerRole
+from mesh.worker.metrics import WorkerMetrics
+
+
+class DecodeMetrics(WorkerMetrics):
+    """One for each decode worker."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerRole.DECODE)
+        self._started = Counter(
+            "tandem_decode_sequences",
+            "Sequences, by where their KV comes from",
+            ["kv"],
+            registry=self.registry,
+        )
+
+    def started(self, num_tokens: int, *, is_transferred: bool) -> None:
+        """A sequence has come in."""
+        self.looked_up(num_tokens)
+        self._started.labels("transferred" if is_transferred else "computed").inc()

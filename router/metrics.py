@@ -1,0 +1,140 @@
+"""The router's figures for Prometheus, under names in the style of vLLM's. docs/observability.md is the table.
+
+They are counted when a choice has ended, out of its trace; only gaps between tokens are counted as they come.
+"""
+
+from collections import Counter as CountOf
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from mesh.domain.worker import WorkerRole, WorkerState
+from mesh.metrics import SECONDS, TOKENS, Gaps, OnLoop, new_registry
+from router.admission import Admission
+from router.journal import CANCELLED, Incident, IncidentKind, Trace
+from router.ledger import Ledger
+from router.mesh_view import MeshView
+from router.phases import PHASES, Timing
+from router.queue import PlacementQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Gauged:
+    """What is looked at when somebody scrapes."""
+
+    permits: Admission
+    queue: PlacementQueue
+    ledger: Ledger
+    mesh: MeshView
+
+
+class RouterMetrics:
+    """One for each router. A reader of its journal."""
+
+    def __init__(self) -> None:
+        self.registry = new_registry()
+        self.gaps = Gaps("tandem_inter_token_latency_seconds", "Gaps between tokens of a choice, replays included")
+        self.registry.register(self.gaps)
+        count, seconds, tokens = self._counter, self._seconds, self._tokens
+        self._succeeded = count("request_success", "Choices that ended well", "finished_reason")
+        self._failed = count("request_failure", "Choices that ended with an error", "error")
+        self._cancelled = count("request_cancelled", "Choices whose client left")
+        self._refused = count("request_refused", "Requests refused before they began", "error")
+        self._incidents = count("incidents", "What happened to workers: joined, lost, tripped, ...", "kind")
+        self._replays = count("replays", "Attempts that failed and were followed by another, or by the end", "cause")
+        self._prompt_tokens = count("prompt_tokens", "Tokens of prompts")
+        self._generation_tokens = count("generation_tokens", "Tokens generated")
+        self._cache_queries = count("prefix_cache_queries", "Tokens of prompts, looked for in prefix caches")
+        self._cache_hits = count("prefix_cache_hits", "Tokens of prompts found in prefix caches")
+        self._prompt_length = tokens("request_prompt_tokens", "Tokens of a choice's prompt")
+        self._generated_length = tokens("request_generation_tokens", "Tokens generated for a choice")
+        self._latency = seconds("e2e_request_latency_seconds", "From a request's arrival to a choice's end")
+        self._first_token = seconds("time_to_first_token_seconds", "From a request's arrival to a choice's first token")
+        self._per_token = seconds("request_time_per_output_token_seconds", "Mean gap between a choice's tokens")
+        self._kv_transfer = seconds("kv_transfer_seconds", "From the opening of a KV transfer to its commit")
+        self._events = seconds("request_event_seconds", "From a request's arrival to its lifetime events", "event")
+        self._phases = {
+            phase: seconds(f"request_{phase}_time_seconds", f"A choice's time in the phase {phase}") for phase in PHASES
+        }
+
+    def watch(self, gauged: Gauged) -> None:
+        """Tell these, too. Call it on the event loop that owns them."""
+        self.registry.register(OnLoop(lambda: _gauges(gauged)))
+
+    def noted(self, incident: Incident) -> None:
+        """An incident of the journal."""
+        if incident.kind is IncidentKind.REPLAYED:
+            self._replays.labels(incident.cause).inc()
+        elif incident.kind is not IncidentKind.FAILED:  # which `ended` counts
+            self._incidents.labels(incident.kind.value).inc()
+
+    def refused(self, error: str) -> None:
+        """A request has not begun."""
+        self._refused.labels(error).inc()
+
+    def ended(self, trace: Trace) -> None:
+        """A choice is over."""
+        if trace.error == CANCELLED:
+            self._cancelled.inc()
+        elif trace.error:
+            self._failed.labels(trace.error).inc()
+        elif trace.finish_reason is not None:
+            self._succeeded.labels(trace.finish_reason.value).inc()
+        for event, at_s in trace.events_s.items():
+            self._events.labels(event).observe(at_s)
+        self._count_tokens(trace)
+        self._latency.observe(trace.events_s["finished"])
+        if trace.timing is not None:
+            self._time(trace, trace.timing)
+
+    def _count_tokens(self, trace: Trace) -> None:
+        self._prompt_tokens.inc(trace.prompt_tokens)
+        self._prompt_length.observe(trace.prompt_tokens)
+        self._generation_tokens.inc(trace.completion_tokens)
+        self._generated_length.observe(trace.completion_tokens)
+        self._cache_queries.inc(trace.prompt_tokens)
+        self._cache_hits.inc(trace.cached_tokens)
+
+    def _time(self, trace: Trace, timing: Timing) -> None:
+        for phase, phase_s in timing.phases_s.items():
+            self._phases[phase].observe(phase_s)
+        for attempt in timing.attempts:
+            if attempt.kv_transfer_s is not None:
+                self._kv_transfer.observe(attempt.kv_transfer_s)
+        if trace.completion_tokens:
+            self._first_token.observe(timing.first_token_s)
+        if trace.completion_tokens > 1:
+            self._per_token.observe((timing.total_s - timing.first_token_s) / (trace.completion_tokens - 1))
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(f"tandem_{name}", about, labels, registry=self.registry)
+
+    def _seconds(self, name: str, about: str, *labels: str) -> Histogram:
+        return Histogram(f"tandem_{name}", about, labels, buckets=SECONDS, registry=self.registry)
+
+    def _tokens(self, name: str, about: str) -> Histogram:
+        return Histogram(f"tandem_{name}", about, buckets=TOKENS, registry=self.registry)
+
+
+def _gauges(gauged: Gauged) -> Iterator[Metric]:
+    num_held, num_waiting = gauged.permits.num_held, gauged.queue.num_queued
+    yield _gauge("num_requests_running", "Choices that workers are at", max(0, num_held - num_waiting))
+    yield _gauge("num_requests_waiting", "Choices in the queue for workers", num_waiting)
+    yield _gauge("max_requests", "The cap on choices in service", gauged.permits.max_permits)
+    yield _gauge("kv_transfers_open", "KV transfers under way", gauged.ledger.num_transferring)
+    views, serving = gauged.mesh.views(), gauged.mesh.serving()
+    states = CountOf((view.info.role, view.state) for view in views)
+    workers = GaugeMetricFamily("tandem_workers", "Workers this router knows", labels=["role", "state"])
+    proven = GaugeMetricFamily("tandem_workers_serving", "Workers that get requests", labels=["role"])
+    for role in WorkerRole:
+        for state in WorkerState:
+            workers.add_metric([role.value, state.value], states[role, state])
+        proven.add_metric([role.value], sum(v.info.role is role and v.info.incarnation in serving for v in views))
+    yield workers
+    yield proven
+
+
+def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"tandem_{name}", about, value)

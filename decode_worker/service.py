@@ -15,6 +15,7 @@ Blocks of an aborted sequence whose KV is on its way are freed only after the re
 """
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from kvtransfer import KVReceiver, Reservation
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, TransferCorrupt, WorkerBusy
 from mesh.domain.request import Request
 from mesh.domain.tokens import SampledToken, SequenceFailure
+from mesh.tracing import begin_span, mark_failed
 
 log = structlog.get_logger(__name__)
 
@@ -70,6 +72,8 @@ class DecodeService:
         """Begin one attempt; its fate comes as events."""
         entry = Entry(Sequence(request))
         key = entry.sequence.key
+        context = contextvars.copy_context()
+        context.run(structlog.contextvars.bind_contextvars, request_id=request.request_id, attempt=request.attempt)
         here = [other for other in self._owners if other[0] == request.request_id]
         if self._is_draining():
             self._send(session, Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
@@ -85,7 +89,8 @@ class DecodeService:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
         older = [self._end(other) for other in here]
-        entry.starting = self._spawn(self._start(session, entry, transfer_id, older))
+        entry.span = begin_span("decode_worker", "decode", request)
+        entry.starting = self._spawn(self._start(session, entry, transfer_id, older), context)
 
     async def _start(self, session: Session, entry: Entry, transfer_id: str, older: "list[asyncio.Task[None]]") -> None:
         """Once older attempts have given their blocks back."""
@@ -120,6 +125,7 @@ class DecodeService:
             )
         )
         entry.transfer_id, entry.reserved_s = transfer_id, asyncio.get_running_loop().time()
+        entry.transfer_span = begin_span("decode_worker", "transfer", sequence.request)
         self._metrics.cached(ready_tokens)
         self._by_transfer[transfer_id] = sequence.key
         self._send(session, Reserved(sequence.key, ready_tokens))
@@ -174,6 +180,7 @@ class DecodeService:
         if key is not None:
             entry = self._owners[key].entry
             entry.transfer_id = ""
+            entry.transfer_span.end()
             self._metrics.transferred(asyncio.get_running_loop().time() - entry.reserved_s)
             self._engine.post(lambda scheduler: scheduler.commit(key, first_token))
 
@@ -190,6 +197,7 @@ class DecodeService:
     def _fail(self, key: SequenceKey, reason: SequenceFailure, detail: str) -> None:
         owner = self._owners.get(key)
         if owner is not None:
+            mark_failed(owner.entry.span, reason.value)
             self._end(key)
             self._metrics.failed(reason.value)
             log.info("sequence failed", request_id=key[0], attempt=key[1], reason=reason.value, detail=detail)
@@ -204,13 +212,15 @@ class DecodeService:
         owner = self._owners.pop(key)
         del owner.session.entries[key]
         self._by_transfer.pop(owner.entry.transfer_id, None)
+        owner.entry.transfer_span.end()  # does nothing the second time
+        owner.entry.span.end()
         if owner.entry.deadline is not None:
             owner.entry.deadline.cancel()
         asyncio.get_running_loop().call_soon(self._note_idle)  # after a release, if one follows, has begun
         return owner
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
         return task

@@ -5,6 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from engine.sequence import Sequence, SequenceKey
 from mesh.domain.errors import Overloaded
 from mesh.domain.tokens import SequenceFailure, StepOutput
@@ -50,6 +52,8 @@ class Entry:
     reserved_s: float = 0.0
     starting: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None
+    span: Span = INVALID_SPAN
+    transfer_span: Span = INVALID_SPAN
 
 
 @dataclass(eq=False, slots=True)

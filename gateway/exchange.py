@@ -7,11 +7,14 @@ wherever the request is.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
 import structlog
+from opentelemetry import trace
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -24,6 +27,7 @@ from gateway.feed import Feed
 from gateway.metrics import Outcome
 from gateway.progress import Progress
 from gateway.settings import GatewaySettings
+from mesh.tracing import context_in, mark_failed, trace_id_of
 
 log = structlog.get_logger(__name__)
 
@@ -113,9 +117,10 @@ class Endpoint:
         request = Request(scope, receive)
         backend: Backend = scope["app"].state.backend
         request_id = _request_id(request)
+        structlog.contextvars.bind_contextvars(request_id=request_id)
         progress = Progress(backend.metrics)
         status = _CLIENT_GONE
-        with backend.places.one() as has_place:
+        with self._span(request, request_id) as span, backend.places.one() as has_place:
             try:
                 response = await self._respond(Arrival(backend, request, request_id, progress), has_place=has_place)
                 response.headers["x-request-id"] = request_id
@@ -126,6 +131,19 @@ class Endpoint:
             finally:
                 progress.ended()
                 self._record(backend, request_id, progress, status)
+                span.set_attribute("http.response.status_code", status)
+                if progress.failure:
+                    mark_failed(span, progress.failure)
+
+    def _span(self, request: Request, request_id: str) -> AbstractContextManager[Span]:
+        """The request's, below its client's; calls of the router find it as the current one."""
+        if not self.generates:
+            return trace.use_span(INVALID_SPAN)
+        path = request.scope["route"].path
+        facts = {"http.request.method": request.method, "http.route": path, "tandem.request_id": request_id}
+        return trace.get_tracer("tandem.gateway").start_as_current_span(
+            f"{request.method} {path}", context_in(request.headers), SpanKind.SERVER, facts
+        )
 
     async def _respond(self, arrival: Arrival, *, has_place: bool) -> Response:
         """The answer, or what the dialect says instead. Raises ClientDisconnect."""
@@ -167,6 +185,7 @@ class Endpoint:
             failure=progress.failure or None,
             duration_ms=round(duration_s * 1000, 1),
             mesh_request_ids=sorted(progress.mesh_request_ids),
+            trace_id=trace_id_of(trace.get_current_span()),
         )
 
 

@@ -19,6 +19,7 @@ from mesh.cores import parse_cores
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.settings import load_settings, setting
 from mesh.telemetry import LEVELS, configure_logging
+from mesh.tracing import configure_tracing
 
 T = TypeVar("T")
 
@@ -29,6 +30,11 @@ class ProcessSettings:
 
     log_level: str = setting("info", "least severe log level", env=("LOG_LEVEL",))
     log_json: bool = setting(True, "JSON logs; false for people", env=("JSON_OUTPUT",))
+    otlp_endpoint: str = setting(
+        "",
+        "gRPC address of an OTLP collector for traces, such as http://127.0.0.1:4317; default: no traces",
+        env=("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+    )
     cpu_list: str = setting("", "cores to stay on, such as 0,2-3; default: wherever the system likes")
     follow_stdin: bool = setting(False, "stop when standard input closes: the parent is gone")
 
@@ -65,7 +71,7 @@ class ServiceProgram(Generic[S]):
             configure_logging(self.name, level=settings.log_level, json=settings.log_json)
             structlog.get_logger(__name__).info("settings", **resolved.describe())
             settings.pin_cores()
-            asyncio.run(self.serve(settings))
+            self._serve(settings)
         except ConfigurationError as error:
             sys.stderr.write(f"{self.name}: {error}\n")
             return 2
@@ -73,6 +79,13 @@ class ServiceProgram(Generic[S]):
             sys.stderr.write(f"{self.name}: {error}\n")
             return 1
         return 0
+
+    def _serve(self, settings: S) -> None:
+        send_last_spans = configure_tracing(self.name, settings.otlp_endpoint)
+        try:
+            asyncio.run(self.serve(settings))
+        finally:
+            send_last_spans()
 
 
 def announce(event: str, **fields: Any) -> None:

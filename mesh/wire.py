@@ -113,6 +113,7 @@ def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
         prompt_logprobs=request.prompt_logprobs,
         cache_namespace=request.cache_namespace,
         time_left=None if request.time_left_s is None else duration_to_proto(request.time_left_s),
+        traceparent=request.traceparent,
     )
 
 
@@ -129,6 +130,7 @@ def request_from_proto(spec: sequence_pb2.SequenceSpec) -> Request:
         prompt_logprobs=spec.prompt_logprobs,
         cache_namespace=spec.cache_namespace,
         time_left_s=duration_from_proto(spec.time_left) if spec.HasField("time_left") else None,
+        traceparent=spec.traceparent,
     )
     if not request.request_id or not 1 <= request.num_prompt_tokens <= len(request.token_ids):
         raise InvalidRequest("a sequence needs a request_id and at least one prompt token")

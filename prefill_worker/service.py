@@ -14,11 +14,13 @@ Life of a prompt here:
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from opentelemetry.trace import INVALID_SPAN, Span
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
@@ -27,6 +29,7 @@ from kvtransfer import KVSender, OutgoingTransfer, TransferSpec
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerDraining
 from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
+from mesh.tracing import begin_span, mark_failed
 from prefill_worker.metrics import PrefillMetrics
 
 log = structlog.get_logger(__name__)
@@ -72,7 +75,7 @@ PrefillEvent = Started | FirstToken | Finished
 @dataclass(eq=False, slots=True)
 class _Prompt:
     """A prompt on its way. `transfer` and `started` come when its first chunk is computed, a pass that began at
-    `begun_s` of the event loop's time; the transfer was opened at `opened_s`."""
+    `begun_s` of the event loop's time; the transfer was opened at `opened_s`. `context` is the call's, for logs."""
 
     sequence: Sequence
     destination: Destination
@@ -81,6 +84,9 @@ class _Prompt:
     transfer: OutgoingTransfer | None = None
     begun_s: float = 0.0
     opened_s: float = 0.0
+    span: Span = INVALID_SPAN
+    transfer_span: Span = INVALID_SPAN
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +136,9 @@ class PrefillService:
         sequence = Sequence(request, hand_over=True)
         if sequence.key in self._prompts:
             raise InvalidRequest("this attempt is here already")
+        structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
         prompt = _Prompt(sequence, destination, self._loop.create_future())
+        prompt.span = begin_span("prefill_worker", "prefill", request)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
@@ -140,6 +148,7 @@ class PrefillService:
             yield Started(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
+            prompt.span.end()
             yield FirstToken(output)
             if output.finish_reason is None:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
@@ -153,8 +162,11 @@ class PrefillService:
                     await prompt.transfer.ended()
         except MeshError as error:
             self._metrics.failed(type(error).__name__)
+            mark_failed(prompt.transfer_span, type(error).__name__)
             raise
         finally:
+            prompt.span.end()  # does nothing the second time
+            prompt.transfer_span.end()
             del self._prompts[sequence.key]
             release = asyncio.create_task(self._release(prompt))
             self._releases.add(release)
@@ -196,13 +208,14 @@ class PrefillService:
             if self._prompts.get(prompt.sequence.key) is not prompt:
                 continue
             if prompt.transfer is None:
-                prompt.transfer = self._open_transfer(prompt, push.block_table)
+                prompt.transfer = prompt.context.run(self._open_transfer, prompt, push.block_table)
                 prompt.begun_s, prompt.opened_s = push.begun_s, self._loop.time()
                 prompt.started.set()
             prompt.transfer.push(push.blocks.start, len(push.blocks), first_layer, num_layers)
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> OutgoingTransfer:
         destination = prompt.destination
+        prompt.transfer_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
         return self._sender.open(
             TransferSpec(
                 transfer_id=destination.transfer_id,

@@ -76,6 +76,8 @@ class Choice:
         self.timing: Timing | None = None
         """Where the time went; known once the last token is here."""
         self.on_change: Callable[[], None] = lambda: None
+        self.traceparent = ""
+        """The trace that workers' spans belong to, if there is one."""
         self._valid = valid
         seed = valid.sampling.seed or 0
         self._sampling = replace(valid.sampling, seed=(seed + index) % 2**64)
@@ -130,6 +132,7 @@ class Choice:
             top_logprobs=asked.top_logprobs,
             prompt_logprobs=asked.prompt_logprobs and self.index == 0 and self.prompt_logprobs is None,
             cache_namespace=namespace,
+            traceparent=self.traceparent,
         )
 
     def accept(self, output: StepOutput) -> None:

@@ -134,7 +134,7 @@ class Journal:
         worker_id = "" if blamed is None else blamed.worker_id
         self._note(IncidentKind.REPLAYED, worker_id=worker_id, request_id=choice.request_id, cause=type(error).__name__)
 
-    def ended(self, choice: Choice, timeline: Timeline, error: str | None) -> None:
+    def ended(self, choice: Choice, timeline: Timeline, error: str | None) -> Trace:
         """A choice is over; `error` is the name of what it ended with."""
         self.num_ended += 1
         if error is not None and error != CANCELLED:
@@ -155,6 +155,7 @@ class Journal:
         self._traces.append(trace)
         for reader in self._readers:
             reader.ended(trace)
+        return trace
 
     def refused(self, error: str) -> None:
         """A request ended with this error before it began."""

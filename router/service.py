@@ -32,6 +32,7 @@ from router.prompts import EncodedPrompt, Prompt, PromptEncoder
 from router.served_model import ServedModel
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
+from router.tracing import ChoiceSpan
 from router.turns import Lane
 from router.validation import (
     GenerateInput,
@@ -88,6 +89,9 @@ class GenerationService:
 
     async def generate(self, asked: GenerateInput, time_left_s: float | None) -> Answer:
         """Start generating. Raises what keeps the request from starting; later errors come out of the answer."""
+        if asked.client_request_id:  # all lines of the call and of its choices have it
+            shown = asked.client_request_id[:_MAX_LOGGED_CHARS]
+            structlog.contextvars.bind_contextvars(client_request_id=shown)
         try:
             return await self._begin(asked, time_left_s)
         except MeshError as error:
@@ -207,8 +211,11 @@ class GenerationService:
         return Answer(AnswerParts(valid, choices[0], self._parts.encoder, echo), stream)
 
     async def _run(self, choice: Choice, valid: ValidRequest, timeline: Timeline) -> None:
-        """Run one choice, and write its line of the access log."""
+        """Run one choice, and write its line of the access log. All lines of its task have its id."""
         timeline = timeline if choice.index == 0 else timeline.copy()
+        structlog.contextvars.bind_contextvars(request_id=choice.request_id)
+        span = ChoiceSpan(valid.asked.trace_headers, choice.request_id, age_s=timeline.age_s)
+        choice.traceparent = span.traceparent
         error: str | None = None
         self._count_in()
         try:
@@ -220,7 +227,7 @@ class GenerationService:
         finally:
             self._count_out()
             timeline.mark("finished")
-            self._parts.journal.ended(choice, timeline, error)
+            span.end(self._parts.journal.ended(choice, timeline, error))
             log.info(
                 "finished",
                 request_id=choice.request_id,
@@ -231,6 +238,7 @@ class GenerationService:
                 cached_tokens=choice.cached_tokens or 0,
                 finish_reason=choice.finish_reason.value if choice.finish_reason is not None else None,
                 error=error,
+                trace_id=span.trace_id,
                 **timeline.as_fields(),
             )
 

@@ -1,7 +1,7 @@
 """The public API's gRPC side: translation only."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import grpc
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
 from mesh.rpc.credentials import Metadata
+from mesh.tracing import HEADERS
 from router.answer import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
 from router.phases import AttemptTiming, Timing
@@ -48,7 +49,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         """Stream tokens."""
-        asked = _asked_from_proto(request, self._callers.tenant_of(context.invocation_metadata()))
+        metadata = context.invocation_metadata()
+        asked = replace(
+            _asked_from_proto(request, self._callers.tenant_of(metadata)), trace_headers=_trace_headers(metadata)
+        )
         answer = await self._service.generate(asked, context.time_remaining())
         # A client that leaves while a message is being written does not reach this generator; this callback does.
         context.add_done_callback(lambda _: answer.close())
@@ -76,6 +80,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     ) -> generation_pb2.ListModelsResponse:
         """All models."""
         return generation_pb2.ListModelsResponse(models=[_model_to_proto(self._service.describe())])
+
+
+def _trace_headers(metadata: Metadata | None) -> dict[str, str]:
+    return {key: value for key, value in metadata or () if key in HEADERS and isinstance(value, str)}
 
 
 def _asked_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) -> GenerateInput:

@@ -75,6 +75,11 @@ class Timeline:
         return tuple(self._stops)
 
     @property
+    def age_s(self) -> float:
+        """Since the request came in."""
+        return self._now_s()
+
+    @property
     def events_s(self) -> dict[str, float]:
         """What happened when, each event where it came first."""
         return dict(self._events)

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mesh.domain.errors import InvalidRequest
@@ -35,6 +35,7 @@ class GenerateInput:
     include_stop: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
     client_request_id: str = ""
     tenant: Tenant = ANONYMOUS
     priority: Priority | None = None

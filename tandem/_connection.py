@@ -2,10 +2,11 @@
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tandem._channel import ChannelFactory
 from tandem._retry import ELSEWHERE, Deadline, RetryPolicy, retrying
@@ -21,6 +22,7 @@ _HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 _WHOLE_SERVER = b""
 _SERVING = b"\x08\x01"
 _WATCH_AGAIN_S = 0.1
+_TRACE_CONTEXT = TraceContextTextMapPropagator()
 
 
 class Connection:
@@ -57,7 +59,8 @@ class Connection:
         """Start a Generate call and wait for its first message. Only up to there is it tried again."""
 
         async def attempt(router: Router, timeout_s: float) -> MessageStream:
-            call = router.stubs.generation.Generate(request, timeout=timeout_s, metadata=self._metadata)
+            metadata = (*self._metadata, *_trace_headers())
+            call = router.stubs.generation.Generate(request, timeout=timeout_s, metadata=metadata)
             stream = MessageStream(call, router)
             try:
                 await stream.read()
@@ -120,6 +123,13 @@ class MessageStream:
     def cancel(self) -> None:
         """End the call; nothing happens if it has ended."""
         self._call.cancel()
+
+
+def _trace_headers() -> Iterable[tuple[str, str]]:
+    """What the caller's own span is, if the program traces itself with OpenTelemetry: the mesh's go below it."""
+    headers: dict[str, str] = {}
+    _TRACE_CONTEXT.inject(headers)
+    return headers.items()
 
 
 def _credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:

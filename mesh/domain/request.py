@@ -17,6 +17,7 @@ class Request:
 
     `token_ids` is the client's prompt (the first `num_prompt_tokens`) followed by what earlier attempts generated, so
     a replay is just another Request. `sampling.max_new_tokens` and `sampling.seed` are always set; stop strings never.
+    `traceparent` names the trace that it belongs to, if there is one.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Request:
     prompt_logprobs: bool = False
     cache_namespace: str = ""
     time_left_s: float | None = None
+    traceparent: str = ""
 
     @property
     def num_generated(self) -> int:

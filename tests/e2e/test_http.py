@@ -15,6 +15,7 @@ import pytest
 import tandem
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.exposition import documented, fetch, names_of
+from tests.fakes.otlp_collector import Collector, running_collector
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "http"
@@ -52,9 +53,17 @@ async def run_example(running: MeshProcess, name: str, *arguments: str) -> str:
 
 
 @pytest.mark.timeout(300)
-async def test_examples_run_and_http_answers_as_grpc_does(tmp_path: Path) -> None:
+async def test_examples_run_and_http_answers_as_grpc_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
     async with (
-        mesh("tandem-small", tmp_path, "--http-port=0", f"--metrics-port={METRICS_PORT}") as running,
+        running_collector() as collector,
+        mesh(
+            "tandem-small",
+            tmp_path,
+            "--http-port=0",
+            f"--metrics-port={METRICS_PORT}",
+            f"--otlp-endpoint={collector.address}",
+        ) as running,
         tandem.AsyncClient(running.address) as client,
     ):
         await check_examples(running)
@@ -63,6 +72,7 @@ async def test_examples_run_and_http_answers_as_grpc_does(tmp_path: Path) -> Non
         await check_stop_strings(running)
         await check_many_payloads(running)
         await check_figures(running)
+        await check_one_trace(running, collector)
         await pools_are_whole(client)
 
 
@@ -139,3 +149,22 @@ async def check_figures(running: MeshProcess) -> None:
         generated = [value for (name, _), value in samples.items() if name.endswith("generation_tokens_total")]
         assert sum(generated) >= 1000, "two tokens each for 1,000 payloads; a prefill worker makes the first of each"
     assert names_of(await fetch(f"{running.http}/metrics")) - documented("Gateway").keys() == set()
+
+
+async def check_one_trace(running: MeshProcess, collector: Collector) -> None:
+    """What a client's header begins goes through all four services, and the logs name it."""
+    trace_id, caller = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    headers = {"traceparent": f"00-{trace_id}-{caller}-01", "x-request-id": "traced-one"}
+    async with httpx2.AsyncClient(base_url=running.http, timeout=60) as http:
+        body = {"prompt": "Once upon a time in a far land", "max_tokens": 4}
+        assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    phases = {("tandem-router", name) for name in ("generate", "queue", "prefill", "transfer", "decode")}
+    workers = {(f"tandem-{role}-worker", name) for role in ("prefill", "decode") for name in (role, "transfer")}
+    spans = await collector.wait_for(trace_id, phases | workers | {("tandem-gateway", "POST /v1/completions")})
+    known = {span.span_id for span in spans}
+    assert [span.name for span in spans if span.parent_id not in known] == ["POST /v1/completions"]
+    assert {span.parent_id for span in spans} - known == {caller}
+    logged = [
+        json.loads(line) for line in (running.log_dir / "router.log").read_text().splitlines() if trace_id in line
+    ]
+    assert [line["client_request_id"] for line in logged if line["event"] == "finished"] == ["traced-one"]

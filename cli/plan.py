@@ -25,6 +25,7 @@ from cli.up_settings import find_model
 from engine.models.config import ModelConfig, load_config
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
+from mesh.model_source import ModelSource
 
 NAME = "plan"
 ABOUT = "capacity of a model on a device: memory, users, speed at best, workers for a load, cost"
@@ -71,7 +72,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan on stdout."""
-    model_dir = find_model(args.model)
+    model_dir = find_model(ModelSource(args.model))
     config = load_config(model_dir)
     precision = _precision(args, config)
     with _only_warnings():

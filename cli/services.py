@@ -152,7 +152,9 @@ class MeshPlan:
     def _worker(self, role: str, number: int, cores: Cores, registry_address: str) -> Service:
         name = f"{role}-{number}"
         flags = self._flags(role, worker_id=name, registry_address=registry_address, host="127.0.0.1", port=0)
-        placed = _flags(num_threads=len(cores)) + (_flags(cpu_list=_listed(cores)) if self.pin else ())
+        placed = _flags(num_threads=len(cores), model_loading_timeout=self.settings.model_loading_timeout)
+        if self.pin:
+            placed += _flags(cpu_list=_listed(cores))
         lent = self.cores.lent_to(role, number)
         if self.pin and self.core_table is not None and lent:
             placed += _flags(core_table=self.core_table, lent_cores=_listed(lent))
@@ -165,7 +167,9 @@ class MeshPlan:
 
     def _flags(self, role: str, **own: Any) -> tuple[str, ...]:
         name = {"name": self.settings.name} if self.settings.name else {}
-        flags = _flags(**self._config(), model=self.model, **name, **own, **self.values.get(role, {}))
+        # What is in the environment for the hub has had its effect: services get a folder.
+        model = {"model": self.model, "revision": ""}
+        flags = _flags(**self._config(), **model, **name, **own, **self.values.get(role, {}))
         return (*flags, "--follow-stdin")
 
     def _config(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from cli.up_settings import UpSettings, find_model
 from gateway.settings import GatewaySettings
 from mesh.cores import make_core_table
 from mesh.domain.errors import ConfigurationError
+from mesh.model_source import ModelSource
 from mesh.settings import load_settings
 from router.api_keys import digest_of, new_key
 from router.settings import RouterSettings
@@ -80,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     trial_key = new_key()
     environ = _child_environ(settings, trial_key)
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
-        plan = _plan(args, settings, low_code, Path(folder) / "table")
+        settings, model = _locate(settings, display)
+        plan = _plan(args, settings, model, low_code, Path(folder) / "table")
         trial = _check(plan, environ, trial_key)
         log_dir = _log_dir(settings)
         display.line(f"logs: {log_dir}")
@@ -110,13 +112,21 @@ def _settings(args: argparse.Namespace, low_code: LowCode) -> UpSettings:
     return load_settings(UpSettings, [*flags, *config], prog=NAME).values
 
 
-def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, core_table: Path) -> MeshPlan:
+def _locate(settings: UpSettings, display: Display) -> tuple[UpSettings, Path]:
+    """The model's folder, and settings with its name. What services share is downloaded once, before they start."""
+    try:
+        folder = find_model(settings.source, lambda fraction: display.loading("download", fraction))
+    finally:
+        display.loaded()
+    return replace(settings, name=settings.name or settings.source.short_name), folder
+
+
+def _plan(args: argparse.Namespace, settings: UpSettings, model: Path, low_code: LowCode, core_table: Path) -> MeshPlan:
     given = {name: getattr(args, name) for name in passed_on() if name in args}
     flags = split_by_role(given, args.set)
     values = {role: low_code.of(role) | dict(own) for role, own in flags.items()}
-    model = find_model(settings.model)
     if draft_model := values["decode"].get("draft_model"):
-        values["decode"]["draft_model"] = str(find_model(draft_model))
+        values["decode"]["draft_model"] = str(find_model(ModelSource(draft_model, cache_dir=settings.model_cache)))
     can_pin = hasattr(os, "sched_getaffinity")
     available = sorted(os.sched_getaffinity(0)) if can_pin else range(os.cpu_count() or 1)
     cores = assign_cores(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.domain.errors import ConfigurationError
+from mesh.model_source import ModelSource, Progress
 from mesh.settings import setting
 
 BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -13,8 +14,14 @@ BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "models"
 class UpSettings:
     """Checked on construction."""
 
-    model: str = setting("tandem-small", "model folder, or name of a bundled model", env=("MODEL_ID", "HF_MODEL_ID"))
-    name: str = setting("", "served model name; default: the folder's name")
+    model: str = setting(
+        "tandem-small",
+        "model folder, org/name on the Hugging Face hub, s3://bucket/prefix, or name of a bundled model",
+        env=("MODEL_ID", "HF_MODEL_ID"),
+    )
+    name: str = setting("", "served model name; default: the model's own, without path or organisation")
+    revision: str = setting("", "branch, tag or commit on the hub", env=("HF_MODEL_REVISION", "HF_REVISION"))
+    model_cache: str = setting("~/.cache/tandem", "folder for copies of models from S3")
     prefill: int = setting(1, "number of prefill workers")
     decode: int = setting(1, "number of decode workers")
     colocated: bool = setting(False, "no prefill workers: decode workers do both")
@@ -27,7 +34,9 @@ class UpSettings:
     )
     threads_per_worker: int | None = setting(None, "most cores of a worker; default: a fair share of all")
     model_loading_timeout: float = setting(
-        240.0, "seconds until everything must serve", env=("OPTION_MODEL_LOADING_TIMEOUT",)
+        240.0,
+        "seconds until everything must serve, once the model is on this machine; also for workers started again",
+        env=("OPTION_MODEL_LOADING_TIMEOUT",),
     )
     log_dir: str = setting("", "folder for the services' logs; default: a new temporary one")
     no_restart: bool = setting(False, "leave workers that die dead")
@@ -45,20 +54,25 @@ class UpSettings:
             raise ConfigurationError(f"model_loading_timeout must be > 0, got {self.model_loading_timeout:g}")
 
     @property
+    def source(self) -> ModelSource:
+        """Where the model comes from."""
+        return ModelSource(self.model, self.revision, self.model_cache)
+
+    @property
     def num_prefill(self) -> int:
         """Prefill workers to start."""
         return 0 if self.colocated else self.prefill
 
 
-def find_model(model: str, bundled: Path = BUNDLED_MODELS) -> Path:
-    """The folder of `model`. Raises ConfigurationError if it is neither bundled nor a model folder."""
+def find_model(
+    source: ModelSource, on_progress: Progress = lambda fraction: None, bundled: Path = BUNDLED_MODELS
+) -> Path:
+    """The folder of a model, bundled or downloaded if need be. Raises ConfigurationError if it is not to be had."""
     names = sorted(config.parent.name for config in bundled.glob("*/config.json"))
-    if model in names:
-        return bundled / model
-    folder = Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return folder.resolve()
-    known = f"; bundled are: {', '.join(names)}" if names else ""
-    if folder.is_dir():
-        raise ConfigurationError(f"the folder {model} holds no model: it has no config.json{known}")
-    raise ConfigurationError(f"there is no model folder {model}{known}")
+    if source.name in names:
+        return bundled / source.name
+    try:
+        return source.locate(on_progress)
+    except ConfigurationError as error:
+        known = f"; bundled are: {', '.join(names)}" if names and not source.is_remote else ""
+        raise ConfigurationError(f"{error}{known}") from error

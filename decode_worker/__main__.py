@@ -7,15 +7,16 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
-from engine.host import EngineLimits, Load, build_host
+from engine.host import EngineLimits, Load
 from engine.load import load_model_runner
+from engine.loading import load_host
 from engine.loop import EngineLoop, LoopCallbacks
 from engine.reports import EngineReports
 from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.malloc import keep_freed_memory
 from mesh.metrics import serving_metrics
-from mesh.process import ServiceProgram, announce
+from mesh.process import ServiceProgram
 from mesh.worker.runtime import RoleParts, WorkerRuntime
 from tandem.v1 import decode_pb2_grpc
 
@@ -29,7 +30,7 @@ async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> Non
         settings.max_batch_total_tokens,
         settings.speculation(),
     )
-    host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
+    host = load_host(settings, limits, load)
     metrics = DecodeMetrics()
     service = DecodeService(settings.block_size, metrics)
     engine_died = asyncio.Event()

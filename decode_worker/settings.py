@@ -1,10 +1,10 @@
 """Settings of a decode worker."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.speculation.settings import Speculation
 from mesh.domain.errors import ConfigurationError
+from mesh.model_source import ModelSource
 from mesh.settings import setting
 from mesh.worker.settings import WorkerSettings
 
@@ -30,7 +30,7 @@ class DecodeSettings(WorkerSettings):
         "guess tokens ahead: none, ngram (what followed the last time), draft (a smaller model's guess); "
         "auto: as draft_model and num_speculative_tokens suggest",
     )
-    draft_model: str = setting("", "folder of the draft model, which has the same tokenizer")
+    draft_model: str = setting("", "the draft model, named as models are; it has the same tokenizer")
     num_speculative_tokens: int = setting(
         0, f"most tokens guessed ahead of a sequence in one step; 0: {_USUAL_DRAFTS} with speculation"
     )
@@ -49,11 +49,11 @@ class DecodeSettings(WorkerSettings):
             raise ConfigurationError(f"draft_model={self.draft_model} and speculative={self.speculative} do not fit")
 
     def speculation(self) -> Speculation:
-        """How tokens are guessed ahead."""
+        """How tokens are guessed ahead; the draft model is downloaded if need be. Raises ConfigurationError."""
         kind = self.speculative
         if kind == "auto" and self.draft_model:
             kind = "draft"
         elif kind == "auto":
             kind = "ngram" if self.num_speculative_tokens else "none"
-        draft_model = Path(self.draft_model) if self.draft_model else None
+        draft_model = ModelSource(self.draft_model, cache_dir=self.model_cache).locate() if self.draft_model else None
         return Speculation(kind, self.num_speculative_tokens or _USUAL_DRAFTS, draft_model)

@@ -32,7 +32,9 @@ def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:
     if (model_dir / SINGLE_FILE).exists():
         return _read_header(model_dir / SINGLE_FILE)
     if not index_path.exists():
-        raise ConfigurationError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        pickled = sorted(path.name for path in model_dir.glob("*.bin"))
+        hint = f"; {pickled[0]} is in a format that can run code: convert it to safetensors" if pickled else ""
+        raise ConfigurationError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     return _read_sharded(model_dir, index_path)
 
 
@@ -42,9 +44,11 @@ def _read_sharded(model_dir: Path, index_path: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigurationError(f"{index_path} is not a safetensors index: {error!r}") from error
     tensors: dict[str, StoredTensor] = {}
-    for file_name in sorted(set(weight_map.values())):
+    for file_name, name in sorted({file_name: name for name, file_name in weight_map.items()}.items()):
         if Path(file_name).name != file_name:
             raise ConfigurationError(f"{index_path} names a file outside its folder: {file_name!r}")
+        if not (model_dir / file_name).is_file():
+            raise ConfigurationError(f"{model_dir / file_name} is missing: it has tensor {name}, {INDEX_FILE} says")
         tensors.update(_read_header(model_dir / file_name))
     for name, file_name in weight_map.items():
         if name not in tensors:
@@ -63,13 +67,16 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
     header.pop("__metadata__", None)
-    tensors = {name: _stored(path, entry, _LENGTH_BYTES + length) for name, entry in header.items()}
+    tensors = {name: _stored(path, name, entry, _LENGTH_BYTES + length) for name, entry in header.items()}
     for name, tensor in tensors.items():
         if tensor.offset + tensor.num_bytes > size:
             raise ConfigurationError(f"{path} is truncated: {size} bytes, tensor {name} ends beyond them")
     return tensors
 
 
-def _stored(path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
-    start, end = entry["data_offsets"]
-    return StoredTensor(path, entry["dtype"], tuple(entry["shape"]), data_start + start, end - start)
+def _stored(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
+    try:
+        start, end = entry["data_offsets"]
+        return StoredTensor(path, entry["dtype"], tuple(entry["shape"]), data_start + start, end - start)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{path}: the header describes tensor {name} wrongly: {error!r}") from error

@@ -21,6 +21,7 @@ from mesh.domain.errors import ConfigurationError
 
 Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
+_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,13 @@ def _check(model_dir: Path, specs: list[ParameterSpec], stored: Mapping[str, Sto
     for source in (source for spec in specs for source in spec.sources):
         name = _stored_name(source.name, stored)
         if name not in stored:
-            raise ConfigurationError(f"{model_dir}: the checkpoint has no tensor {name}")
+            files = sorted({tensor.path.name for tensor in stored.values()})
+            raise ConfigurationError(f"{model_dir}: tensor {name} is missing: {', '.join(files)} must have it")
+        if stored[name].dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"{stored[name].path}: tensor {name} has dtype {stored[name].dtype}, not one of "
+                f"{', '.join(_DTYPES)}: quantised checkpoints are not supported"
+            )
         if stored[name].shape != source.shape:
             raise ConfigurationError(
                 f"{stored[name].path}: tensor {name} has shape {list(stored[name].shape)}, "
@@ -117,8 +124,6 @@ def _read(file: Any, name: str) -> Tensor:
         tensor: Tensor = file.get_tensor(name)
     except SafetensorError as error:
         raise ConfigurationError(f"cannot read tensor {name}: {error}") from error
-    if not tensor.is_floating_point():
-        raise ConfigurationError(f"tensor {name} has dtype {tensor.dtype}; quantised checkpoints are not supported")
     return tensor
 
 

@@ -3,15 +3,16 @@
 import asyncio
 import sys
 
-from engine.host import EngineLimits, Load, build_host
+from engine.host import EngineLimits, Load
 from engine.load import load_model_runner
+from engine.loading import load_host
 from engine.loop import EngineLoop, LoopCallbacks
 from engine.reports import EngineReports
 from kvtransfer import KVSender, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.malloc import keep_freed_memory
 from mesh.metrics import serving_metrics
-from mesh.process import ServiceProgram, announce
+from mesh.process import ServiceProgram
 from mesh.worker.runtime import RoleParts, WorkerRuntime
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
@@ -24,7 +25,7 @@ async def serve(settings: PrefillSettings, load: Load = load_model_runner) -> No
     """Load, register, serve, drain, stop."""
     keep_freed_memory()
     limits = EngineLimits(settings.max_batch_prefill_tokens, settings.max_num_seqs)
-    host = build_host(settings, limits, lambda fraction: announce("loading", fraction=fraction), load)
+    host = load_host(settings, limits, load)
     metrics = PrefillMetrics()
     service = PrefillService(settings.block_size, metrics)
     engine_died = asyncio.Event()

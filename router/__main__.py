@@ -151,7 +151,7 @@ def _readiness(server: Server, mesh: MeshView, settings: RouterSettings) -> Read
 
 async def serve(settings: RouterSettings) -> None:
     """Run until told to stop."""
-    router = RouterProcess(settings)
+    router = RouterProcess(settings.located(lambda fraction: announce("downloading", fraction=fraction)))
     async with serving_metrics(router.metrics.registry, settings):
         await router.start()
         announce("listening", address=router.public.address, registry_address=router.internal.address)

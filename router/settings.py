@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.domain.errors import ConfigurationError
-from mesh.rpc.settings import MemberSettings
+from mesh.model_settings import ModelSettings
 from mesh.rpc.tls import TlsIdentity
 from mesh.settings import setting
 from router.api_keys import KeysFile
@@ -34,11 +34,9 @@ _NOT_NEGATIVE = ("prefill_threshold", "expect_prefill", "expect_decode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSettings(MemberSettings):
+class RouterSettings(ModelSettings):
     """Checked on construction."""
 
-    model: str = setting(..., "checkpoint folder: tokenizer and config", env=("MODEL_ID", "HF_MODEL_ID"))
-    name: str = setting("", "served model name; default: the folder's name")
     host: str = setting("127.0.0.1", "address clients reach")
     port: int = setting(50051, "port clients reach; 0 takes a free one", env=("PORT",))
     registry_host: str = setting("127.0.0.1", "address workers register at")
@@ -98,8 +96,6 @@ class RouterSettings(MemberSettings):
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must be >= 0, got {getattr(self, name)}")
-        if not Path(self.model).is_dir():
-            raise ConfigurationError(f"model must be a checkpoint folder, and {self.model!r} is none")
         if self.max_input_length is not None and self.max_total_tokens is not None:
             require_input_below_total(self.max_input_length, self.max_total_tokens)
         self.load_public_tls()
@@ -116,11 +112,6 @@ class RouterSettings(MemberSettings):
         if bool(self.public_tls_cert) != bool(self.public_tls_key):
             raise ConfigurationError("public_tls_cert and public_tls_key belong together: one of them is not set")
         return TlsIdentity.load(self.public_tls_cert, self.public_tls_key) if self.public_tls_cert else None
-
-    @property
-    def served_name(self) -> str:
-        """Name clients use."""
-        return self.name or Path(self.model).resolve().name
 
 
 def require_input_below_total(max_input_length: int, max_total_tokens: int) -> None:

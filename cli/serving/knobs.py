@@ -31,14 +31,13 @@ def _workers(name: str) -> tuple[str, ...]:
     return tuple(f"{role}.{name}" for role in _WORKERS)
 
 
-_LOCAL = "models are folders on this machine"
 _BATCHES = "batching is always continuous"
 _SEPARATE = "prefill has workers of its own"
 _DEVICES = "see --prefill and --decode"
 
 KNOBS = (
     Knob("option.model_id", ("up.model",), env=("MODEL_ID", "HF_MODEL_ID")),
-    Knob("option.revision", env=("REVISION", "HF_MODEL_REVISION", "HF_REVISION"), note=_LOCAL),
+    Knob("option.revision", ("up.revision",), env=("REVISION", "HF_MODEL_REVISION", "HF_REVISION")),
     Knob(
         "option.trust_remote_code",
         env=("TRUST_REMOTE_CODE", "HF_MODEL_TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE"),

@@ -10,7 +10,7 @@ import structlog
 from mesh.cores import ComputeCores, OwnCores, SharedCores, parse_cores
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES
-from mesh.rpc.settings import MemberSettings
+from mesh.model_settings import ModelSettings
 from mesh.settings import setting
 
 log = structlog.get_logger(__name__)
@@ -30,11 +30,9 @@ def require_known(settings: object) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(MemberSettings):
-    """Identity, addresses, model, and the engine's limits."""
+class WorkerSettings(ModelSettings):
+    """Identity, addresses, and the engine's limits."""
 
-    model: str = setting(..., "folder of the checkpoint", env=("MODEL_ID", "HF_MODEL_ID"))
-    name: str = setting("", "served model name; default: the folder's name")
     worker_id: str = setting("", "stable name of this worker; default: host name and process id")
     registry_address: str = setting("", "host:port of the router's registry; not needed with registry_url")
     registry_url: str = setting("", "redis://... or rediss://...: register there, for all routers", secret=True)
@@ -55,6 +53,11 @@ class WorkerSettings(MemberSettings):
         "none", f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only)", env=("QUANTIZE",)
     )
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
+    model_loading_timeout: float = setting(
+        240.0,
+        "seconds until the model must be loaded, once it is on this machine",
+        env=("OPTION_MODEL_LOADING_TIMEOUT",),
+    )
     block_size: int = setting(16, "tokens per KV block")
     kv_cache_bytes: int = setting(0, "memory for KV; 0 takes a share of what is free")
     kv_memory_fraction: float = setting(0.3, "share of free memory for KV", env=("CUDA_MEMORY_FRACTION",))
@@ -76,17 +79,13 @@ class WorkerSettings(MemberSettings):
         if not self.registry_address and not self.registry_url:
             raise ConfigurationError("registry_address is not set: give --registry-address, or TANDEM_REGISTRY_URL")
         require_known(self)
-        if not self.stall_after_s > 0:
-            raise ConfigurationError(f"stall_after_s must be > 0, got {self.stall_after_s}")
+        for name in ("stall_after_s", "model_loading_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
         if not self.wedged_exit_s >= 0:
             raise ConfigurationError(f"wedged_exit_s must be >= 0, got {self.wedged_exit_s}")
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
-
-    @property
-    def served_name(self) -> str:
-        """Model name that requests use."""
-        return self.name or os.path.basename(os.path.normpath(self.model))
 
     @property
     def identity(self) -> str:

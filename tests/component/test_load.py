@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from engine.load import RunnerSettings, kv_layout, load_model_runner
 from engine.models.config import load_config
 from engine.models.fingerprint import fingerprint
+from engine.models.parameters import parameter_specs
+from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from tests.component.checkpoints import WINDOW, build_checkpoint
 from tests.component.driving import Driver
@@ -107,7 +109,7 @@ def test_missing_or_broken_config(model_dir: Path, tmp_path: Path) -> None:
 
 def test_missing_tensor(model_dir: Path) -> None:
     edit_weights(model_dir, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
-    with pytest.raises(ConfigurationError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight"):
+    with pytest.raises(ConfigurationError, match=r"k_proj\.weight is missing: model\.safetensors must have it"):
         load(model_dir)
 
 
@@ -119,7 +121,7 @@ def test_wrong_shape(model_dir: Path) -> None:
 
 def test_quantised_tensor(model_dir: Path) -> None:
     edit_weights(model_dir, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}))
-    with pytest.raises(ConfigurationError, match=r"model\.norm\.weight.*int8"):
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors: tensor model\.norm\.weight has dtype I8"):
         load(model_dir)
 
 
@@ -135,6 +137,27 @@ def test_no_weights(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor"):
         load(model_dir)
+    (model_dir / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"pytorch_model\.bin is in a format that can run code"):
+        load(model_dir)
+
+
+def test_a_header_that_lies(model_dir: Path) -> None:
+    path = model_dir / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"data_offsets"', b'"data_offset5"', 1))
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors: the header describes tensor .*weight wrongly"):
+        load(model_dir)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_types_of_weights(model_dir: Path, dtype: torch.dtype) -> None:
+    edit_weights(model_dir, lambda tensors: tensors.update({k: v.to(dtype) for k, v in tensors.items()}))
+    specs = parameter_specs(load_config(model_dir))
+    loaded = load_weights(model_dir, specs, WeightsTarget(torch.device("cpu"), torch.float32))
+    stored = load_file(model_dir / "model.safetensors")
+    assert torch.equal(loaded["final_norm"], stored["model.norm.weight"].float())
+    assert torch.equal(loaded["layers.0.down"], stored["model.layers.0.mlp.down_proj.weight"].float())
 
 
 def test_broken_shards(tmp_path: Path) -> None:
@@ -150,7 +173,7 @@ def test_broken_shards(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"{shards[0].name}.*in the index but not in the file"):
         load(tmp_path)
     shards[0].unlink()
-    with pytest.raises(ConfigurationError, match=shards[0].name):
+    with pytest.raises(ConfigurationError, match=f"{shards[0].name} is missing: it has tensor .*weight"):
         load(tmp_path)
     index.write_text("[]")
     with pytest.raises(ConfigurationError, match="not a safetensors index"):

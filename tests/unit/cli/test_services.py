@@ -8,6 +8,7 @@ from cli.cores import CorePlan
 from cli.services import MeshPlan, Service, passed_on, split_by_role
 from cli.up_settings import UpSettings, find_model
 from mesh.domain.errors import ConfigurationError
+from mesh.model_source import ModelSource
 
 
 def flags_of(service: Service) -> dict[str, str]:
@@ -23,6 +24,7 @@ def test_flags_of_all_services(tmp_path: Path) -> None:
     router = flags_of(plan.router())
     assert router == {
         "model": str(tmp_path),
+        "revision": "",
         "name": "n",
         "host": "127.0.0.1",
         "port": "7",
@@ -36,6 +38,7 @@ def test_flags_of_all_services(tmp_path: Path) -> None:
     assert (prefill.cores, decode.cores) == ((0,), (1, 2))
     assert flags_of(decode) == {
         "model": str(tmp_path),
+        "revision": "",
         "name": "n",
         "worker-id": "decode-0",
         "registry-address": "127.0.0.1:9",
@@ -43,6 +46,7 @@ def test_flags_of_all_services(tmp_path: Path) -> None:
         "port": "0",
         "block-size": "8",
         "num-threads": "2",
+        "model-loading-timeout": "240.0",
         "cpu-list": "1,2",
         "follow-stdin": "",
     }
@@ -111,12 +115,12 @@ def test_models_are_found(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text("{}")
     bundled = tmp_path / "bundled"
-    assert find_model("small", bundled) == bundled / "small"
-    assert find_model(str(tmp_path / "mine"), bundled) == tmp_path / "mine"
+    assert find_model(ModelSource("small"), bundled=bundled) == bundled / "small"
+    assert find_model(ModelSource(str(tmp_path / "mine")), bundled=bundled) == tmp_path / "mine"
     with pytest.raises(ConfigurationError, match=r"holds no model.*bundled are: small"):
-        find_model(str(tmp_path), bundled)
+        find_model(ModelSource(str(tmp_path)), bundled=bundled)
     with pytest.raises(ConfigurationError, match="no model folder"):
-        find_model("other", bundled)
+        find_model(ModelSource("other"), bundled=bundled)
 
 
 def test_colocated_starts_no_prefill_workers() -> None:

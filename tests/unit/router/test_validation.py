@@ -34,7 +34,6 @@ def settings(tmp_path: Path, **changes: Any) -> RouterSettings:
         ({"stall_timeout_s": float("nan")}, "stall_timeout_s must be > 0"),
         ({"prefill_threshold": -1}, "prefill_threshold must be >= 0"),
         ({"log_level": "loud"}, "log_level"),
-        ({"model": "/does/not/exist"}, "model must be a checkpoint folder"),
     ],
 )
 def test_contradictory_settings(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:

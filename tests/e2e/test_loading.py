@@ -1,0 +1,36 @@
+"""A worker started by itself gets its model from S3, and gives up when loading takes too long."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.fakes.s3_server import S3Server
+
+
+async def test_a_worker_downloads_its_model_and_ends_when_loading_takes_too_long(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    files = {f"bucket/tiny/{path.name}": path.read_bytes() for path in checkpoint("llama").iterdir()}
+    flags = {
+        "model": "s3://bucket/tiny",
+        "model-cache": str(tmp_path),
+        "registry-address": "127.0.0.1:1",
+        "model-loading-timeout": "0.01",
+    }
+    with S3Server.serving(files) as server:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "decode_worker", *(f"--{name}={value}" for name, value in flags.items())),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=os.environ
+            | {"AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"},
+        )
+        out, err = await process.communicate()
+    assert process.returncode == 1, err.decode()
+    assert b'"model not loaded in time"' in err
+    assert b"0.01" in err
+    assert b'{"event": "downloading", "fraction": 1.0}' in out
+    copy = next((tmp_path / "s3").glob("bucket-tiny-*/model.safetensors"))
+    assert copy.read_bytes() == files["bucket/tiny/model.safetensors"]

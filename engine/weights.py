@@ -116,6 +116,8 @@ def _fill(spec: ParameterSpec, target: WeightsTarget, stored: list[tuple[str, An
         first += source.num_rows
     if spec.factor != 1.0:
         parameter.mul_(spec.factor)
+    if spec.unit_rows:
+        parameter.div_(torch.linalg.vector_norm(parameter, dim=1, keepdim=True).clamp_(min=1e-12))
     return parameter.add_(spec.offset) if spec.offset else parameter
 
 

@@ -36,13 +36,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterSpec:
-    """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`."""
+    """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`; with `unit_rows`, each row
+    divided by its length.
+    """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
     factor: float = 1.0
     offset: float = 0.0
+    unit_rows: bool = False
 
     @property
     def is_scale(self) -> bool:
@@ -56,14 +59,15 @@ def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
     model = _Place(config, "", "")
     model.add("embed", (vocab, hidden), [Source(f"{names.embed}.weight", (vocab, hidden))])
     if config.positions == "learned":
-        stored = config.max_position_embeddings + names.first_position
-        table = Source(f"{names.positions}.weight", (stored, hidden), np.arange(names.first_position, stored))
+        end = config.max_position_embeddings + names.first_position
+        table = Source(f"{names.positions}.weight", (end, hidden), np.arange(names.first_position, end))
         model.add("positions", (config.max_position_embeddings, hidden), [table])
     if config.embed_norm:
         model.norm("embed_norm", names.embed_norm)
     model.norm("final_norm", names.final_norm)
     if not config.tied:
-        model.add("lm_head", (vocab, hidden), [Source(f"{names.lm_head}.weight", (vocab, hidden))])
+        stored = Source(f"{names.lm_head}.weight", (vocab, hidden))
+        model.specs.append(ParameterSpec("lm_head", (vocab, hidden), (stored,), unit_rows=names.unit_lm_head))
     if config.lm_head_bias:
         model.add("lm_head_bias", (vocab,), [Source(f"{names.lm_head}.bias", (vocab,))])
     specs = model.specs

@@ -48,6 +48,8 @@ class TensorNames:
     """Rotary dimensions 2i and 2i + 1 turn together, rather than i and i + rotary_dim / 2."""
     norm_offset: float = 0.0
     """What norms add to their stored weights."""
+    unit_lm_head: bool = False
+    """Rows of the output matrix are divided by their lengths."""
     first_position: int = 0
     """Row of the learned positions that belongs to position 0."""
 

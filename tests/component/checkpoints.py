@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.component.remote_families import REMOTE_FAMILIES, save_remote
+
 VOCAB_SIZE = 264
 BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 256, 257, 258
 WINDOW = 12
@@ -62,12 +64,38 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """The plain decoder in its variants; the CPU runs them in every way it has."""
 
-OTHER_FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: _model("gpt2"),
+    "gpt-bigcode": lambda: _model("gpt_bigcode"),
+    "gpt-bigcode-multi-head": lambda: _model("gpt_bigcode", multi_query=False),
+    "starcoder2": lambda: _llama_like("starcoder2", sliding_window=WINDOW),
+    "gptj": lambda: _model("gptj", rotary_dim=8, n_positions=512),
     "gpt-neox": lambda: _model("gpt_neox", intermediate_size=96, max_position_embeddings=512),
     "gpt-neox-sequential": lambda: _model(
         "gpt_neox", intermediate_size=96, use_parallel_residual=False, attention_bias=False, rotary_pct=1.0
     ),
+    "opt": lambda: _model("opt", ffn_dim=96, max_position_embeddings=512),
+    "bloom": lambda: _model("bloom"),
+    "bloom-6-heads": lambda: _model("bloom", hidden_size=96, num_attention_heads=6),
+    "falcon-7b": lambda: _model("falcon"),
+    "falcon-40b": lambda: _model("falcon", new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-11b": lambda: _model(
+        "falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, ffn_hidden_size=96
+    ),
+    "falcon-rw": lambda: _model("falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "phi": lambda: _llama_like("phi"),
+    "phi3": lambda: _llama_like("phi3", sliding_window=WINDOW, rope_parameters={"partial_rotary_factor": 0.5}),
+    "gemma": lambda: _llama_like("gemma", head_dim=32),
+    "gemma2": lambda: _llama_like("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
+    "gemma3": lambda: _llama_like("gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
+    "glm": lambda: _llama_like("glm", head_dim=16),
+    "glm4": lambda: _llama_like("glm4", head_dim=16, attention_bias=True),
+    "mixtral": lambda: _llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
+    "qwen2-moe": lambda: _llama_like(
+        "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
+    ),
+    "qwen3-moe": lambda: _llama_like("qwen3_moe", num_experts=8, moe_intermediate_size=32, norm_topk_prob=True),
+    **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""
 
@@ -85,8 +113,11 @@ def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB
                 parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
             else:
                 parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.15)
-    model.tie_weights()
-    model.save_pretrained(model_dir, max_shard_size=max_shard_size)
+    if family in REMOTE_FAMILIES:
+        save_remote(family, model, model_dir)
+    else:
+        model.tie_weights()
+        model.save_pretrained(model_dir, max_shard_size=max_shard_size)
     save_tokenizer(model_dir)
     return model_dir
 

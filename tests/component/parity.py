@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.load import RunnerSettings, load_model_runner
 from engine.model_runner import ModelRunner
 from tests.component.checkpoints import VOCAB_SIZE
 from tests.component.driving import Driver, Run
+from tests.component.remote_families import load_reference
 from tests.fakes.requests import make_request
 
 TOLERANCE = 1e-4
@@ -38,11 +38,6 @@ def prompts() -> list[list[int]]:
     return [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
-def reference_model(model_dir: Path) -> Any:
-    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()
-
-
 @torch.no_grad()
 def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> Expected:
     """Greedy generation with transformers' own cache. Copies the model: dynamic RoPE keeps state between calls."""
@@ -60,7 +55,7 @@ def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> Expected:
 @lru_cache(maxsize=2)
 def expect_prompts(model_dir: Path) -> list[Expected]:
     """What the model in this folder says to each of the prompts."""
-    model = reference_model(model_dir)
+    model = load_reference(model_dir)
     return [expect(model, prompt) for prompt in prompts()]
 
 

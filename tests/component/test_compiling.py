@@ -12,6 +12,7 @@ from engine.cpu.jit import jit
 from engine.load import kv_layout, load_model_runner
 from engine.models.config import load_config
 from tests.component.arms import load_arm, settings
+from tests.component.checkpoints import OTHER_FAMILIES
 from tests.component.parity import check_parity, run_mixed
 
 Checkpoint = Callable[[str], Path]
@@ -45,6 +46,23 @@ def test_what_is_not_compiled(
     assert why_not_compiled(config, layout, int8=True) is None
     changed = replace(config, **changes), replace(layout, **layout_changes)  # type: ignore[arg-type]
     assert why_not_compiled(*changed, int8=False) == reason
+
+
+def test_families_that_are_llama_once_loaded_are_compiled(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.cpu.decoder.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
+    reasons = {}
+    for family in OTHER_FAMILIES:
+        config = load_config(checkpoint(family))
+        reasons[family] = why_not_compiled(config, kv_layout(config, settings(checkpoint(family))), int8=False)
+    compiled = {family for family, reason in reasons.items() if reason is None}
+    assert compiled == {"phi3", "glm", "chatglm", "internlm", "internlm2", "internlm3", "baichuan-7b"}
+    assert reasons["gpt2"] == "activation gelu_new"
+    assert reasons["baichuan-13b"] == "positions alibi"
+    assert reasons["glm4"] == "block sandwich"
+    assert reasons["starcoder2"] == "activation gelu_pytorch_tanh"
+    assert str(reasons["mixtral"]).startswith("experts ")
 
 
 def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

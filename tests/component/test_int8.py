@@ -97,6 +97,14 @@ def test_models_stay_close_to_fp32(
     assert largest < 0.1
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "qwen2-moe"])
+def test_other_families_stay_close_to_fp32(family: str, checkpoint: Callable[[str], Path]) -> None:
+    fp32, int8 = (run_mixed(load_arm(checkpoint(family), "torch", quantize=kind)) for kind in ("none", "int8"))
+    mean, largest = logprob_differences(int8, fp32)
+    assert 0 < mean < 0.06
+    assert largest < 0.5
+
+
 def test_int8_is_another_model_to_its_peers(checkpoint: Callable[[str], Path]) -> None:
     model_dir = checkpoint("llama-tied")
     assert fingerprint(model_dir, quantize="int8") == fingerprint(model_dir) + "-int8"

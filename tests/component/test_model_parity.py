@@ -67,7 +67,10 @@ def test_batches_do_not_change_tokens(checkpoint: Checkpoint, arm: str) -> None:
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("family", ["llama", "llama-dynamic", "mistral"])
 def test_replay_continues_the_same(checkpoint: Checkpoint, family: str, arm: str) -> None:
-    driver = Driver(load_arm(checkpoint(family), arm))
+    check_replay(Driver(load_arm(checkpoint(family), arm)))
+
+
+def check_replay(driver: Driver) -> None:
     prompt = prompts()[1]
     whole = driver.add(make_request("whole", prompt, max_new_tokens=12))
     driver.finish(whole)
@@ -75,6 +78,11 @@ def test_replay_continues_the_same(checkpoint: Checkpoint, family: str, arm: str
     replayed = driver.add(make_request("replay", history, max_new_tokens=12, num_prompt_tokens=len(prompt)))
     driver.finish(replayed, chunk=9)
     assert replayed.token_ids == whole.token_ids[5:]
+
+
+@pytest.mark.parametrize("family", ["bloom", "gemma3", "qwen2-moe"])
+def test_replay_of_other_families(checkpoint: Checkpoint, family: str) -> None:
+    check_replay(Driver(load_model_runner(settings(checkpoint(family)))))
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -2,26 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tandem import Token
+from tests.component.remote_families import load_reference
 
 TOLERANCE = 1e-4
 
 
 @dataclass
 class Reference:
-    """A checkpoint in transformers, fp32, eager attention."""
+    """A checkpoint in transformers, fp32, eager attention; see tests.component.remote_families.load_reference."""
 
-    model: PreTrainedModel
+    model: Any
 
     @classmethod
     def load(cls, model_dir: Path) -> "Reference":
         """Load a checkpoint folder."""
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
-        return cls(model.eval())
+        return cls(load_reference(model_dir))
 
     @torch.inference_mode()
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:

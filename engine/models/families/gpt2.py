@@ -17,13 +17,10 @@ _TENSORS = TensorNames(
     post_norm="ln_2",
     up=("mlp.c_fc",),
     down="mlp.c_proj",
-    transposed=True,
 )
 
 
-def gpt2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """GPT-2: its matrices are stored as inputs by outputs."""
-    refuse(raw, scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False, add_cross_attention=True)
+def _plain_gpt(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(
         plain,
         tensors=_TENSORS,
@@ -35,4 +32,21 @@ def gpt2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         o_bias=True,
         mlp_bias=True,
         tied=bool(raw.get("tie_word_embeddings", True)),
+    )
+
+
+def gpt2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """GPT-2: its matrices are stored as inputs by outputs."""
+    refuse(raw, scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False, add_cross_attention=True)
+    return replace(_plain_gpt(plain, raw), tensors=replace(_TENSORS, transposed=True))
+
+
+def gpt_bigcode(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """StarCoder and SantaCoder: all query heads share one head of keys and values."""
+    refuse(raw, scale_attn_weights=False, add_cross_attention=True)
+    multi_query = raw.get("multi_query", True)
+    return replace(
+        _plain_gpt(plain, raw),
+        tensors=replace(_TENSORS, grouped_qkv=not multi_query),
+        num_kv_heads=1 if multi_query else plain.num_heads,
     )

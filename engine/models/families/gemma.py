@@ -1,0 +1,65 @@
+"""Gemma: norms that add 1 to their weights, a scaled embedding, GELU; from 2 on, windows, soft caps and more norms."""
+
+from dataclasses import replace
+
+from engine.models.facts import ModelConfig, RawConfig
+from engine.models.reading import first_of, layer_windows
+from engine.models.rope_config import parse_rope
+from engine.models.tensor_names import TensorNames
+
+_GEMMA = TensorNames(norm_offset=1.0)
+_GEMMA2 = replace(
+    _GEMMA,
+    attn_out_norm="post_attention_layernorm",
+    post_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+
+
+def gemma(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Gemma 1. Its first checkpoints say `gelu` and mean the approximation by tanh."""
+    return replace(
+        plain,
+        tensors=_GEMMA,
+        embed_scale=plain.hidden_size**0.5,
+        activation="gelu_pytorch_tanh",
+        tied=bool(raw.get("tie_word_embeddings", True)),
+    )
+
+
+def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Gemma 2: every second layer has a window, the first one among them."""
+    return replace(
+        gemma(plain, raw),
+        tensors=_GEMMA2,
+        block="sandwich",
+        windows=_every(2, plain, raw),
+        attention_scale=float(raw.get("query_pre_attn_scalar", 256)) ** -0.5,
+        attention_softcap=raw.get("attn_logit_softcapping"),
+        logit_softcap=raw.get("final_logit_softcapping"),
+    )
+
+
+def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Gemma 3, text only: norms of queries and keys; layers with a window rotate by angles of their own."""
+    sizes = (plain.max_position_embeddings, plain.head_dim)
+    ropes = raw.get("rope_parameters") or {}
+    whole: RawConfig = {"rope_theta": 1_000_000.0, **raw}
+    local: RawConfig = {"rope_theta": raw.get("rope_local_base_freq")}
+    if "full_attention" in ropes:
+        whole, local = ({"rope_parameters": ropes[kind]} for kind in ("full_attention", "sliding_attention"))
+    return replace(
+        gemma2(plain, raw),
+        qk_norm=True,
+        rope=parse_rope(whole, *sizes),
+        window_rope=parse_rope(local, *sizes),
+        windows=_every(first_of(raw, ("sliding_window_pattern", "_sliding_window_pattern"), 6), plain, raw),
+    )
+
+
+def _every(pattern: int, plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
+    """All layers have a window but each `pattern`-th; `layer_types` says so itself in newer files."""
+    window = raw.get("sliding_window", 4096)
+    if raw.get("layer_types") is not None:
+        return layer_windows(raw, plain.num_layers, window)
+    return tuple(window if (layer + 1) % pattern else None for layer in range(plain.num_layers))

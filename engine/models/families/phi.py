@@ -1,0 +1,40 @@
+"""Phi: 1 and 2 have GPT-J's layers with biases; 3 and 4 are Llama with fused projections."""
+
+from dataclasses import replace
+
+from engine.models.facts import ModelConfig, RawConfig
+from engine.models.reading import refuse
+from engine.models.rope_config import parse_rope
+from engine.models.tensor_names import TensorNames
+
+_PHI = TensorNames(
+    final_norm="model.final_layernorm",
+    o="self_attn.dense",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+)
+_PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
+
+
+def phi(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Phi 1, 1.5 and 2: half of each head is rotated; biases everywhere."""
+    refuse(raw, qk_layernorm=True)
+    return replace(
+        plain,
+        tensors=_PHI,
+        norm="layer",
+        norm_bias=True,
+        block="parallel-shared",
+        rope=parse_rope({"partial_rotary_factor": 0.5, **raw}, plain.max_position_embeddings, plain.head_dim),
+        activation=str(raw.get("hidden_act", "gelu_new")),
+        gated=False,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        lm_head_bias=True,
+    )
+
+
+def phi3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Phi 3, 3.5 and 4."""
+    return replace(plain, tensors=_PHI3, windows=(raw.get("sliding_window"),) * plain.num_layers)

@@ -45,6 +45,9 @@ class PacedRunner:
     def prepare_thread(self) -> None:
         """Any thread will do."""
 
+    def prepare(self, sequence: Sequence) -> None:
+        """Nothing is needed."""
+
     def use_cores(self, lent: tuple[int, ...]) -> None:
         """Sleeping takes no core."""
 

@@ -98,6 +98,8 @@ class DecodeService:
         try:
             if older:
                 await asyncio.wait(older)
+            if not await self._prepare(entry.sequence):
+                return
             if transfer_id:
                 await self._reserve(session, entry, transfer_id)
             else:
@@ -109,6 +111,15 @@ class DecodeService:
         except Exception as error:
             log.error("cannot start a sequence", request_id=key[0], exc_info=error)
             self._fail(key, SequenceFailure.INTERNAL, str(error))
+
+    async def _prepare(self, sequence: Sequence) -> bool:
+        """False, and the sequence has failed, if its structure cannot be followed."""
+        try:
+            await self._engine.prepare(sequence)
+        except InvalidRequest as error:
+            self._fail(sequence.key, SequenceFailure.REFUSED, str(error))
+            return False
+        return True
 
     async def _reserve(self, session: Session, entry: Entry, transfer_id: str) -> None:
         sequence = entry.sequence
@@ -173,6 +184,8 @@ class DecodeService:
         self._metrics.preempted(len(result.preempted))
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
+        for sequence, reason in result.refused:
+            self._fail(sequence.key, SequenceFailure.REFUSED, reason)
 
     def on_committed(self, transfer_id: str, first_token: SampledToken) -> None:
         """The KV is whole: the sequence runs from the next step on."""

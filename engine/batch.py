@@ -1,6 +1,7 @@
 """What one engine step computes, and what comes out of it."""
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,11 +60,12 @@ class RunnerOutput:
 
     `tokens` are there iff the item samples: one, and one more for each draft that was right. `prompt_logprobs` (only if
     the request asked) holds one entry for each prompt token at positions `start + 1 .. end` that exists; the first
-    prompt token has none.
+    prompt token has none. With a `failure` the sequence cannot go on, and its tokens mean nothing.
     """
 
     tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    failure: str = ""
 
 
 LayerHook = Callable[[ScheduledBatch, int, int], None]
@@ -75,6 +77,11 @@ class Runner(Protocol):
 
     def prepare_thread(self) -> None:
         """Called once, before anything else, by the thread that will call `run`."""
+        ...
+
+    def prepare(self, sequence: Sequence) -> "Future[None] | None":
+        """Have ready, on a thread of the runner's own, what the sequence needs beside the model; None if there is
+        nothing. Fails with InvalidRequest. Called by any thread, before the sequence comes to the scheduler."""
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:

@@ -13,6 +13,7 @@ from engine.attention.select import AttentionPlace, select_backend
 from engine.cpu.decoder import CompiledDecoder, why_not_compiled
 from engine.cpu.vectors import KEYS
 from engine.kv_cache import KVCache, num_blocks_for_memory
+from engine.masks import TokenMasks
 from engine.memory import available_bytes
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig, load_config
@@ -25,6 +26,7 @@ from engine.models.parameters import parameter_specs
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
+from mesh.grammar import GrammarCompiler
 from mesh.worker.settings import require_known
 
 log = structlog.get_logger(__name__)
@@ -76,7 +78,8 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     parameters = _parameters(settings, config, device, on_progress)
     cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
     decoder = _decoder(settings, config, parameters, cache)
-    return ModelRunner(decoder, cache, layers_per_group=settings.layers_per_group)
+    masks = TokenMasks(GrammarCompiler(settings.model_dir), config.vocab_size)
+    return ModelRunner(decoder, cache, masks, layers_per_group=settings.layers_per_group)
 
 
 def _decoder(

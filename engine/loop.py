@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ Command = Callable[[Scheduler], T]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step produced: tokens, and sequences that lost their blocks."""
+    """What one step produced: tokens, and sequences that ended without one."""
 
     outputs: list[StepOutput]
     preempted: list[Sequence]
@@ -46,6 +46,8 @@ class StepResult:
     """Nothing was computed."""
     num_seqs: int = 0
     """Sequences something was computed for."""
+    refused: list[tuple[Sequence, str]] = field(default_factory=list)
+    """Sequences that cannot go on, and why."""
 
 
 class Engine:
@@ -87,7 +89,13 @@ class Engine:
         preempted = self.scheduler.take_preempted()
         for sequence in preempted:
             self._forget(sequence)
-        return StepResult(outputs, preempted, is_idle=not batch.items, num_seqs=len(batch.items))
+        return StepResult(
+            outputs,
+            preempted,
+            is_idle=not batch.items,
+            num_seqs=len(batch.items),
+            refused=self.scheduler.take_refused(),
+        )
 
     def _compute(self, batch: ScheduledBatch) -> list[StepOutput]:
         self.num_step_tokens = batch.num_tokens
@@ -101,6 +109,11 @@ class Engine:
         outputs = self._runner.run(batch, self._on_layers)
         self._speculator.learn(batch, outputs)
         return self.scheduler.update(batch, outputs)
+
+    def prepare(self, sequence: Sequence) -> "list[Future[None]]":
+        """See Runner.prepare; of the runner and of who drafts for it."""
+        drafter = None if self._speculator is None else self._speculator.drafter.prepare(sequence)
+        return [preparing for preparing in (self._runner.prepare(sequence), drafter) if preparing is not None]
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence here; idempotent."""
@@ -190,6 +203,11 @@ class EngineLoop:
         # Shielded: once queued, a command runs even if its caller has gone; callers undo what they no longer want.
         return await asyncio.shield(asyncio.wrap_future(future))
 
+    async def prepare(self, sequence: Sequence) -> None:
+        """Have ready what the sequence needs beside the model. Steps go on meanwhile. Raises InvalidRequest."""
+        for preparing in self._engine.prepare(sequence):
+            await asyncio.wrap_future(preparing)
+
     def abort(self, sequence: Sequence) -> None:
         """End a sequence between two steps. Does not wait; idempotent."""
         self.post(lambda _: self._engine.abort(sequence))
@@ -223,7 +241,7 @@ class EngineLoop:
                     self._callbacks.on_computed(result.num_seqs, self._engine.num_step_tokens, seconds)
                 # Nothing to compute, or no room for what waits: only a command can change that.
                 idle = result.is_idle
-                if result.outputs or result.preempted:
+                if result.outputs or result.preempted or result.refused:
                     self._loop.call_soon_threadsafe(self._callbacks.on_step, result)
         except BaseException as error:
             log.error("engine died", exc_info=error)

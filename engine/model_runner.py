@@ -1,6 +1,7 @@
 """ModelRunner: executes scheduled batches on the model. One thread calls it; the KV cache may be read by others."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
 
@@ -14,6 +15,7 @@ from engine.batch_inputs import build_inputs
 from engine.cpu.decoder import CompiledDecoder
 from engine.kv_cache import KVCache
 from engine.layer_groups import LayerGroups
+from engine.masks import TokenMasks
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.sampler import Sampler, score
@@ -32,11 +34,14 @@ class ModelRunner:
     computes with as many threads as torch was set to when it was made.
     """
 
-    def __init__(self, decoder: Decoder | CompiledDecoder, kv_cache: KVCache, *, layers_per_group: int = 4) -> None:
+    def __init__(
+        self, decoder: Decoder | CompiledDecoder, kv_cache: KVCache, masks: TokenMasks, *, layers_per_group: int = 4
+    ) -> None:
         self.kv_cache = kv_cache
         self._decoder = decoder
         self._layers_per_group = layers_per_group
-        self._sampler = Sampler()
+        self._masks = masks
+        self._sampler = Sampler(masks)
         self._device = kv_cache.tensor.device
         self._num_torch_threads = decoder.num_torch_threads
 
@@ -60,19 +65,29 @@ class ModelRunner:
         """See Runner.run."""
         if not batch.items:
             return []
+        sequences = _sampled_sequences(batch)
+        self._masks.begin(sequences)
         inputs = build_inputs(batch, self.kv_cache.layout.block_size, self._device)
         announce = partial(on_layers, batch) if on_layers is not None else None
         groups = LayerGroups(self.config.num_layers, self._layers_per_group, announce)
         hidden = self._decoder.forward(inputs.token_ids, inputs.metadata, groups)
-        tokens = self._sample(batch, hidden, inputs.starts)
+        tokens = self._sample(batch, sequences, hidden, inputs.starts)
         return [
-            RunnerOutput(sampled, self._prompt_logprobs(item, hidden[start : start + item.num_tokens]))
+            RunnerOutput(
+                sampled,
+                self._prompt_logprobs(item, hidden[start : start + item.num_tokens]),
+                self._masks.failure(item.sequence),
+            )
             for item, sampled, start in zip(batch.items, tokens, inputs.starts, strict=False)
         ]
 
     def prepare_thread(self) -> None:
         """See Runner.prepare_thread. OpenMP keeps the number of threads for each calling thread on its own."""
         torch.set_num_threads(self._num_torch_threads)
+
+    def prepare(self, sequence: Sequence) -> "Future[None] | None":
+        """See Runner.prepare."""
+        return self._masks.prepare(sequence)
 
     def use_cores(self, lent: Cores) -> None:
         """See Runner.use_cores."""
@@ -81,15 +96,16 @@ class ModelRunner:
     def forget(self, sequence: Sequence) -> None:
         """See Runner.forget."""
         self._sampler.forget(sequence)
+        self._masks.forget(sequence)
 
-    def _sample(self, batch: ScheduledBatch, hidden: Tensor, starts: list[int]) -> list[tuple[SampledToken, ...]]:
+    def _sample(
+        self, batch: ScheduledBatch, sequences: list[Sequence], hidden: Tensor, starts: list[int]
+    ) -> list[tuple[SampledToken, ...]]:
+        """`sequences`: what _sampled_sequences says of the batch."""
         rows: list[int] = []
-        sequences: list[Sequence] = []
         for item, end in zip(batch.items, starts[1:], strict=True):
             if item.samples:
                 rows += range(end - 1 - len(item.drafts), end)
-                sequences.append(item.sequence)
-                sequences += [item.sequence.guessing(item.drafts[:known]) for known in range(1, len(item.drafts) + 1)]
         if not rows:
             return [()] * len(batch.items)
         chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
@@ -111,6 +127,16 @@ class ModelRunner:
             scored = score(logits, tokens, [sequence.request.top_logprobs] * len(piece))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
+
+
+def _sampled_sequences(batch: ScheduledBatch) -> list[Sequence]:
+    """Each sequence that samples, at its end and after each of its drafts."""
+    sequences: list[Sequence] = []
+    for item in batch.items:
+        if item.samples:
+            sequences.append(item.sequence)
+            sequences += [item.sequence.guessing(item.drafts[:known]) for known in range(1, len(item.drafts) + 1)]
+    return sequences
 
 
 def _holding(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple[SampledToken, ...]:

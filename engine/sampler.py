@@ -1,6 +1,6 @@
 """Sampler: from logits to tokens and log-probs, for a whole batch at once.
 
-Log-probs are those of the model itself, before penalties, bias, temperature and truncation.
+Log-probs are those of the model itself, before penalties, bias, masks, temperature and truncation.
 """
 
 from collections.abc import Sequence as Rows
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.masks import TokenMasks
 from engine.penalties import Penalties
 from engine.random_draws import uniform
 from engine.selection import argmax, log_normalisers, take_rows
@@ -30,14 +31,19 @@ class ScoredTokens(NamedTuple):
 
 
 class Sampler:
-    """Chooses the next token of each sequence. Not shared between threads."""
+    """Chooses the next token of each sequence. Not shared between threads. `masks` are for sequences that must keep to
+    a structure; `masks.begin` comes before `sample`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, masks: TokenMasks | None = None) -> None:
+        self._masks = masks
         self._penalties = Penalties()
 
     def sample(self, logits: Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
         """One token per row of fp32 logits [num_seqs, vocab_size], which are left as they are."""
         adjusted = self._penalties.apply(logits, sequences)
+        if self._masks is not None:
+            adjusted = self._masks.apply(logits, adjusted)
         tokens = _choose(adjusted, sequences)
         scored = score(logits, tokens, [sequence.request.top_logprobs for sequence in sequences])
         return [SampledToken(*each) for each in zip(tokens.tolist(), scored.logprobs, scored.top, strict=True)]

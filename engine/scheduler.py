@@ -55,6 +55,7 @@ class _Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preempted: list[Sequence] = field(default_factory=list)
+    refused: list[tuple[Sequence, str]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -114,6 +115,11 @@ class Scheduler:
         """Sequences preempted since the last call."""
         preempted, self._counters.preempted = self._counters.preempted, []
         return preempted
+
+    def take_refused(self) -> list[tuple[Sequence, str]]:
+        """Sequences that the runner could not go on with since the last call, and why."""
+        refused, self._counters.refused = self._counters.refused, []
+        return refused
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -263,7 +269,10 @@ class Scheduler:
             sequence = item.sequence
             self._count(item, output)
             sequence.prompt_logprobs.extend(output.prompt_logprobs)
-            if output.tokens:
+            if output.failure:
+                self._counters.refused.append((sequence, output.failure))
+                self._end(sequence)
+            elif output.tokens:
                 results.append(self._append(sequence, output.tokens))
             else:
                 sequence.num_computed_tokens = item.end
@@ -290,16 +299,20 @@ class Scheduler:
             prompt_logprobs=_prompt_logprobs(sequence) if is_first else (),
             cached_tokens=sequence.num_cached_tokens if is_first else 0,
         )
-        if sequence.hand_over:  # even if it is finished: its blocks may still be read
-            del self._seated[sequence.key]
-            sequence.status = SequenceStatus.HELD
-            self._held[sequence.key] = sequence
-        elif reason is not None:
-            del self._seated[sequence.key]
-            self._free(sequence)
+        if sequence.hand_over or reason is not None:
+            self._end(sequence)
         else:
             self._give_back_room(sequence)
         return result
+
+    def _end(self, sequence: Sequence) -> None:
+        """Nothing more is computed for it. What is to be handed over keeps its blocks: they may still be read."""
+        del self._seated[sequence.key]
+        if sequence.hand_over:
+            sequence.status = SequenceStatus.HELD
+            self._held[sequence.key] = sequence
+        else:
+            self._free(sequence)
 
     def _extend(
         self, sequence: Sequence, sampled: tuple[SampledToken, ...]

@@ -11,6 +11,7 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout
 from mesh.domain.request import Request
 from mesh.domain.sampling import SamplingParams
+from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from tandem.v1 import decode_pb2, kvtransfer_pb2, sampling_pb2, sequence_pb2, worker_pb2
@@ -33,6 +34,7 @@ _FAILURE = {
     SequenceFailure.TOO_LARGE: decode_pb2.SEQUENCE_FAILURE_TOO_LARGE,
     SequenceFailure.INTERNAL: decode_pb2.SEQUENCE_FAILURE_INTERNAL,
     SequenceFailure.DEADLINE: decode_pb2.SEQUENCE_FAILURE_DEADLINE,
+    SequenceFailure.REFUSED: decode_pb2.SEQUENCE_FAILURE_REFUSED,
 }
 _FAILURE_BACK = {value: failure for failure, value in _FAILURE.items()}
 
@@ -75,6 +77,7 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
         bad_words=params.bad_words,
         bad_word_ids=[sampling_pb2.TokenSequence(ids=ids) for ids in params.bad_word_ids],
         truncate_prompt_tokens=params.truncate_prompt_tokens,
+        structure=None if params.structure is None else _structure_to_proto(params.structure),
         **{name: getattr(params, name) for name in _PLAIN_SAMPLING},
     )
 
@@ -92,8 +95,33 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         bad_words=tuple(message.bad_words),
         bad_word_ids=tuple(tuple(each.ids) for each in message.bad_word_ids),
         truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
+        structure=_structure_from_proto(message.structure) if message.HasField("structure") else None,
         **given,
     )
+
+
+def _structure_to_proto(structure: Structure) -> sampling_pb2.Structure:
+    message = sampling_pb2.Structure()
+    if structure.kind is StructureKind.JSON_OBJECT:
+        message.json_object = True
+    elif structure.kind is StructureKind.CHOICE:
+        message.choice.SetInParent()
+        message.choice.texts.extend(structure.choices)
+    else:
+        setattr(message, structure.kind, structure.source)
+    return message
+
+
+def _structure_from_proto(message: sampling_pb2.Structure) -> Structure | None:
+    """Raises InvalidRequest for a kind that this version does not know: it must not be left out unseen."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("structure: one of its kinds must be set")
+    if kind == StructureKind.JSON_OBJECT:
+        return Structure(StructureKind.JSON_OBJECT) if message.json_object else None
+    if kind == StructureKind.CHOICE:
+        return Structure(StructureKind.CHOICE, choices=tuple(message.choice.texts))
+    return Structure(StructureKind(kind), source=getattr(message, kind))
 
 
 def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:

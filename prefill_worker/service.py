@@ -143,6 +143,7 @@ class PrefillService:
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
         try:
+            await self._engine.prepare(sequence)
             await self._engine.call(lambda scheduler: scheduler.add(sequence))
             await prompt.started.wait()
             yield Started(self._loop.time() - prompt.begun_s)
@@ -234,6 +235,10 @@ class PrefillService:
             if prompt is not None:
                 self._metrics.cached(output.cached_tokens)
                 prompt.first_token.set_result(output)
+        for sequence, reason in result.refused:
+            prompt = self._prompts.get(sequence.key)
+            if prompt is not None:
+                prompt.first_token.set_exception(InvalidRequest(reason))
 
 
 def final_blocks(item: ScheduledSequence, block_size: int) -> range:

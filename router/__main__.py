@@ -17,6 +17,7 @@ from router.coordination import coordinate
 from router.decode_links import DecodeLinks
 from router.dispatch import Dispatcher, Paths
 from router.forecast import Forecast
+from router.grammars import Grammars
 from router.journal import Journal
 from router.ledger import Ledger
 from router.limits import LimitPolicy
@@ -74,11 +75,13 @@ class RouterProcess:
         canaries = CanaryRunner(model, paths, timeout_s=settings.canary_timeout_s)
         self._prover = Prover(self.proving, self._mesh, canaries.run, self._mesh_changed)
         self._encoders = PromptEncoder(model), PromptEncoder(model, num_threads=1)
+        self._grammars = Grammars(Path(settings.model), disabled=settings.disable_grammar_support)
         self._service = GenerationService(
             ServiceParts(
                 model=model,
                 encoder=self._encoders[0],
                 tokenize_encoder=self._encoders[1],
+                grammars=self._grammars,
                 limits=limits,
                 permits=self.permits,
                 forecast=forecast,
@@ -122,6 +125,7 @@ class RouterProcess:
         await self.internal.stop()
         for encoder in self._encoders:
             encoder.close()
+        self._grammars.close()
 
     def _make_queue(self, settings: RouterSettings, forecast: Forecast) -> PlacementQueue:
         return PlacementQueue(

@@ -149,4 +149,6 @@ def _error_of(failed: decode_pb2.SequenceFailed) -> MeshError:
     reason = wire.failure_from_proto(failed.reason)
     if reason is SequenceFailure.TOO_LARGE:
         return InvalidRequest("prompt and max_new_tokens together are longer than a decode worker can hold")
+    if reason is SequenceFailure.REFUSED:
+        return InvalidRequest(failed.detail)
     return _ERRORS[reason](f"the decode worker gave the sequence up: {reason.value}: {failed.detail}")

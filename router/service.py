@@ -2,7 +2,8 @@
 
 Life of a Generate call:
 
-    shape, priority ─▶ permits (or Overloaded, at once) ─▶ template, tokens, limits ─▶ one Dispatcher.run per choice
+    shape, priority ─▶ permits (or Overloaded, at once) ─▶ structure, template, tokens, limits
+        ─▶ one Dispatcher.run per choice
         ─▶ chunks, merged: the first carries PromptInfo, a choice's last its finish reason and usage
         ─▶ ended, failed or abandoned: attempts aborted, bookings and permits given back
 
@@ -25,6 +26,7 @@ from router.claim import Claim
 from router.dispatch import Dispatcher
 from router.forecast import Forecast, retry_after_s
 from router.generation import GenerationStream, Work
+from router.grammars import Grammars
 from router.journal import Journal
 from router.limits import LimitPolicy, Limits
 from router.mesh_view import MeshView
@@ -66,6 +68,7 @@ class ServiceParts:
     model: ServedModel
     encoder: PromptEncoder
     tokenize_encoder: PromptEncoder
+    grammars: Grammars
     limits: LimitPolicy
     permits: Admission
     forecast: Forecast
@@ -109,6 +112,7 @@ class GenerationService:
         asked.sampling.validate(self._parts.model.facts.vocab_size)
         permits = await self._admit(asked, most)
         try:
+            await self._parts.grammars.check(asked.sampling.structure)
             prompt = await self._parts.encoder.encode(require_prompt(asked.prompt))
             prompt = prompt.last(asked.sampling.truncate_prompt_tokens)
             valid = self._validate(asked, prompt, claim)

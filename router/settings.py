@@ -65,6 +65,9 @@ class RouterSettings(ModelSettings):
         "most prompt and generated tokens; default: what the model and the decode workers can hold",
         env=("MAX_TOTAL_TOKENS",),
     )
+    disable_grammar_support: bool = setting(
+        False, "refuse structured output: JSON schemas, regular expressions, grammars", env=("DISABLE_GRAMMAR_SUPPORT",)
+    )
     prefill_threshold: int = setting(0, "prompts with fewer uncached tokens are prefilled by the decode worker")
 
     max_attempts: int = setting(10, "dispatches of a request in a row that bring no token, before it fails")

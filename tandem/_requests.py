@@ -31,6 +31,7 @@ _OUTPUT = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
+_STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
 _INPUTS = ("prompt", "token_ids", "messages")
 
 
@@ -53,7 +54,8 @@ class GenerateArguments(TokenizeArguments, total=False):
     None means the server's default: greedy, one choice, as many tokens as the model's limit allows. `timeout` is in
     seconds and covers all retries. A first token later than `ttft_target` (seconds, for each try) is of no use to you:
     the server raises Overloaded as soon as it sees that it will come too late. `priority` may be at most that of your
-    API key.
+    API key. What the text has to look like, one of json_schema (an object, or its JSON text), json_object, regex,
+    choice (texts) and grammar (Lark) may say.
     """
 
     token_ids: Sequence[int] | None
@@ -75,6 +77,11 @@ class GenerateArguments(TokenizeArguments, total=False):
     bad_words: Sequence[str] | None
     bad_word_ids: Sequence[Sequence[int]] | None
     truncate_prompt_tokens: int | None
+    json_schema: Mapping[str, Any] | str | None
+    json_object: bool | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
     top_logprobs: int | None
     prompt_logprobs: bool | None
     echo: bool | None
@@ -173,6 +180,22 @@ def _set_sampling(sampling: sampling_pb2.SamplingParams, given: Mapping[str, Any
         sampling.logit_bias.update(given.get("logit_bias", {}))
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"logit_bias: {error}") from error
+    _set_structure(sampling, given)
+
+
+def _set_structure(sampling: sampling_pb2.SamplingParams, given: Mapping[str, Any]) -> None:
+    present = [name for name in _STRUCTURES if name in given]
+    if len(present) > 1:
+        raise InvalidRequest(f"give at most one of {', '.join(_STRUCTURES)}: got {' and '.join(present)}")
+    for name in present:
+        value = given[name]
+        if name == "choice":
+            sampling.structure.choice.SetInParent()
+            _extend(sampling.structure.choice.texts, value, name)
+        elif name == "json_schema" and not isinstance(value, str):
+            sampling.structure.json_schema = _json(name, value)
+        else:
+            _set(sampling.structure, name, value)
 
 
 def _set(message: Any, name: str, value: Any, *, shown: str | None = None) -> None:

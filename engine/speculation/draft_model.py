@@ -9,6 +9,7 @@ It samples as the large model will, with the same parameters and the same random
 
 import time
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from dataclasses import replace
 
 from engine.batch import Runner, ScheduledBatch, ScheduledSequence
@@ -33,6 +34,10 @@ class DraftModel:
     def prepare_thread(self) -> None:
         """See Drafter.prepare_thread."""
         self._runner.prepare_thread()
+
+    def prepare(self, sequence: Sequence) -> "Future[None] | None":
+        """See Drafter.prepare."""
+        return self._runner.prepare(sequence)
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
         """See Drafter.use_cores."""

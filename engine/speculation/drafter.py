@@ -1,6 +1,7 @@
 """The contract of what guesses tokens."""
 
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 from typing import Protocol
 
 from engine.sequence import Sequence
@@ -17,6 +18,10 @@ class Drafter(Protocol):
 
     def prepare_thread(self) -> None:
         """Called once by the thread that will draft."""
+        ...
+
+    def prepare(self, sequence: Sequence) -> "Future[None] | None":
+        """See Runner.prepare."""
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:

@@ -53,6 +53,9 @@ class NgramDrafter:
     def prepare_thread(self) -> None:
         """Any thread will do."""
 
+    def prepare(self, sequence: Sequence) -> None:
+        """Nothing is needed."""
+
     def use_cores(self, lent: tuple[int, ...]) -> None:
         """None are needed."""
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mesh.domain.errors import InvalidRequest
+from mesh.domain.structure import Structure
 
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
@@ -47,6 +48,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     truncate_prompt_tokens: int | None = None
+    structure: Structure | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -79,7 +81,15 @@ class SamplingParams:
             raise InvalidRequest("seed must be in [0, 2^64)")
         if self.truncate_prompt_tokens is not None:
             _at_least("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        self._validate_structure()
         self._validate_lists(vocab_size)
+
+    def _validate_structure(self) -> None:
+        if self.structure is None:
+            return
+        if self.ignore_eos:
+            raise InvalidRequest(f"ignore_eos contradicts {self.structure.kind}: what is complete has to end")
+        self.structure.validate()
 
     def _validate_lists(self, vocab_size: int) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

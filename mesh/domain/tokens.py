@@ -69,3 +69,4 @@ class SequenceFailure(Enum):
     TOO_LARGE = "too_large"
     INTERNAL = "internal"
     DEADLINE = "deadline"
+    REFUSED = "refused"

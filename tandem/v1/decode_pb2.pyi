@@ -19,6 +19,7 @@ class SequenceFailure(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_FAILURE_INTERNAL: _ClassVar[SequenceFailure]
     SEQUENCE_FAILURE_DEADLINE: _ClassVar[SequenceFailure]
     SEQUENCE_FAILURE_KV_MISSING: _ClassVar[SequenceFailure]
+    SEQUENCE_FAILURE_REFUSED: _ClassVar[SequenceFailure]
 SEQUENCE_FAILURE_UNSPECIFIED: SequenceFailure
 SEQUENCE_FAILURE_NO_CAPACITY: SequenceFailure
 SEQUENCE_FAILURE_PREEMPTED: SequenceFailure
@@ -28,6 +29,7 @@ SEQUENCE_FAILURE_TOO_LARGE: SequenceFailure
 SEQUENCE_FAILURE_INTERNAL: SequenceFailure
 SEQUENCE_FAILURE_DEADLINE: SequenceFailure
 SEQUENCE_FAILURE_KV_MISSING: SequenceFailure
+SEQUENCE_FAILURE_REFUSED: SequenceFailure
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "start", "abort")

@@ -27,6 +27,9 @@ class FakeDrafter:
     def prepare_thread(self) -> None:
         """Any thread will do."""
 
+    def prepare(self, sequence: Sequence) -> None:
+        """Nothing is needed."""
+
     def use_cores(self, lent: tuple[int, ...]) -> None:
         """None are needed."""
 

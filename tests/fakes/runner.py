@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from concurrent.futures import Future
 
 import numpy as np
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.sequence import Sequence
+from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
 
@@ -66,6 +68,8 @@ class FakeRunner:
         self.in_step = threading.Event()
         """Set once a first step has begun."""
         self.fail_with: Exception | None = None
+        self.refused: dict[str, str] = {}
+        """Requests that cannot go on, and why; those refused "early" are not begun."""
         self.num_steps = 0
         self.close_gate_after: int | None = None
         """Close the gate by itself once this many steps are done."""
@@ -77,6 +81,15 @@ class FakeRunner:
 
     def prepare_thread(self) -> None:
         """Any thread will do."""
+
+    def prepare(self, sequence: Sequence) -> "Future[None]":
+        """Nothing is needed."""
+        ready: Future[None] = Future()
+        if self.refused.get(sequence.request.request_id) == "early":
+            ready.set_exception(InvalidRequest("early"))
+        else:
+            ready.set_result(None)
+        return ready
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
         """Only noted."""
@@ -126,4 +139,4 @@ class FakeRunner:
             tokens.append(SampledToken(fake_token(seen[:end]), -0.5, top))
             if end < item.end and tokens[-1].id != seen[end]:
                 break
-        return RunnerOutput(tuple(tokens), prompt_logprobs)
+        return RunnerOutput(tuple(tokens), prompt_logprobs, self.refused.get(sequence.request.request_id, ""))

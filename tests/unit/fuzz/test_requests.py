@@ -17,6 +17,7 @@ from mesh.domain.tokens import SampledToken, StepOutput
 from router.admission import Permits
 from router.api_keys import NoKeys
 from router.forecast import Forecast
+from router.grammars import Grammars
 from router.journal import Journal
 from router.limits import LimitPolicy
 from router.prompts import PromptEncoder
@@ -117,6 +118,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
         model=model,
         encoder=encoder,
         tokenize_encoder=encoder,
+        grammars=Grammars(folder),
         limits=LimitPolicy(RouterSettings(model=str(folder)), model.facts),
         permits=Permits(8),
         forecast=Forecast(time.monotonic),

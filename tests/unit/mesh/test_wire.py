@@ -8,6 +8,7 @@ from mesh import wire
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout
 from mesh.domain.sampling import SamplingParams
+from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from tandem.v1 import decode_pb2, sampling_pb2, worker_pb2
@@ -31,6 +32,16 @@ samplings = st.builds(
     stop_token_ids=st.lists(st.integers(0, 500), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
     bad_word_ids=st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    structure=st.one_of(
+        st.none(),
+        st.just(Structure(StructureKind.JSON_OBJECT)),
+        st.builds(Structure, st.just(StructureKind.CHOICE), choices=st.lists(st.text(max_size=3)).map(tuple)),
+        st.builds(
+            Structure,
+            st.sampled_from([StructureKind.JSON_SCHEMA, StructureKind.REGEX, StructureKind.GRAMMAR]),
+            source=st.text(max_size=5),
+        ),
+    ),
 )
 
 
@@ -51,6 +62,12 @@ def test_text_never_reaches_workers() -> None:
     assert wire.request_from_proto(wire.request_to_proto(make_request("r", [1], sampling=texts))) == plain
     sampling = SamplingParams(**texts)
     assert wire.sampling_from_proto(wire.sampling_to_proto(sampling)) == sampling, "from clients they do come"
+
+
+def test_a_structure_of_no_known_kind_is_refused() -> None:
+    message = sampling_pb2.SamplingParams(structure=sampling_pb2.Structure())
+    with pytest.raises(InvalidRequest, match="structure"):
+        wire.sampling_from_proto(message)
 
 
 @pytest.mark.parametrize("field", ["request_id", "token_ids", "num_prompt_tokens", "sampling"])

@@ -8,7 +8,11 @@ from mesh.domain.tokens import SequenceFailure
 from router.decode_link import _error_of
 from tandem.v1 import decode_pb2
 
-FINAL = {SequenceFailure.TOO_LARGE: InvalidRequest, SequenceFailure.DEADLINE: DeadlineExceeded}
+FINAL = {
+    SequenceFailure.TOO_LARGE: InvalidRequest,
+    SequenceFailure.REFUSED: InvalidRequest,
+    SequenceFailure.DEADLINE: DeadlineExceeded,
+}
 
 
 @pytest.mark.parametrize("reason", SequenceFailure)

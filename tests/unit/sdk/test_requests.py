@@ -120,3 +120,31 @@ def test_what_cannot_be_sent_is_named(arguments: Any, said: str) -> None:
 def test_an_unknown_name_is_a_programming_error() -> None:
     with pytest.raises(TypeError, match="max_tokens"):
         generate_request({"prompt": "x", "max_tokens": 3})  # type: ignore[typeddict-unknown-key]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "value"),
+    [
+        ({"json_schema": {"type": "object"}}, "json_schema", '{"type": "object"}'),
+        ({"json_schema": '{"type":"null"}'}, "json_schema", '{"type":"null"}'),
+        ({"json_object": True}, "json_object", True),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+    ],
+)
+def test_structures(arguments: Any, kind: str, value: Any) -> None:
+    structure = generate_request({"prompt": "p", **arguments}).sampling.structure
+    assert structure.WhichOneof("kind") == kind
+    assert getattr(structure, kind) == value
+
+
+def test_choices() -> None:
+    sampling = generate_request({"prompt": "p", "choice": ["a", "b"]}).sampling
+    assert list(sampling.structure.choice.texts) == ["a", "b"]
+    assert not generate_request({"prompt": "p"}).sampling.HasField("structure")
+
+
+@pytest.mark.parametrize("arguments", [{"regex": "a", "choice": ["b"]}, {"json_schema": {"a": object()}}, {"regex": 3}])
+def test_structures_that_make_no_sense(arguments: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        generate_request({"prompt": "p", **arguments})

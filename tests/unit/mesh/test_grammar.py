@@ -1,0 +1,195 @@
+"""What can be compiled, what is refused and how, and what is kept."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+from mesh.domain.errors import InvalidRequest
+from mesh.domain.sampling import SamplingParams
+from mesh.domain.structure import MAX_REGEX_CHARS, Structure, StructureKind
+from mesh.grammar import GrammarCompiler
+from tests.fakes.router_model import EOS_ID, byte_level_tokenizer, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def compiler(folder: Path) -> GrammarCompiler:
+    return GrammarCompiler(folder)
+
+
+def schema(content: Any) -> Structure:
+    text = content if isinstance(content, str) else json.dumps(content)
+    return Structure(StructureKind.JSON_SCHEMA, text)
+
+
+def regex(source: str) -> Structure:
+    return Structure(StructureKind.REGEX, source)
+
+
+def lark(source: str) -> Structure:
+    return Structure(StructureKind.GRAMMAR, source)
+
+
+def choice(*texts: str) -> Structure:
+    return Structure(StructureKind.CHOICE, choices=texts)
+
+
+def accepts(compiler: GrammarCompiler, structure: Structure, text: str) -> bool:
+    matcher = compiler.compile(structure)
+    ids = byte_level_tokenizer().encode(text).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+LISTS = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
+TRIPLED = "\n".join(f"{one}: {two} {two} {two}" for one, two in pairwise("ABCDEFGHIJKLMNOPQRS"))
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("structure", "good", "bad"),
+    [
+        (schema(OBJECT), '{"a": 1, "b": [true, null]}', '{"b": 1}'),
+        (schema(OBJECT), '{\n  "a": 1\n}', '{' + " " * 40 + '"a": 1}'),
+        (schema({"type": "array", "items": {"enum": ["x", 2]}, "minItems": 1}), '["x",2]', "[]"),
+        (schema({"type": "string", "pattern": "^a+$", "maxLength": 3}), '"aaa"', '"aaaa"'),
+        (schema(LISTS), "[[],[[]]]", "[1]"),
+        (schema({"type": "string", "format": "date"}), '"2024-02-29"', '"2024-2-9"'),
+        (schema({}), '"any"', "nonsense"),
+        (Structure(StructureKind.JSON_OBJECT), '{"für": "日本"}', "[1]"),
+        (regex(r"^[a-c]{2,}\d$"), "abc1", "a1"),
+        (regex(r"für \p{L}+"), "für Äpfel", "für 1"),
+        (choice("yes", "no\n", "(a|b)\\ /"), "(a|b)\\ /", "a"),
+        (choice("a", "ab"), "ab", "abb"),
+        (lark('start: "(" start? ")"'), "((()))", "(()"),
+        (lark('start: "x: " value\nvalue: %json {"type": "boolean"}'), "x: true", "x: 1"),
+    ],
+)  # fmt: skip
+def test_texts(compiler: GrammarCompiler, structure: Structure, good: str, bad: str) -> None:
+    structure.validate()
+    assert accepts(compiler, structure, good)
+    assert not accepts(compiler, structure, bad)
+
+
+@pytest.mark.parametrize(
+    ("structure", "complaint"),
+    [
+        (schema("{"), "json_schema is not valid JSON"),
+        (schema('{"items":' * 2000 + "1" + "}" * 2000), "json_schema is not valid JSON, or nested too deeply"),
+        (schema("3"), "json_schema must be a JSON object"),
+        (schema(True), "json_schema must be a JSON object"),
+        (schema({"description": "x" * 70_000}), "json_schema has 70019 characters, at most 65536"),
+        (schema([{"pattern": "a?" * 1500}, {"patternProperties": {"b" * 1500: {}}}]), "JSON object"),
+        (schema({"items": {"pattern": "a?" * 1500, "patternProperties": {"b" * 1500: {}}}}), "have 4500 characters"),
+        (regex("a?" * MAX_REGEX_CHARS), "regex has 8192 characters, at most 4096"),
+        (regex(""), "regex is empty"),
+        (lark("start: " + '"a"' * 4000), "grammar has 12007 characters, at most 8192"),
+        (choice(), "choice must have 1 to 1024 texts, got 0"),
+        (choice("a", ""), "choice: a text is empty"),
+    ],
+)  # fmt: skip
+def test_what_is_too_much_is_not_even_tried(structure: Structure, complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        SamplingParams(structure=structure).validate(100)
+
+
+@pytest.mark.parametrize(
+    ("structure", "complaint"),
+    [
+        (schema({"type": "array", "uniqueItems": True}), "json_schema cannot be used: .*uniqueItems"),
+        (schema({"not": {"type": "string"}}), "not"),
+        (schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum .3. is greater than maximum"),
+        (schema({"$ref": "http://example.org/schema"}), "json_schema cannot be used"),
+        (schema({"type": "nonsense"}), "json_schema cannot be used"),
+        (regex("(a"), "regex cannot be used: .*invalid regex"),
+        (regex("(?=a)b"), "regex cannot be used"),
+        (lark("start: nobody"), "grammar cannot be used: .*unknown name"),
+        (lark("start: " + "(" * 3000 + '"a"' + ")" * 3000), "too deeply nested"),
+        (lark(f'start: A\n{TRIPLED}\nS: "x"'), "too big"),
+        (lark("start: A\nA: /a/ & /b/"), "grammar cannot be used"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compiled_is_refused_in_words(
+    compiler: GrammarCompiler, structure: Structure, complaint: str
+) -> None:
+    structure.validate()
+    with pytest.raises(InvalidRequest, match=complaint):
+        compiler.compile(structure)
+
+
+def test_long_chains_of_rules_break_no_stack(compiler: GrammarCompiler) -> None:
+    """The longest that fit: a process that overflows its stack would be gone, and this test with it."""
+    rules = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(700)) + '\nr700: "a"'
+    terminals = rules.replace("r", "R").replace("staRt", "start")
+    for chain in (lark(rules), lark(terminals)):
+        chain.validate()
+        assert accepts(compiler, chain, "a")
+    refs = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1400)} | {"d1400": {}}
+    references = Structure(StructureKind.JSON_SCHEMA, json.dumps({"$defs": refs, "$ref": "#/$defs/d0"}))
+    references.validate()
+    assert accepts(compiler, references, "[[[]]]")
+
+
+def test_only_as_much_is_kept_as_may_be(folder: Path) -> None:
+    compiler = GrammarCompiler(folder, max_kept_chars=60)
+    first, *others = [regex(f"[a-{letter}]" * 5) for letter in "bcdefgh"]
+    for structure in (first, others[0], first, *others[:2]):
+        compiler.compile(structure)
+    assert compiler.num_kept_chars <= 60
+    assert accepts(compiler, first, "abbab")
+    large = regex("a" * 100)
+    assert accepts(compiler, large, "a" * 100)
+    assert compiler.num_kept_chars == 100
+
+
+def test_ignore_eos_contradicts() -> None:
+    with pytest.raises(InvalidRequest, match="ignore_eos contradicts json_object"):
+        SamplingParams(structure=Structure(StructureKind.JSON_OBJECT), ignore_eos=True).validate(100)
+
+
+def test_a_model_without_an_end_has_no_structures(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "endless")
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequest, match="no end-of-sequence token"):
+        GrammarCompiler(folder).compile(choice("a"))
+
+
+def _sentencepiece() -> Tokenizer:
+    """As Llama 2 has it: words begin with ▁, and bytes that are no token are spelt <0xNN>."""
+    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'yeso{}":', "▁yes", "yes"]
+    vocabulary = {word: place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken("<unk>", special=True), AddedToken("</s>", special=True)])
+    return tokenizer
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "pieces")
+    tokenizer = _sentencepiece()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    matcher = GrammarCompiler(folder).compile(choice("yes", "é"))
+    allowed = [
+        tokenizer.id_to_token(id_) for id_ in range(tokenizer.get_vocab_size()) if matcher.validate_tokens([id_])
+    ]
+    assert sorted(allowed) == ["<0x79>", "<0xC3>", "y", "yes"]
+    spelt = [tokenizer.token_to_id(token) for token in ("<0xC3>", "<0xA9>")]
+    assert matcher.consume_tokens([*spelt, EOS_ID])
+
+
+def test_a_tokenizer_nobody_can_read_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "odd")
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    with pytest.raises(InvalidRequest, match="cannot use this model's tokenizer"):
+        GrammarCompiler(folder).compile(choice("a"))

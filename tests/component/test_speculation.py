@@ -17,6 +17,7 @@ from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Speculator
 from mesh.domain.request import Request
+from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, SampledToken
 from tests.component.arms import load_arm
 from tests.fakes.drafters import FakeDrafter, free_tokens
@@ -34,6 +35,9 @@ _WAYS: Mapping[str, dict[str, object]] = {
     "nucleus": {"sampling": {"temperature": 1.2, "top_p": 0.9, "min_p": 0.01}},
     "penalties": {"sampling": _DRAWS | {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}},
     "bias": {"sampling": {"logit_bias": {7: 4.0, 9: -100.0}, "min_new_tokens": 12}},
+    "structure": {
+        "sampling": _DRAWS | {"structure": Structure(StructureKind.REGEX, r"(to and fro |[a-z]{1,4} ){5,9}")}
+    },
     "stops": {"sampling": {"stop_token_ids": tuple(range(0, 257, 9)), "min_new_tokens": 9}},
 }
 """One request of each: they run in one batch."""
@@ -85,7 +89,7 @@ def test_guesses_change_nothing(checkpoint: Checkpoint, quantize: str, mistakes:
     guessed, scheduler = answer(runner, FakeDrafter(ids(plain), mistakes), requests())
     assert guessed == plain
     load = scheduler.load()
-    assert load.drafted_tokens > 50
+    assert load.drafted_tokens > 30
     assert (load.accepted_tokens == load.drafted_tokens) == (mistakes == 0.0)
     assert (load.accepted_tokens == 0) == (mistakes == 1.0)
 
@@ -126,7 +130,7 @@ def test_a_draft_model_changes_nothing_and_agrees_with_itself(checkpoint: Checkp
     guessed, scheduler = answer(runner, DraftModel(draft, max_model_len=512, max_batch_tokens=20), requests())
     assert guessed == plain
     load = scheduler.load()
-    assert load.drafted_tokens > 50
+    assert load.drafted_tokens > 30
     assert (load.accepted_tokens == load.drafted_tokens) == same  # draws included: both models make the same
 
 

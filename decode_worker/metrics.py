@@ -18,7 +18,7 @@ class DecodeMetrics(WorkerMetrics):
             registry=self.registry,
         )
 
-    def started(self, num_tokens: int, *, is_transferred: bool) -> None:
-        """A sequence has come in."""
+    def started(self, num_tokens: int, kv: str) -> None:
+        """A sequence has come in; its KV is "transferred", "computed" here, or "shared" with another choice."""
         self.looked_up(num_tokens)
-        self._started.labels("transferred" if is_transferred else "computed").inc()
+        self._started.labels(kv).inc()

@@ -8,6 +8,8 @@ Life of a sequence here:
     ends                    finish_reason with its last token; or abort from the router; or Failed (preempted, KV
                             refused, no capacity, draining), and the router replays it; or its time is up, which needs
                             no word from the router
+    forks                   other choices of its prompt: sequences of their own that begin when the prompt's KV is
+                            there; if it ends before, the router replays them
     next attempt            of the same request: the older ones end first, and an older one that comes late is refused
     router gone             all its sequences are aborted
 
@@ -33,6 +35,8 @@ from mesh.domain.tokens import SampledToken, SequenceFailure
 from mesh.tracing import begin_span, mark_failed
 
 log = structlog.get_logger(__name__)
+
+_NO_ORIGIN = "the sequence it was to begin with has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +73,45 @@ class DecodeService:
     # -- what routers ask -------------------------------------------------------------------------------------------
 
     def start(self, session: Session, request: Request, transfer_id: str) -> None:
-        """Begin one attempt; its fate comes as events."""
-        entry = Entry(Sequence(request))
-        key = entry.sequence.key
+        """Begin one attempt, and those of its forks; their fate comes as events."""
+        older: list[asyncio.Task[None]] = []
+        entry = self._enter(session, request, older)
+        entered = [self._enter(session, fork, older) for fork in request.forked()]
+        forks = [fork for fork in entered if fork is not None]
+        if entry is None:
+            for fork in forks:
+                self._fail(fork.sequence.key, SequenceFailure.PREEMPTED, _NO_ORIGIN)
+            return
+        entry.sequence.forks = [fork.sequence for fork in forks]
+        entry.forks = [fork.sequence.key for fork in forks]
+        self._metrics.started(entry.sequence.num_tokens, "transferred" if transfer_id else "computed")
         context = contextvars.copy_context()
         context.run(structlog.contextvars.bind_contextvars, request_id=request.request_id, attempt=request.attempt)
+        entry.starting = self._spawn(self._start(session, entry, transfer_id, older), context)
+        for fork in forks:
+            self._metrics.started(fork.sequence.num_tokens, "shared")
+            fork.starting = entry.starting
+
+    def _enter(self, session: Session, request: Request, older: "list[asyncio.Task[None]]") -> Entry | None:
+        """Make an attempt known, and end those before it: `older` gets their ends. None if it is refused."""
+        entry = Entry(Sequence(request))
+        key = entry.sequence.key
         here = [other for other in self._owners if other[0] == request.request_id]
         if self._is_draining():
             self._send(session, Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
-            return
+            return None
         if any(other >= key for other in here):
             self._send(session, Failed(key, SequenceFailure.INTERNAL, "this attempt, or a newer one, is here already"))
-            return
+            return None
         self._idle.clear()
-        self._metrics.started(entry.sequence.num_tokens, is_transferred=bool(transfer_id))
         session.entries[key] = entry
         self._owners[key] = _Owner(session, entry)
         if request.time_left_s is not None:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
-        older = [self._end(other) for other in here]
+        older += [self._end(other) for other in here]
         entry.span = begin_span("decode_worker", "decode", request)
-        entry.starting = self._spawn(self._start(session, entry, transfer_id, older), context)
+        return entry
 
     async def _start(self, session: Session, entry: Entry, transfer_id: str, older: "list[asyncio.Task[None]]") -> None:
         """Once older attempts have given their blocks back."""
@@ -98,8 +119,9 @@ class DecodeService:
         try:
             if older:
                 await asyncio.wait(older)
-            if not await self._prepare(entry.sequence):
-                return
+            for sequence in (entry.sequence, *entry.sequence.forks):
+                if not await self._prepare(sequence):
+                    return
             if transfer_id:
                 await self._reserve(session, entry, transfer_id)
             else:
@@ -148,7 +170,10 @@ class DecodeService:
 
     def _end(self, key: SequenceKey) -> "asyncio.Task[None]":
         """Forget a sequence; the task ends when its blocks are on their way back."""
-        return self._spawn(self._release(self._forget(key).entry))
+        entry = self._forget(key).entry
+        for fork in entry.forks:
+            self._fail(fork, SequenceFailure.PREEMPTED, _NO_ORIGIN)
+        return self._spawn(self._release(entry))
 
     async def _release(self, entry: Entry) -> None:
         """Free an ended sequence's blocks, once nobody writes to them any more."""
@@ -177,6 +202,7 @@ class DecodeService:
             step.outputs.append(output)
             if output.cached_tokens:
                 self._metrics.cached(output.cached_tokens)
+            owner.entry.forks.clear()
             if output.finish_reason is not None:
                 self._forget(key)
         for session, step in steps.values():
@@ -195,6 +221,7 @@ class DecodeService:
             entry.transfer_id = ""
             entry.transfer_span.end()
             self._metrics.transferred(asyncio.get_running_loop().time() - entry.reserved_s)
+            entry.forks.clear()  # they begin with the commit
             self._engine.post(lambda scheduler: scheduler.commit(key, first_token))
 
     def on_transfer_failed(self, transfer_id: str, error: MeshError) -> None:

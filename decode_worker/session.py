@@ -45,7 +45,8 @@ Event = Reserved | Step | Failed
 @dataclass(eq=False, slots=True)
 class Entry:
     """A sequence of a session. `transfer_id` names the transfer it waits for, once that is expected, at `reserved_s` of
-    the event loop's time, and until it ends. `deadline` ends the sequence when its time is up."""
+    the event loop's time, and until it ends. `deadline` ends the sequence when its time is up. `forks` wait for its
+    prompt, and end with it if it ends before."""
 
     sequence: Sequence
     transfer_id: str = ""
@@ -54,6 +55,7 @@ class Entry:
     deadline: asyncio.TimerHandle | None = None
     span: Span = INVALID_SPAN
     transfer_span: Span = INVALID_SPAN
+    forks: list[SequenceKey] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)

@@ -39,9 +39,11 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step's work. Sequences that compute a single token come first."""
+    """One step's work. Sequences that compute a single token come first. `copies` are blocks, from and to, to be copied
+    before anything is computed."""
 
     items: tuple[ScheduledSequence, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

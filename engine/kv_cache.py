@@ -61,6 +61,10 @@ class KVCache:
         """Bytes of `num_blocks` blocks in `num_layers` layers."""
         return num_blocks * num_layers * self.layout.layer_block_bytes
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block within the cache, in all layers. Called by the model's thread only."""
+        self._rows[:, :, target] = self._rows[:, :, source]
+
     def read_blocks(self, block_ids: Sequence[int], first_layer: int, num_layers: int, out: Buffer) -> None:
         """Copy blocks to `out`, C order [num_layers, 2, len(block_ids), block_size, num_kv_heads, head_dim].
 

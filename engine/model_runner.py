@@ -65,6 +65,8 @@ class ModelRunner:
         """See Runner.run."""
         if not batch.items:
             return []
+        for source, target in batch.copies:
+            self.kv_cache.copy_block(source, target)
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)
         inputs = build_inputs(batch, self.kv_cache.layout.block_size, self._device)

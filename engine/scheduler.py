@@ -9,6 +9,7 @@ Life of a sequence here:
              -> FINISHED at a stop token, end of sequence or length; its blocks stay findable as prefix cache
              -> HELD after the first token if the sequence is to be handed over; abort frees its blocks
              -> preempted when blocks run out: freed and reported, and the router replays it
+    forks    -> other choices of its prompt; they wait with it, share its blocks, and are RUNNING once it is computed
 
 A step first serves sequences that need one token (decodes), so that chunks of long prompts never hold them up; what is
 left of the token budget goes to chunks, oldest first, then to waiting sequences.
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 
 from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.block_pool import BlockPool
+from engine.forks import Forks
 from engine.sequence import Sequence, SequenceKey, SequenceStatus
 from mesh.domain.errors import ConfigurationError, InvalidRequest, WorkerBusy
 from mesh.domain.prefix import BlockHash, block_hashes, next_hash, root_hash
@@ -67,6 +69,7 @@ class Scheduler:
         self._waiting: dict[SequenceKey, Sequence] = {}
         self._seated: dict[SequenceKey, Sequence] = {}  # RUNNING and WAITING_FOR_KV, oldest first
         self._held: dict[SequenceKey, Sequence] = {}
+        self._forks = Forks(pool, config.block_size)
         self._counters = _Counters()
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -95,7 +98,9 @@ class Scheduler:
         return sequence.num_cached_tokens
 
     def commit(self, key: SequenceKey, first_token: SampledToken) -> None:
-        """The KV of a reserved sequence is complete: it runs from now on. Unknown keys are ignored."""
+        """The KV of a reserved sequence is complete: it runs from now on, and its forks do. A first token that is its
+        last one comes for the forks' sake only. Unknown keys are ignored.
+        """
         sequence = self._seated.get(key)
         if sequence is None or sequence.status is not SequenceStatus.WAITING_FOR_KV:
             return
@@ -103,6 +108,9 @@ class Scheduler:
         self._publish(sequence)
         sequence.token_ids.append(first_token.id)
         sequence.status = SequenceStatus.RUNNING
+        self._start_forks(sequence)
+        if self._finish_reason(sequence, first_token.id) is not None:
+            self._end(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence in whatever state and free its blocks. Idempotent; unknown ones are ignored."""
@@ -110,6 +118,7 @@ class Scheduler:
             if table.get(sequence.key) is sequence:
                 del table[sequence.key]
                 self._free(sequence)
+        sequence.status = SequenceStatus.FINISHED  # a fork that has not begun is in no table
 
     def take_preempted(self) -> list[Sequence]:
         """Sequences preempted since the last call."""
@@ -148,7 +157,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise ValueError unless every block is explained by a sequence. For tests and idle checks."""
-        self.pool.check_integrity([s.block_table for s in (*self._seated.values(), *self._held.values())])
+        self.pool.check_integrity([s.held_blocks for s in (*self._seated.values(), *self._held.values())])
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +176,7 @@ class Scheduler:
             budget -= chunks[-1].num_tokens
         # A one-token chunk (a prompt's last token) belongs with the decodes: attention treats it alike.
         chunks.sort(key=lambda item: item.num_tokens > 1)
-        return ScheduledBatch((*decodes, *chunks))
+        return ScheduledBatch((*decodes, *chunks), self._forks.copies())
 
     def _schedule_decodes(self, decodes: list[Sequence]) -> list[ScheduledSequence]:
         items: list[ScheduledSequence] = []
@@ -235,6 +244,19 @@ class Scheduler:
         self._seated[sequence.key] = sequence
         return True
 
+    def _start_forks(self, sequence: Sequence) -> None:
+        """The sequence's prompt is computed, and its blocks are still held."""
+        forks, sequence.forks = sequence.forks, []
+        for fork in forks:
+            if fork.status is not SequenceStatus.WAITING:
+                continue  # aborted meanwhile
+            if len(self._seated) < self.config.max_num_seqs and self._forks.share(fork, sequence):
+                fork.status = SequenceStatus.RUNNING
+                self._seated[fork.key] = fork
+            else:
+                fork.status = SequenceStatus.FINISHED
+                self._counters.preempted.append(fork)
+
     def _headroom(self) -> int:
         """Blocks kept for sequences with a seat to grow into, so that a newcomer is not preempted in its first
         steps.
@@ -265,6 +287,7 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> list[StepOutput]:
         """Apply what a step computed; one StepOutput for each sequence that got tokens."""
         results: list[StepOutput] = []
+        self._forks.copied()
         for item, output in zip(batch.items, outputs, strict=True):
             sequence = item.sequence
             self._count(item, output)
@@ -273,6 +296,7 @@ class Scheduler:
                 self._counters.refused.append((sequence, output.failure))
                 self._end(sequence)
             elif output.tokens:
+                self._start_forks(sequence)
                 results.append(self._append(sequence, output.tokens))
             else:
                 sequence.num_computed_tokens = item.end
@@ -357,6 +381,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.FINISHED
+        self._forks.drop(sequence)
         self.pool.free(sequence.block_table)
         sequence.block_table.clear()
 

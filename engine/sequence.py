@@ -3,6 +3,7 @@
     WAITING ──────────────▶ RUNNING ──▶ FINISHED
     WAITING_FOR_KV ──commit──▶ RUNNING          (decode worker: blocks reserved, KV on its way)
     RUNNING ──first token──▶ HELD ──▶ FINISHED  (prefill worker: blocks stay until the KV is handed over)
+    WAITING ──────fork───────▶ RUNNING          (another choice of a prompt whose KV is there)
 
 There is no prefill phase and no decode phase: a sequence has tokens, and KV is computed for a growing prefix of them.
 """
@@ -34,7 +35,8 @@ class Sequence:
 
     KV of positions `[0, num_computed_tokens)` is in the cache, in the blocks of `block_table`. `block_hashes` are the
     chained hashes of the leading full blocks that prefix caching has seen. With `hand_over`, another worker goes on
-    after the first token sampled here. The last `num_guessed` tokens are guesses, see `guessing`.
+    after the first token sampled here. The last `num_guessed` tokens are guesses, see `guessing`. `forks` wait for this
+    sequence's prompt. `copy_from` is a block that is held until it has been copied into this sequence's own last one.
     """
 
     request: Request
@@ -47,6 +49,8 @@ class Sequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     num_guessed: int = 0
+    forks: "list[Sequence]" = field(default_factory=list)
+    copy_from: int | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
@@ -62,6 +66,11 @@ class Sequence:
     def key(self) -> SequenceKey:
         """Identity within an engine: request id and attempt."""
         return self.request.request_id, self.request.attempt
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """All blocks it counts as a holder of."""
+        return self.block_table if self.copy_from is None else [*self.block_table, self.copy_from]
 
     @property
     def is_over(self) -> bool:

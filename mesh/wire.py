@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout
-from mesh.domain.request import Request
+from mesh.domain.request import Fork, Request
 from mesh.domain.sampling import SamplingParams
 from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
@@ -142,6 +142,10 @@ def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
         cache_namespace=request.cache_namespace,
         time_left=None if request.time_left_s is None else duration_to_proto(request.time_left_s),
         traceparent=request.traceparent,
+        forks=[
+            sequence_pb2.SequenceFork(request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed)
+            for fork in request.forks
+        ],
     )
 
 
@@ -159,7 +163,10 @@ def request_from_proto(spec: sequence_pb2.SequenceSpec) -> Request:
         cache_namespace=spec.cache_namespace,
         time_left_s=duration_from_proto(spec.time_left) if spec.HasField("time_left") else None,
         traceparent=spec.traceparent,
+        forks=tuple(Fork(fork.request_id, fork.attempt, fork.seed) for fork in spec.forks),
     )
+    if len({request.request_id, *(fork.request_id for fork in request.forks)}) <= len(request.forks):
+        raise InvalidRequest("a sequence and its forks need different request_ids")
     if not request.request_id or not 1 <= request.num_prompt_tokens <= len(request.token_ids):
         raise InvalidRequest("a sequence needs a request_id and at least one prompt token")
     if request.sampling.max_new_tokens is None or request.sampling.seed is None:

@@ -8,8 +8,8 @@ Life of a prompt here:
     first token sampled -> to the router, straight away; the sequence is HELD: its blocks stay
     transfer    committed with the first token, verified by the decode worker -> finished; the blocks become prefix
                 cache
-    ends early  first token is also the last; the call is cancelled; the transfer fails: the blocks are freed once
-                nobody reads them any more
+    ends early  first token is also the last, and no fork waits for the KV; the call is cancelled; the transfer fails:
+                the blocks are freed once nobody reads them any more
 """
 
 import asyncio
@@ -151,7 +151,7 @@ class PrefillService:
             output = await _first_token(prompt.first_token, prompt.transfer)
             prompt.span.end()
             yield FirstToken(output)
-            if output.finish_reason is None:
+            if output.finish_reason is None or request.forks:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(moved.num_bytes, moved.transport, duration_s)

@@ -2,6 +2,7 @@
 
 start on decode ─▶ reserved ─▶ prefill call ─▶ first token ─▶ transfer finished
                                                    └────▶ tokens from decode ─▶ finished
+fork: started with another attempt, whose prompt it shares ─▶ tokens from decode ─▶ finished
 anything fails ─▶ Replayable; whatever happens, both workers are told to drop what is left, and the booking is released
 """
 
@@ -35,12 +36,15 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What an attempt works with. The attempt owns the booking."""
+    """What an attempt works with. The attempt owns the booking. `forks` are started with it; it `is_fork` itself if
+    another attempt starts it."""
 
     request: Request
     booking: Booking
     link: DecodeLink
     timeline: Timeline
+    forks: "tuple[Attempt, ...]" = ()
+    is_fork: bool = False
 
 
 class Attempt:
@@ -56,6 +60,8 @@ class Attempt:
         self._booking = dispatched.booking
         self._link = dispatched.link
         self._timeline = dispatched.timeline
+        self._forks = dispatched.forks
+        self._is_fork = dispatched.is_fork
         self._prefills = prefills
         self._patience = patience
         self._prefill: asyncio.Task[None] | None = None
@@ -70,19 +76,25 @@ class Attempt:
 
     async def run(self) -> None:
         """Until the choice is finished. Raises what made it impossible. Leaves nothing behind, also when cancelled."""
+        try:
+            if not self._is_fork:
+                await self._start()
+            await self._wait_ended()
+            if self._forks and self._prefill is not None:  # they need its KV, even if it has ended with its first token
+                await asyncio.wait({self._prefill})
+        finally:
+            self.close()
+
+    async def _start(self) -> None:
         prefill = self.placement.prefill
         transfer_id = mint_id() if prefill is not None else ""
-        try:
-            self._link.start(self._request, transfer_id, self)
-            if prefill is None:
-                self._timeline.mark("prefill_started")
-            else:
-                ready_tokens = await self._wait_reserved()
-                if ready_tokens is not None:
-                    self._start_prefill(prefill, Reservation(self.placement.decode, transfer_id, ready_tokens))
-            await self._wait_ended()
-        finally:
-            self._close()
+        self._link.start(self._request, transfer_id, self, self._forks)
+        if prefill is None:
+            self._timeline.mark("prefill_started")
+            return
+        ready_tokens = await self._wait_reserved()
+        if ready_tokens is not None:
+            self._start_prefill(prefill, Reservation(self.placement.decode, transfer_id, ready_tokens))
 
     def on_reserved(self, ready_tokens: int) -> None:
         """The decode worker holds blocks."""
@@ -204,8 +216,8 @@ class Attempt:
             error = TransferFailed("the prefill ended without a first token")
         self._end(error, self.placement.prefill)
 
-    def _close(self) -> None:
-        """Both workers drop what is left; the booking is given back."""
+    def close(self) -> None:
+        """Both workers drop what is left; the booking is given back. `run` ends with it; for one that was never run."""
         self._link.abort((self._request.request_id, self._request.attempt))
         if self._prefill is not None:
             self._prefill.cancel()

@@ -14,6 +14,7 @@ from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
 from router.claim import Claim
 from router.phases import Timing
+from router.siblings import Siblings
 from router.tenants import Tenant
 from router.text.stream import TextStream
 from router.text.tokenizer import Tokenizer
@@ -64,10 +65,12 @@ class Chunk:
 
 
 class Choice:
-    """State of one choice over all its attempts. `on_change` is called when there is something to take."""
+    """State of one choice over all its attempts. `on_change` is called when there is something to take. `siblings` are
+    the choices it begins with; None if it is the only one."""
 
-    def __init__(self, index: int, valid: ValidRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, valid: ValidRequest, tokenizer: Tokenizer, siblings: Siblings | None = None) -> None:
         self.index = index
+        self.siblings = siblings
         self.request_id = valid.request_id if index == 0 else f"{valid.request_id}-{index}"
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -145,6 +148,8 @@ class Choice:
             self._extend(tokens, reason)
             if self.finish_reason is not None:
                 break
+        if self.siblings is not None and self.index == 0 and self.token_ids:
+            self.siblings.begun()
         self.on_change()
 
     def note_cached(self, num_tokens: int) -> None:

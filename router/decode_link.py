@@ -8,7 +8,7 @@ keepalive and the registry's heartbeats tell when that is over.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import grpc
@@ -89,9 +89,17 @@ class DecodeLink:
             await responses.aclose()
             self._fail_all(WorkerLost("the decode worker is lost"))
 
-    def start(self, request: Request, transfer_id: str, listener: SequenceListener) -> None:
-        """Start an attempt; `listener` hears of it until it fails, finishes, or is aborted."""
+    def start(
+        self,
+        request: Request,
+        transfer_id: str,
+        listener: SequenceListener,
+        fork_listeners: Sequence[SequenceListener] = (),
+    ) -> None:
+        """Start an attempt and its forks; each listener hears of its own until it fails, finishes, or is aborted."""
         self._listeners[request.request_id, request.attempt] = listener
+        for fork, fork_listener in zip(request.forks, fork_listeners, strict=True):
+            self._listeners[fork.request_id, fork.attempt] = fork_listener
         start = decode_pb2.StartSequence(sequence=wire.request_to_proto(request), transfer_id=transfer_id)
         self._commands.put_nowait(decode_pb2.AttachRequest(start=start))
 

@@ -16,18 +16,19 @@ from dataclasses import dataclass, replace
 import structlog
 
 from mesh.domain.errors import DeadlineExceeded, Replayable, WorkerLost
-from mesh.domain.request import Request
+from mesh.domain.request import Fork, Request
 from router.attempt import Attempt, Dispatched, Patience
 from router.choice import Choice
 from router.decode_links import DecodeLinks
 from router.journal import Journal
-from router.placement import PlacementQuery, PrefixChain
+from router.placement import Placement, PlacementQuery, PrefixChain
 from router.prefill_call import PrefillClient
 from router.proving import Proof, Proving
 from router.queue import PlacementQueue
 from router.replay import Replay, ReplayBudget
 from router.served_model import ServedModel
 from router.settings import RouterSettings
+from router.siblings import Rider
 from router.timeline import Timeline
 
 log = structlog.get_logger(__name__)
@@ -112,31 +113,57 @@ class Dispatcher:
             self._on_trip()
 
     async def _dispatch(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> Attempt:
-        """Wait for a place."""
+        """Wait for a place, or for the first choice to take this one along."""
         request = choice.next_request(
             replay.attempt,
             eos_token_ids=self._model.facts.eos_token_ids,
             namespace=choice.tenant.cache_namespace(self._model.name),
         )
         timeline.begin_attempt()
+        if choice.siblings is not None and choice.index > 0:
+            attempt = await choice.siblings.board(Rider(choice, request, timeline))
+            if attempt is not None:
+                return attempt
+        elif choice.siblings is not None:
+            await choice.siblings.gathered()
         query, is_replay = self._query(choice, request, replay), replay.attempt > 0
         booking = await self._paths.queue.place(query, choice.claim, is_replay=is_replay)
-        timeline.mark("placed")
-        placement = booking.placement
-        timeline.note_workers(placement.prefill.worker_id if placement.prefill else "", placement.decode.worker_id)
+        _note_placed(timeline, booking.placement)
         link = self._paths.links.find(booking.placement.decode)
         if link is None:
             booking.release()
             raise WorkerLost("the decode worker has just been lost")
         if deadline_s is not None:
             request = replace(request, time_left_s=max(0.0, deadline_s - asyncio.get_running_loop().time()))
-        return Attempt(choice, Dispatched(request, booking, link, timeline), self._paths.prefills, self._patience)
+        dispatched = Dispatched(request, booking, link, timeline)
+        if choice.siblings is not None and choice.index == 0:
+            dispatched = self._take_along(dispatched, choice.siblings.take())
+        return Attempt(choice, dispatched, self._paths.prefills, self._patience)
+
+    def _take_along(self, dispatched: Dispatched, riders: list[Rider]) -> Dispatched:
+        """Give each rider an attempt that forks from the one dispatched."""
+        placement, attempts = dispatched.booking.placement, list[Attempt]()
+        for rider in riders:
+            _note_placed(rider.timeline, placement)
+            rider.timeline.mark("prefill_started")
+            fork = Dispatched(rider.request, dispatched.booking.fork(), dispatched.link, rider.timeline, is_fork=True)
+            attempts.append(Attempt(rider.choice, fork, self._paths.prefills, self._patience))
+            rider.boarded.set_result(attempts[-1])
+        forks = (Fork(r.request.request_id, r.request.attempt, r.request.sampling.seed or 0) for r in riders)
+        request = replace(dispatched.request, forks=tuple(forks))
+        return replace(dispatched, request=request, forks=tuple(attempts))
 
     def _query(self, choice: Choice, request: Request, replay: Replay) -> PlacementQuery:
         return PlacementQuery(
             num_tokens=len(request.token_ids),
             max_total_tokens=request.max_total_tokens,
             chain=PrefixChain(request.token_ids, request.cache_namespace),
+            num_seqs=choice.siblings.num_seqs if choice.siblings is not None and choice.index == 0 else 1,
             avoid=replay.avoid,
             prefill_locally=replay.prefill_locally,
         )
+
+
+def _note_placed(timeline: Timeline, placement: Placement) -> None:
+    timeline.mark("placed")
+    timeline.note_workers(placement.prefill.worker_id if placement.prefill else "", placement.decode.worker_id)

@@ -33,6 +33,8 @@ class Booking:
         """Prompt tokens the prefill worker has still to compute."""
         self.reserved_at_s: float | None = None
         """When the decode worker confirmed its reservation."""
+        self.num_shared_tokens = 0
+        """Leading tokens whose blocks another booking counts."""
         self.holds_prefill = placement.prefill is not None
         self.is_transferring = False
         """KV is on its way, perhaps while the prompt is still computed."""
@@ -70,6 +72,12 @@ class Booking:
         """The prefill worker has nothing of it any more."""
         self.prefill_tokens, self.holds_prefill, self.is_transferring = 0, False, False
         self._ledger.changed()
+
+    def fork(self) -> "Booking":
+        """A sequence at the same decode worker that begins with this one's KV."""
+        booking = self._ledger.book(Placement(None, self.placement.decode), self.num_tokens)
+        booking.num_shared_tokens = self.num_tokens
+        return booking
 
     def release(self) -> None:
         """The attempt is over."""
@@ -146,6 +154,7 @@ class Ledger:
         for booking in self._bookings:
             decode, prefill = booking.placement.decode, booking.placement.prefill
             blocks = decode.layout.num_blocks_for(booking.num_tokens) + 1
+            blocks -= booking.num_shared_tokens // decode.layout.block_size
             reported = self._is_reported(booking, last_seen_s.get(decode.incarnation, 0.0))
             _add(sums, decode, InFlight(1, blocks, 0 if reported else blocks, 0))
             if prefill is not None and booking.holds_prefill:

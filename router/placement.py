@@ -78,11 +78,13 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """What an attempt needs. `avoid` holds incarnations of workers that failed this request."""
+    """What an attempt needs. `avoid` holds incarnations of workers that failed this request. `num_seqs` sequences are
+    to share its prompt."""
 
     num_tokens: int
     max_total_tokens: int
     chain: PrefixChain
+    num_seqs: int = 1
     avoid: frozenset[str] = frozenset()
     prefill_locally: bool = False
 
@@ -176,7 +178,8 @@ def healthy(snapshot: Snapshot, role: WorkerRole) -> list[Candidate]:
 
 
 def decode_has_room(query: PlacementQuery, candidate: Candidate, num_canary_seats: int = 0) -> bool:
-    """A seat, beside those for canaries, and blocks for the prompt and one more.
+    """A seat for each sequence, beside those for canaries, and blocks for the prompt and one or two more for each. More
+    sequences than there are seats go to an empty worker.
 
     Two bounds hold for the free blocks: what the worker last reported minus what was sent since, and all blocks minus
     what this router has there. The first lags behind finished sequences, the second does not see shared prefixes; the
@@ -185,9 +188,9 @@ def decode_has_room(query: PlacementQuery, candidate: Candidate, num_canary_seat
     info, mine = candidate.info, candidate.in_flight
     reported = candidate.view.load.free_blocks - mine.num_unreported_blocks
     free = max(reported, info.num_blocks - mine.num_blocks)
-    needed = min(info.layout.num_blocks_for(query.num_tokens) + 1, info.num_blocks)
+    needed = min(info.layout.num_blocks_for(query.num_tokens) + 2 * query.num_seqs - 1, info.num_blocks)
     num_seats = info.max_num_seqs - min(num_canary_seats, info.max_num_seqs // 2)
-    return mine.num_seqs < num_seats and free >= needed
+    return mine.num_seqs + max(1, min(query.num_seqs, num_seats)) <= num_seats and free >= needed
 
 
 def prefill_has_room(query: PlacementQuery, candidate: Candidate) -> bool:

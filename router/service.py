@@ -32,6 +32,7 @@ from router.limits import LimitPolicy, Limits
 from router.mesh_view import MeshView
 from router.prompts import EncodedPrompt, Prompt, PromptEncoder
 from router.served_model import ServedModel
+from router.siblings import Siblings
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
 from router.tracing import ChoiceSpan
@@ -204,7 +205,9 @@ class GenerationService:
 
     def _start(self, valid: ValidRequest, permits: list[Permit], timeline: Timeline, echo: str) -> Answer:
         """One task for each choice."""
-        choices = [Choice(index, valid, self._parts.model.tokenizer) for index in range(valid.asked.num_choices)]
+        num_choices = valid.asked.num_choices
+        siblings = Siblings(num_choices) if num_choices > 1 else None
+        choices = [Choice(index, valid, self._parts.model.tokenizer, siblings) for index in range(num_choices)]
         works = [
             Work(choice, permit, lambda choice: self._run(choice, valid, timeline))
             for choice, permit in zip(choices, permits, strict=True)

@@ -98,4 +98,4 @@ def _with_drafts(batch: ScheduledBatch, drafts: dict[SequenceKey, Drafts]) -> Sc
         else item
         for item in batch.items
     ]
-    return ScheduledBatch(tuple(sorted(items, key=lambda item: item.num_tokens > 1)))
+    return replace(batch, items=tuple(sorted(items, key=lambda item: item.num_tokens > 1)))

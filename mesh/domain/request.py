@@ -1,7 +1,7 @@
 """What a worker is asked to run."""
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh.domain.sampling import SamplingParams
 
@@ -12,12 +12,23 @@ def mint_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """Another choice of the same prompt: a request that begins with the KV of the one it comes with, and differs from
+    that one in these only."""
+
+    request_id: str
+    attempt: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One attempt at a request, as a worker sees it: token ids, no text.
 
     `token_ids` is the client's prompt (the first `num_prompt_tokens`) followed by what earlier attempts generated, so
     a replay is just another Request. `sampling.max_new_tokens` and `sampling.seed` are always set; stop strings never.
     `traceparent` names the trace that it belongs to, if there is one.
+    `forks` are to begin on the same decode worker as soon as the prompt's KV is there.
     """
 
     request_id: str
@@ -31,6 +42,21 @@ class Request:
     cache_namespace: str = ""
     time_left_s: float | None = None
     traceparent: str = ""
+    forks: tuple[Fork, ...] = ()
+
+    def forked(self) -> list["Request"]:
+        """The forks, as requests of their own."""
+        return [
+            replace(
+                self,
+                request_id=fork.request_id,
+                attempt=fork.attempt,
+                sampling=replace(self.sampling, seed=fork.seed),
+                prompt_logprobs=False,
+                forks=(),
+            )
+            for fork in self.forks
+        ]
 
     @property
     def num_generated(self) -> int:

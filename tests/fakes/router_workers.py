@@ -79,9 +79,10 @@ class FakeModel:
             cached_tokens,
         )
 
-    def take_over(self, token_id: int) -> None:
-        """Somebody else has sampled the first token."""
+    def take_over(self, token_id: int) -> bool:
+        """Somebody else has sampled the first token. False if it is the last one."""
         self._ids.append(token_id)
+        return self._finish(token_id) is None
 
     def _finish(self, token_id: int) -> FinishReason | None:
         sampling = self.request.sampling
@@ -251,6 +252,31 @@ class _Session:
             del self.tasks[key]
 
 
+class _SharedPrompt:
+    """What forks wait for."""
+
+    def __init__(self) -> None:
+        self._ended = asyncio.Event()
+        self._is_there = False
+
+    def done(self) -> None:
+        """Its KV is there."""
+        self._is_there = True
+        self._ended.set()
+
+    async def computed_by(self, run: Coroutine[Any, Any, None]) -> None:
+        """Once `run` has ended there is nothing to wait for."""
+        try:
+            await run
+        finally:
+            self._ended.set()
+
+    async def is_there(self) -> bool:
+        """False if it has ended before."""
+        await self._ended.wait()
+        return self._is_there
+
+
 class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
     """Decodes. `by_address` stands for the network that KV takes from prefill workers."""
 
@@ -266,6 +292,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         self.gate = Gate()
         self.started = Journal()
         self.aborted = Journal()
+        self.forked = Journal()
         self.sent = Journal()
         self.commits: dict[str, asyncio.Future[int]] = {}
         self._sessions: set[_Session] = set()
@@ -322,8 +349,13 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if request.WhichOneof("command") == "start":
                 model = FakeModel(wire.request_from_proto(request.start.sequence))
                 key = (model.request.request_id, model.request.attempt)
-                run = self._run(session, model, request.start.transfer_id, self._script(model.request))
-                session.tasks[key] = asyncio.create_task(session.watch(key, run))
+                prompt = _SharedPrompt()
+                run = self._run(session, model, request.start.transfer_id, self._script(model.request), prompt)
+                session.tasks[key] = asyncio.create_task(session.watch(key, prompt.computed_by(run)))
+                for fork in model.request.forked():
+                    fork_run = self._run_fork(session, FakeModel(fork), prompt)
+                    fork_key = (fork.request_id, fork.attempt)
+                    session.tasks[fork_key] = asyncio.create_task(session.watch(fork_key, fork_run))
                 self.most_running = max(self.most_running, self.num_running)
                 (self.canaries if is_canary(model.request) else self.started).add(request.start)
             else:
@@ -337,7 +369,16 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
             return self.canary
         return self.scripts.pop(0) if self.scripts else DecodeScript()
 
-    async def _run(self, session: _Session, model: FakeModel, transfer_id: str, script: DecodeScript) -> None:
+    async def _run_fork(self, session: _Session, model: FakeModel, prompt: "_SharedPrompt") -> None:
+        key = (model.request.request_id, model.request.attempt)
+        if not await prompt.is_there():
+            return self._fail(session, key, SequenceFailure.PREEMPTED)
+        self.forked.add(key)
+        return await self._generate(session, model, self._script(model.request), is_first=True)
+
+    async def _run(
+        self, session: _Session, model: FakeModel, transfer_id: str, script: DecodeScript, prompt: "_SharedPrompt"
+    ) -> None:
         key = (model.request.request_id, model.request.attempt)
         if script.refuse is not None:
             return self._fail(session, key, script.refuse)
@@ -346,9 +387,14 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
             reserved = decode_pb2.SequenceReserved(request_id=key[0], attempt=key[1], ready_tokens=script.ready_tokens)
             session.outbox.put_nowait(decode_pb2.AttachResponse(reserved=reserved))
             try:
-                model.take_over(await self.commits[transfer_id])
+                goes_on = model.take_over(await self.commits[transfer_id])
             finally:
                 del self.commits[transfer_id]
+            prompt.done()
+            if not goes_on:
+                return None
+        else:
+            prompt.done()
         return await self._generate(session, model, script, is_first=not transfer_id)
 
     async def _generate(self, session: _Session, model: FakeModel, script: DecodeScript, *, is_first: bool) -> None:
@@ -442,7 +488,7 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             with_prompt=True, cached_tokens=script.cached_tokens
         )
         first = prefill_pb2.PrefillResponse(first_token=wire.output_to_proto(output))
-        if output.finish_reason is not None:
+        if output.finish_reason is not None and not request.sequence.forks:
             yield first
             return
         if not script.first_token_after:

@@ -105,6 +105,8 @@ class FakeRunner:
         self.num_steps += 1
         if self.num_steps == self.close_gate_after:
             self.gate.clear()
+        for source, target in batch.copies:
+            self.store.data[:, :, target] = self.store.data[:, :, source]
         for first in range(0, self.store.layout.num_layers, self._layers_per_group):
             for item in batch.items:
                 for position, token_id in enumerate(item.token_ids(), item.start):

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import grpc
 import pytest
 
 from kvtransfer import TransferSettings
+from mesh.domain.request import Fork, Request
 from mesh.rpc.channel import open_channel
 from tandem.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2
 from tests.fakes.requests import make_request
@@ -187,3 +189,97 @@ async def test_stop_token_ends_the_sequence() -> None:
             last = (await router.box("a").get()).step.outputs[0]
         assert last.finish_reason == sampling_pb2.FINISH_REASON_STOP_SEQUENCE
         assert last.tokens[-1].id == expected[4]
+
+
+def forking(prompt: list[int], *, num_forks: int = 2, **changes: object) -> Request:
+    forks = tuple(Fork(f"f{place}", 0, place) for place in range(num_forks))
+    return make_request("a", prompt, forks=forks, **changes)
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+@pytest.mark.parametrize("length", [1, 4, 5, 7, 16])
+async def test_forks_share_kv_that_was_sent_once(transport: str, length: int) -> None:
+    async with worker_rig(settings=TransferSettings(transports=(transport,))) as rig, fake_router(rig) as router:
+        request = forking(list(range(3, 3 + length)), max_new_tokens=6)
+        assert await router.run(request) == fake_continuation(request.token_ids, 6)
+        for fork in request.forked():
+            assert await router.collect(fork) == fake_continuation(request.token_ids, 6)
+        assert rig.prefill.scheduler.load().generated_tokens == 1
+        assert rig.decode.scheduler.load().computed_tokens == 0, "one token a step, also for a fork's first"
+        await rig.wait_whole()
+
+
+async def test_forks_of_a_prompt_that_the_decode_worker_computes() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        request = forking(list(range(3, 43)), max_new_tokens=6)
+        await router.start(request)
+        for each in (request, *request.forked()):
+            assert await router.collect(each) == fake_continuation(request.token_ids, 6)
+        assert rig.decode.scheduler.load().computed_tokens == len(request.token_ids)
+
+
+async def test_kv_is_sent_for_forks_even_if_the_first_token_is_the_last() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        prompt = [1, 2, 3, 4, 5]
+        request = forking(prompt, max_new_tokens=4, eos_token_ids=frozenset({fake_token(prompt)}))
+        await router.start(request, "t")
+        await router.box("a").get()
+        messages = [message async for message in router.prefill(request, "t", 0)]
+        assert messages[1].first_token.finish_reason == sampling_pb2.FINISH_REASON_EOS_TOKEN
+        assert messages[2].HasField("finished")
+        for fork in request.forked():  # whose first token is the same here
+            assert await router.collect(fork) == [fake_token(prompt)]
+        await router.abort(request)
+        await rig.wait_whole()
+
+
+@pytest.mark.parametrize("how", ["aborted", "too large", "out of time", "newer attempt"])
+async def test_forks_of_a_prompt_that_never_comes_are_given_back(how: str) -> None:
+    async with worker_rig(decode=EngineRig.make(num_blocks=8)) as rig, fake_router(rig) as router:
+        length = 90 if how == "too large" else 9
+        request = forking(list(range(length)), time_left_s=0.05 if how == "out of time" else None)
+        await router.start(request, "t")
+        if how == "aborted":
+            await router.abort(request)
+        if how == "newer attempt":
+            await router.start(replace(request, attempt=1, forks=()), "t2")
+        reasons = set()
+        for fork in request.forked():
+            while not (message := await router.box(fork.request_id).get()).HasField("failed"):
+                pass
+            reasons.add(message.failed.reason)
+        expected = {decode_pb2.SEQUENCE_FAILURE_PREEMPTED}
+        assert reasons <= expected | ({decode_pb2.SEQUENCE_FAILURE_DEADLINE} if how == "out of time" else set())
+        if how == "newer attempt":
+            await router.abort(replace(request, attempt=1))
+        await rig.wait_whole()
+
+
+async def test_a_fork_ends_alone() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        request = forking(list(range(9)), max_new_tokens=40)
+        first, second = request.forked()
+        await router.start(request)
+        await router.abort(first)
+        await router.box("f1").get()
+        await router.abort(request)
+        assert len(await router.collect(second)) >= 38
+        await rig.wait_whole()
+
+
+async def test_a_replay_of_a_fork_goes_on_alone() -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        request = forking(list(range(9)), max_new_tokens=20)
+        await router.start(request)
+        known = fake_continuation(request.token_ids, 5)
+        again = replace(
+            request.forked()[0], attempt=1, token_ids=(*request.token_ids, *known), cache_namespace="elsewhere"
+        )
+        await router.start(again)
+        ids: dict[int, list[int]] = {0: [], 1: []}
+        while len(ids[1]) < 15:
+            output = (await router.box("f0").get()).step.outputs[0]
+            ids[output.attempt] += [token.id for token in output.tokens]
+        assert ids[1] == fake_continuation(request.token_ids, 20)[5:]
+        for each in (request, request.forked()[1]):
+            assert await router.collect(each) == fake_continuation(request.token_ids, 20)

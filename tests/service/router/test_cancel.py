@@ -65,7 +65,7 @@ async def test_all_choices_are_aborted(make_mesh: Any) -> None:
     decode = await mesh.decode()
     decode.gate.close()
     call = mesh.stub.Generate(make_request(token_ids=PROMPT, num_choices=4), timeout=10)
-    await decode.started.wait_len(4)
+    await decode.forked.wait_len(3)
     call.cancel()
     await decode.aborted.wait_len(4, timeout_s=1)
     await assert_all_gone(mesh)

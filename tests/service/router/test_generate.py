@@ -128,8 +128,7 @@ async def test_a_stop_token_has_no_text(make_mesh: Any) -> None:
 
 async def test_several_choices_in_one_stream(make_mesh: Any) -> None:
     mesh = await make_mesh()
-    await mesh.prefill()
-    decode = await mesh.decode()
+    prefill, decode = await mesh.prefill(), await mesh.decode()
     result = await mesh.generate(token_ids=PROMPT, num_choices=3, max_new_tokens=4, seed=10, output={"echo": True})
     for index in range(3):
         assert result.ids(index) == expected_tokens(PROMPT, 4)
@@ -137,8 +136,11 @@ async def test_several_choices_in_one_stream(make_mesh: Any) -> None:
         assert result.of(index)[0].echo == TOKENIZER.decode(PROMPT)
     assert sum(message.HasField("prompt") for message in result.messages) == 1
     assert result.messages[0].HasField("prompt")
-    assert sorted(start.sequence.sampling.seed for start in decode.started.items) == [10, 11, 12]
-    assert len({start.sequence.request_id for start in decode.started.items}) == 3
+    (start,), (call,) = decode.started.items, prefill.calls.items
+    assert start.sequence.sampling.seed == 10
+    assert [fork.seed for fork in start.sequence.forks] == [11, 12]
+    assert call.sequence.forks == start.sequence.forks, "so that the KV comes whatever the first token is"
+    assert len({start.sequence.request_id, *(fork.request_id for fork in start.sequence.forks)}) == 3
     mesh.assert_at_rest()
 
 

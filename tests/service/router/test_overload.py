@@ -51,7 +51,7 @@ async def test_every_choice_counts(make_mesh: Any) -> None:
     decode = await mesh.decode()
     decode.gate.close()
     call = mesh.stub.Generate(make_request(token_ids=PROMPT, num_choices=3), timeout=10)
-    await decode.started.wait_len(3)
+    await decode.forked.wait_len(2)
     assert mesh.router.permits.num_held == 3
     await refused_in_s(mesh, num_choices=2)
     assert mesh.router.permits.num_held == 3

@@ -56,7 +56,7 @@ def _sampled(item: ScheduledSequence, token_id: int) -> tuple[SampledToken, ...]
 
 
 class SchedulerLife(RuleBasedStateMachine):
-    """Adds, reserves, commits, aborts and steps in any order."""
+    """Adds, reserves, forks, commits, aborts and steps in any order."""
 
     live = Bundle("live")
 
@@ -71,19 +71,32 @@ class SchedulerLife(RuleBasedStateMachine):
         request = make_request(f"r{self.count}", tokens, max_new_tokens=max_new, eos_token_ids=frozenset({EOS}))
         return Sequence(request, hand_over=hand_over)
 
+    def give_forks(self, sequence: Sequence, num_forks: int):
+        request = sequence.request
+        sequence.forks = [
+            Sequence(replace(request, request_id=f"{request.request_id}-{place}")) for place in range(num_forks)
+        ]
+        return multiple(sequence, *sequence.forks)
+
     @rule(
         target=live,
         tokens=st.lists(st.integers(1, 2), min_size=1, max_size=30),
         max_new=st.integers(1, 20),
         hand_over=st.booleans(),
+        num_forks=st.integers(0, 3),
     )
-    def add(self, tokens: list[int], max_new: int, hand_over: bool) -> Sequence:
+    def add(self, tokens: list[int], max_new: int, hand_over: bool, num_forks: int):
         sequence = self.new_sequence(tokens, max_new, hand_over)
         self.scheduler.add(sequence)
-        return sequence
+        return self.give_forks(sequence, 0 if hand_over else num_forks)
 
-    @rule(target=live, tokens=st.lists(st.integers(1, 2), min_size=1, max_size=30), max_new=st.integers(2, 20))
-    def reserve(self, tokens: list[int], max_new: int):
+    @rule(
+        target=live,
+        tokens=st.lists(st.integers(1, 2), min_size=1, max_size=30),
+        max_new=st.integers(1, 20),
+        num_forks=st.integers(0, 3),
+    )
+    def reserve(self, tokens: list[int], max_new: int, num_forks: int):
         sequence = self.new_sequence(tokens, max_new)
         before = self.scheduler.pool.num_free
         try:
@@ -93,13 +106,16 @@ class SchedulerLife(RuleBasedStateMachine):
             return multiple()
         assert ready % BLOCK == 0
         assert ready <= len(tokens)
-        return sequence
+        return self.give_forks(sequence, num_forks)
 
     @rule(sequence=live)
     def commit(self, sequence: Sequence) -> None:
-        was_waiting = sequence.status is SequenceStatus.WAITING_FOR_KV
+        was_waiting, forks = sequence.status is SequenceStatus.WAITING_FOR_KV, sequence.forks
         self.scheduler.commit(sequence.key, SampledToken(1, -0.1))
         assert not was_waiting or sequence.num_uncomputed_tokens == 1
+        if was_waiting:
+            assert sequence.forks == []
+            assert not [fork for fork in forks if fork.status is SequenceStatus.WAITING]
 
     @rule(sequence=consumes(live))
     def abort(self, sequence: Sequence) -> None:
@@ -293,3 +309,60 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_dropped() -> None:
     assert ([token.id for token in output.tokens], output.finish_reason) == ([2, 3], FinishReason.STOP_SEQUENCE)
     assert scheduler.pool.num_free == NUM_BLOCKS
     assert scheduler.load().generated_tokens == 3
+
+
+def forked(prompt_length: int, num_forks: int = 2, **changes: object) -> tuple[Scheduler, Sequence, list[Sequence]]:
+    """A scheduler right after the step that has computed a prompt, which others have waited for."""
+    scheduler = new_scheduler(max_batch_tokens=40, **changes)
+    sequence = Sequence(make_request("a", range(1, 1 + prompt_length), max_new_tokens=9))
+    forks = [Sequence(make_request(f"f{i}", sequence.token_ids, max_new_tokens=9)) for i in range(num_forks)]
+    sequence.forks = list(forks)
+    scheduler.add(sequence)
+    run_step(scheduler)
+    return scheduler, sequence, forks
+
+
+@pytest.mark.parametrize(("length", "num_shared", "copies"), [(1, 0, False), (4, 0, True), (5, 1, False), (7, 1, True)])
+def test_forks_hold_the_prompts_full_blocks_and_copy_the_rest(length: int, num_shared: int, copies: bool) -> None:
+    scheduler, sequence, forks = forked(length)
+    origin = list(sequence.block_table)
+    batch = scheduler.schedule()
+    assert [item.sequence for item in batch.items] == [sequence, *forks]
+    assert [item.num_tokens for item in batch.items] == [1, 1, 1], "each computes the prompt's last token for itself"
+    for fork in forks:
+        assert fork.block_table[:num_shared] == origin[:num_shared]
+        assert fork.block_table[num_shared] not in origin
+    copied = [(origin[num_shared], fork.block_table[num_shared]) for fork in forks]
+    assert batch.copies == (tuple(copied) if copies else ())
+    scheduler.update(batch, [RunnerOutput(_sampled(item, 1)) for item in batch.items])
+    assert scheduler.schedule().copies == ()
+    for each in (sequence, *forks):
+        scheduler.check_integrity()
+        scheduler.abort(each)
+    assert scheduler.pool.num_free == NUM_BLOCKS
+
+
+def test_what_is_copied_stays_until_it_is() -> None:
+    scheduler, sequence, [fork, _] = forked(7)
+    held = sequence.block_table[1]
+    scheduler.abort(sequence)
+    assert held not in (scheduler.pool.allocate(scheduler.pool.num_free) or [])
+    assert (held, fork.block_table[1]) in scheduler.schedule().copies
+
+
+def test_forks_without_a_seat_are_given_back() -> None:
+    scheduler, _, forks = forked(5, num_forks=3, max_num_seqs=2)
+    assert scheduler.take_preempted() == forks[1:]
+    assert [fork.status for fork in forks] == [SequenceStatus.RUNNING, *[SequenceStatus.FINISHED] * 2]
+
+
+def test_a_sequence_that_ends_with_its_prompt_leaves_its_forks_running() -> None:
+    scheduler = new_scheduler(max_batch_tokens=40)
+    sequence = Sequence(make_request("a", range(1, 8), max_new_tokens=1))
+    sequence.forks = [Sequence(make_request("f", sequence.token_ids, max_new_tokens=1))]
+    scheduler.reserve(sequence)
+    scheduler.commit(sequence.key, SampledToken(1, -0.5))
+    assert sequence.status is SequenceStatus.FINISHED
+    _, [output] = run_step(scheduler)
+    assert (output.request_id, output.finish_reason, output.cached_tokens) == ("f", FinishReason.LENGTH, 6)
+    assert scheduler.pool.num_free == NUM_BLOCKS

@@ -1,0 +1,61 @@
+"""Choices that share their prompt's KV say what each of them says alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.loop import Engine
+from engine.model_runner import ModelRunner
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import Sequence
+from mesh.domain.request import Fork, Request
+from mesh.domain.tokens import SampledToken
+from tests.component.arms import ARMS, load_arm
+from tests.fakes.requests import make_request
+
+Checkpoint = Callable[[str], Path]
+
+
+def run(runner: ModelRunner, asked: list[Sequence]) -> tuple[dict[str, list[SampledToken]], int]:
+    """Tokens by request, and the number of prompt tokens computed."""
+    pool = BlockPool(runner.kv_cache.num_blocks)
+    config = SchedulerConfig(runner.kv_cache.layout.block_size, 64, 16, max_model_len=512, prefix_caching=False)
+    scheduler = Scheduler(config, pool)
+    engine = Engine(scheduler, runner)
+    for sequence in asked:
+        scheduler.add(sequence)
+    tokens: dict[str, list[SampledToken]] = {}
+    while scheduler.has_work:
+        for output in engine.step().outputs:
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+        scheduler.check_integrity()
+    assert pool.num_free == pool.num_blocks
+    return tokens, scheduler.load().computed_tokens
+
+
+def choices(length: int) -> Request:
+    sampling = {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2}
+    request = make_request("0", [7 * i % 250 for i in range(length)], max_new_tokens=12, sampling=sampling)
+    return replace(request, forks=tuple(Fork(str(seed), 0, seed) for seed in (1, 2, 3)), top_logprobs=2)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("length", [1, 5, 33, 48])
+def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, arm: str, length: int) -> None:
+    runner = load_arm(checkpoint("llama"), arm)
+    request = choices(length)
+    first = Sequence(request)
+    first.forks = [Sequence(fork) for fork in request.forked()]
+    together, num_computed = run(runner, [first])
+    assert num_computed == (length if length > 1 else 0)
+    assert len({tuple(token.id for token in tokens) for tokens in together.values()}) == 4
+    for each in (replace(request, forks=()), *request.forked()):
+        alone, _ = run(runner, [Sequence(each)])
+        if arm == "compiled":  # to the last bit
+            assert together[each.request_id] == alone[each.request_id]
+        shared, own = together[each.request_id], alone[each.request_id]
+        assert [token.id for token in shared] == [token.id for token in own]
+        assert [token.logprob for token in shared] == pytest.approx([token.logprob for token in own], abs=1e-4)

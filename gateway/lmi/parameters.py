@@ -1,6 +1,7 @@
 """LMI requests to arguments of the SDK."""
 
 from gateway.lmi.schemas import InvocationBody, Parameters
+from gateway.structures import structure_arguments
 from tandem import GenerateArguments, InvalidRequest
 
 _DEFAULT_MAX_NEW_TOKENS = 30
@@ -14,7 +15,7 @@ def invocation_arguments(body: InvocationBody, *, model: str, samples_by_default
     max_new_tokens = parameters.max_new_tokens
     ignore_eos = parameters.ignore_eos_token if parameters.ignore_eos is None else parameters.ignore_eos
     bad_words = parameters.bad_sequences if parameters.bad_words is None else parameters.bad_words
-    return GenerateArguments(
+    sampling = GenerateArguments(
         model=model or None,
         max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
         min_new_tokens=parameters.min_length if parameters.min_tokens is None else parameters.min_tokens,
@@ -40,6 +41,7 @@ def invocation_arguments(body: InvocationBody, *, model: str, samples_by_default
         top_logprobs=parameters.num_top,
         prompt_logprobs=parameters.wants_prefill,
     )
+    return sampling | structure_arguments(parameters)
 
 
 def temperature_of(parameters: Parameters, *, samples_by_default: bool) -> float:

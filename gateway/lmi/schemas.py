@@ -10,12 +10,13 @@ from pydantic import Field
 
 from gateway.errors import UnsupportedMediaType
 from gateway.schema import Body
+from gateway.structures import StructuredBody
 from tandem import InvalidRequest
 
 _CSV_COLUMN = "inputs"
 
 
-class Parameters(Body):
+class Parameters(StructuredBody):
     """How to generate: the names of all backends of LMI. None is the default."""
 
     max_new_tokens: int | None = None

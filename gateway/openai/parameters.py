@@ -3,6 +3,7 @@
 from typing import Any
 
 from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
+from gateway.structures import structure_arguments
 from tandem import GenerateArguments, InvalidRequest
 
 _DEFAULT_TEMPERATURE = 1.0
@@ -31,8 +32,6 @@ def completion_arguments(body: CompletionBody, max_prompts: int) -> list[Generat
 
 def chat_arguments(body: ChatBody) -> GenerateArguments:
     """Raises InvalidRequest."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequest(f"response_format {body.response_format.type!r} is not supported: only text is")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs")
     arguments = _sampling(body)
@@ -46,7 +45,7 @@ def chat_arguments(body: ChatBody) -> GenerateArguments:
 def _sampling(body: SamplingBody) -> GenerateArguments:
     if body.use_beam_search:
         raise InvalidRequest("use_beam_search is not supported: tokens are drawn, or the likeliest is taken")
-    return GenerateArguments(
+    sampling = GenerateArguments(
         model=None if body.model in _NO_NAMES else body.model,
         n=body.n,
         temperature=_DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
@@ -71,6 +70,7 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         priority=body.priority,
         ttft_target=body.ttft_target,
     )
+    return sampling | structure_arguments(body)
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[GenerateArguments]:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from gateway.schema import Body
+from gateway.structures import StructuredBody
 
 
 class StreamOptions(Body):
@@ -14,7 +15,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class SamplingBody(Body):
+class SamplingBody(StructuredBody):
     """Members that both kinds of request have. The first group is OpenAI's, the second ours."""
 
     model: str = ""
@@ -75,12 +76,6 @@ class Message(Body):
     name: str | None = None
 
 
-class ResponseFormat(Body):
-    """How the answer is to look."""
-
-    type: str = "text"
-
-
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
@@ -89,6 +84,5 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None

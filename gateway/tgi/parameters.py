@@ -2,6 +2,7 @@
 
 import secrets
 
+from gateway.structures import tgi_grammar
 from gateway.tgi.schemas import GenerateBody, Parameters
 from tandem import GenerateArguments, InvalidRequest
 
@@ -14,7 +15,7 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
     if stream and parameters.decoder_input_details:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
     _refuse_unsupported(parameters)
-    return GenerateArguments(
+    sampling = GenerateArguments(
         prompt=body.inputs,
         max_new_tokens=parameters.max_new_tokens,
         temperature=(parameters.temperature or 1.0) if parameters.samples else 0.0,
@@ -30,6 +31,7 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
         top_logprobs=parameters.top_n_tokens,
         prompt_logprobs=parameters.decoder_input_details,
     )
+    return sampling | tgi_grammar(parameters.grammar)
 
 
 def seed_of(parameters: Parameters) -> int | None:
@@ -43,7 +45,6 @@ def _refuse_unsupported(parameters: Parameters) -> None:
     wanted = {
         "best_of": parameters.best_of not in (None, 1),
         "watermark": parameters.watermark,
-        "grammar": parameters.grammar is not None,
         "adapter_id": parameters.adapter_id is not None,
     }
     for name, is_wanted in wanted.items():

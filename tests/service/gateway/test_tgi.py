@@ -180,7 +180,7 @@ async def test_when_tgi_samples(gateway: RunningGateway, parameters: dict[str, A
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": 0}, "top_k"),
         ({"best_of": 2}, "best_of"),
-        ({"grammar": {"type": "json", "value": {}}}, "grammar"),
+        ({"grammar": {"type": "yaml", "value": {}}}, "grammar"),
         ({"watermark": True}, "watermark"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"seed": -1}, "seed"),

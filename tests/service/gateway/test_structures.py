@@ -1,0 +1,117 @@
+"""Structures as clients of OpenAI, vLLM, TGI and LMI ask for them."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.fakes.sdk_router import Script
+from tests.service.gateway.http import RunningGateway, running_gateway
+
+SCHEMA = {"type": "object", "properties": {"b": {"const": None}, "a": {"type": "string"}}, "required": ["a"]}
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with running_gateway(Script(story='{"a": "One fine day"}')) as running:
+        yield running
+
+
+def asked(gateway: RunningGateway) -> tuple[str | None, Any]:
+    """The structure the router was last asked for: its kind, and what it says."""
+    structure = gateway.script.requests[-1].sampling.structure
+    kind = structure.WhichOneof("kind")
+    if kind == "choice":
+        return kind, list(structure.choice.texts)
+    if kind == "json_schema":
+        return kind, list(json.loads(structure.json_schema).items())  # in order
+    return kind, kind and getattr(structure, kind)
+
+
+SCHEMA_ASKED = ("json_schema", list(SCHEMA.items()))
+
+
+@pytest.mark.parametrize(
+    ("members", "expected"),
+    [
+        ({}, (None, None)),
+        ({"response_format": {"type": "text"}}, (None, None)),
+        ({"response_format": {"type": "json_object"}}, ("json_object", True)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, SCHEMA_ASKED),
+        ({"guided_json": SCHEMA}, SCHEMA_ASKED),
+        ({"guided_json": json.dumps(SCHEMA)}, SCHEMA_ASKED),
+        ({"guided_regex": "a+"}, ("regex", "a+")),
+        ({"guided_choice": ["a", "b"]}, ("choice", ["a", "b"])),
+        ({"guided_grammar": 'start: "a"'}, ("grammar", 'start: "a"')),
+        ({"structured_outputs": {"json": SCHEMA}}, SCHEMA_ASKED),
+        ({"structured_outputs": {"json_object": True}}, ("json_object", True)),
+        ({"structured_outputs": {"regex": "a+"}}, ("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a"]}}, ("choice", ["a"])),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, ("grammar", 'start: "a"')),
+    ],
+)
+async def test_on_the_way_to_the_router(gateway: RunningGateway, members: dict[str, Any], expected: Any) -> None:
+    for path, body in [
+        ("/v1/chat/completions", {"messages": MESSAGES, **members}),
+        ("/v1/completions", {"prompt": "p", **members}),
+        ("/invocations", {"inputs": "p", "parameters": members}),
+    ]:
+        assert (await gateway.post(path, body)).status_code == 200
+        assert asked(gateway) == expected
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"response_format": {"type": "yaml"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        {"guided_choice": ["a"], "structured_outputs": {"regex": "a"}},
+    ],
+)
+async def test_what_makes_no_sense_is_refused(gateway: RunningGateway, members: dict[str, Any]) -> None:
+    assert (await gateway.post("/v1/chat/completions", {"messages": MESSAGES, **members})).status_code == 400
+    assert not gateway.script.requests
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expected"),
+    [
+        ({"type": "json", "value": SCHEMA}, SCHEMA_ASKED),
+        ({"type": "json", "value": json.dumps(SCHEMA)}, SCHEMA_ASKED),
+        ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, SCHEMA_ASKED),
+        ({"type": "regex", "value": "a+"}, ("regex", "a+")),
+    ],
+)
+async def test_tgi(gateway: RunningGateway, grammar: dict[str, Any], expected: Any) -> None:
+    answer = await gateway.post("/generate", {"inputs": "p", "parameters": {"grammar": grammar}})
+    assert answer.status_code == 200
+    assert asked(gateway) == expected
+
+
+@pytest.mark.parametrize(
+    "grammar", [{}, {"type": "regex", "value": {}}, {"type": "json_schema", "value": {"name": "x"}}]
+)
+async def test_tgi_refuses(gateway: RunningGateway, grammar: dict[str, Any]) -> None:
+    answer = await gateway.post("/generate", {"inputs": "p", "parameters": {"grammar": grammar}})
+    assert (answer.status_code, answer.json()["error_type"]) == (422, "validation")
+
+
+class Day(BaseModel):
+    """What the client wants back."""
+
+    a: str
+
+
+async def test_the_clients_own_classes(gateway: RunningGateway) -> None:
+    """openai-python makes a strict schema of a class, and an object of the answer."""
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as client:
+        answer = await client.chat.completions.parse(model="fake", messages=MESSAGES, response_format=Day)
+    assert answer.choices[0].message.parsed == Day(a="One fine day")
+    kind, schema = asked(gateway)
+    assert (kind, dict(schema)["required"], dict(schema)["additionalProperties"]) == ("json_schema", ["a"], False)

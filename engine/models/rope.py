@@ -6,7 +6,8 @@ There is one kind of rotation: dimension i of a head turns with i + head_dim / 2
 rotate a part of the head, have their query and key projections reordered when they are loaded, which no score notices
 (`engine.models.rope_config.rotary_order`); dimensions that are not rotated turn with frequency 0.
 
-Dynamic NTK makes the frequencies depend on the length of the sequence, while cached keys stay rotated as they were.
+Dynamic NTK and LongRoPE make the frequencies depend on the length of the sequence, while cached keys stay rotated as
+they were.
 transformers rotates a whole prompt with the frequencies of the prompt's length, and every later token with those of
 its own length. The same is done here, from facts that neither chunks, nor batches, nor replays change: token p of a
 prompt of n tokens uses length max(n, p + 1). Hence prefixes of prompts of different lengths do not have equal KV
@@ -34,17 +35,24 @@ class RotaryEmbedding:
         self._ntk_power = dim / (dim - 2) if dim > 2 else 1.0
         self._num_still = (head_dim - dim) // 2
         self._inv_freq = self._with_still(_inverse_frequencies(config, exponents).to(device))  # [head_dim / 2]
+        self._long_inv_freq = self._inv_freq
+        if config.kind == "longrope":
+            long = 1.0 / (torch.tensor(config.long_factor) * config.theta**exponents)
+            self._long_inv_freq = self._with_still(long.to(device))
         scale = torch.full((dim // 2,), _attention_factor(config), device=device)
         self._scale = F.pad(scale, (0, self._num_still), value=1.0)  # [head_dim / 2]
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Factors for `rotate`: two tensors [num_tokens, 1, head_dim]; the sine of the first half is negated.
 
-        `positions`, `lengths`: [num_tokens]; lengths matter to dynamic NTK only (see above).
+        `positions`, `lengths`: [num_tokens]; lengths matter to dynamic NTK and LongRoPE only (see above).
         """
         inv_freq = self._inv_freq
         if self._config.kind == "dynamic":
             inv_freq = self._dynamic_frequencies(lengths)
+        elif self._config.kind == "longrope":
+            is_long = lengths[:, None] > self._config.original_positions
+            inv_freq = torch.where(is_long, self._long_inv_freq, inv_freq)
         angles = positions.to(torch.float32)[:, None] * inv_freq  # [num_tokens, head_dim / 2]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
@@ -76,6 +84,8 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
         return _llama3(config, inv_freq)
     if config.kind == "yarn":
         return _yarn(config, inv_freq)
+    if config.kind == "longrope":
+        return 1.0 / (torch.tensor(config.short_factor) * config.theta**exponents)
     return inv_freq
 
 
@@ -104,10 +114,14 @@ def _yarn(config: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _attention_factor(config: RopeConfig) -> float:
-    if config.kind != "yarn":
+    if config.kind not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.kind == "longrope":
+        return (
+            math.sqrt(1 + math.log(config.factor) / math.log(config.original_positions)) if config.factor > 1 else 1.0
+        )
     if config.mscale and config.mscale_all_dim:
         return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
     return _mscale(config.factor, 1.0)

@@ -6,8 +6,13 @@ from typing import Any
 
 from mesh.domain.errors import ConfigurationError
 
-SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
-_NEEDED = {"linear": ("factor",), "dynamic": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +34,13 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     @property
     def depends_on_prompt_length(self) -> bool:
         """True if the KV of a token depends on how long its prompt is, so that prefixes cannot be shared."""
-        return self.kind == "dynamic"
+        return self.kind in ("dynamic", "longrope")
 
     def max_positions(self, max_position_embeddings: int) -> int:
         """Longest sequence the scaling is meant for."""
@@ -48,6 +55,7 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: i
     """Read the rotary facts of a config.json; ConfigurationError for kinds that are not supported."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in SUPPORTED_KINDS:
         raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
     missing = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
@@ -58,7 +66,8 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: i
         or scaling.get("original_max_position_embeddings")
         or max_position_embeddings
     )
-    factor = scaling.get("factor") or (max_position_embeddings / original if kind == "yarn" else 1.0)
+    stretch = max_position_embeddings / original if kind in ("yarn", "longrope") else 1.0
+    factor = scaling.get("factor") or stretch
     return RopeConfig(
         kind=kind,
         theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
@@ -73,6 +82,8 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: i
         mscale=float(scaling.get("mscale") or 0.0),
         mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
         truncate=bool(scaling.get("truncate", True)),
+        short_factor=tuple(scaling.get("short_factor") or ()),
+        long_factor=tuple(scaling.get("long_factor") or ()),
     )
 
 

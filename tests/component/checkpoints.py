@@ -85,11 +85,23 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-rw": lambda: _model("falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "phi": lambda: _llama_like("phi"),
     "phi3": lambda: _llama_like("phi3", sliding_window=WINDOW, rope_parameters={"partial_rotary_factor": 0.5}),
+    "phi3-longrope": lambda: _llama_like(
+        "phi3",
+        original_max_position_embeddings=TRAINED_POSITIONS,
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0 + i / 8 for i in range(8)],
+            "long_factor": [1.0 + i for i in range(8)],
+        },
+    ),
     "gemma": lambda: _llama_like("gemma", head_dim=32),
     "gemma2": lambda: _llama_like("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
     "gemma3": lambda: _llama_like("gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
     "glm": lambda: _llama_like("glm", head_dim=16),
     "glm4": lambda: _llama_like("glm4", head_dim=16, attention_bias=True),
+    "granite": lambda: _llama_like(
+        "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
+    ),
     "mixtral": lambda: _llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: _llama_like(
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]

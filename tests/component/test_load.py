@@ -86,7 +86,7 @@ def test_longest_sequence(checkpoint: Checkpoint) -> None:
         ({"architectures": ["GPT9"]}, "GPT9.*supported: LlamaForCausalLM"),
         ({"architectures": None}, "none given"),
         ({"hidden_act": "swish9"}, "swish9.*supported: silu"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope.*supported: default"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "mrope.*supported: default"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "multiple"),

@@ -11,6 +11,7 @@ from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox
 from engine.models.families.gptj import gptj
+from engine.models.families.granite import granite
 from engine.models.families.internlm import internlm, internlm2, internlm3
 from engine.models.families.llama import llama, mistral, qwen2, qwen3
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
@@ -39,6 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     "GemmaForCausalLM": Family("Gemma", gemma),
     "Gemma2ForCausalLM": Family("Gemma 2", gemma2),
     "Gemma3ForCausalLM": Family("Gemma 3, text", gemma3),
+    "GraniteForCausalLM": Family("Granite 3", granite),
     "InternLMForCausalLM": Family("InternLM", internlm),
     "InternLM2ForCausalLM": Family("InternLM 2, 2.5", internlm2),
     "InternLM3ForCausalLM": Family("InternLM 3", internlm3),

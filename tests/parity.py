@@ -1,0 +1,210 @@
+"""Parity of all model families with transformers, through a mesh, as one table:
+
+    python -m tests.parity                  all families: some minutes
+    python -m tests.parity bloom gemma2     these
+
+Each family has a small random checkpoint (tests/component/checkpoints.py). A router, a prefill and a decode worker
+serve it in this process, over real sockets with KV really moving; then a router and a decode worker alone (colocated).
+Prompts of many lengths run at once, in chunks, longer than windows and blocks. Every token must be transformers' own
+greedy choice after those before it; shown is the largest difference of a log-prob, which has a tolerance.
+"""
+
+import asyncio
+import contextlib
+import io
+import os
+import random
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import torch
+import transformers
+
+import decode_worker.__main__
+import prefill_worker.__main__
+import tandem
+from decode_worker.settings import DecodeSettings
+from engine.load import load_model_runner
+from engine.models.config import load_config
+from mesh.telemetry import configure_logging
+from prefill_worker.settings import PrefillSettings
+from router.__main__ import RouterProcess
+from router.proving import Proof
+from router.settings import RouterSettings
+from tests.component.arms import settings as runner_settings
+from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
+from tests.component.parity import expect
+from tests.e2e.reference import TOLERANCE, Reference
+from tests.service.worker_rig import until
+
+Scores = Callable[[list[int], list[int]], torch.Tensor]
+"""(prompt, tokens) -> transformers' log-probs [len(tokens), vocab_size] at each token's place."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a checkpoint is made, and what transformers says of it. Both take its folder."""
+
+    build: Callable[[Path], Path]
+    reference: Callable[[Path], Scores]
+
+
+def _decoder_only(model_dir: Path) -> Scores:
+    theirs = Reference.load(model_dir)
+    if load_config(model_dir).shareable_prefixes:
+        return lambda prompt, ids: theirs.logprobs(prompt + ids)[len(prompt) - 1 : -1]
+    return lambda prompt, ids: expect(theirs.model, prompt, len(ids)).logprobs[len(prompt) - 1 :]
+
+
+ROWS: dict[str, Row] = {
+    family: Row(partial(build_checkpoint, family), _decoder_only) for family in (*FAMILIES, *OTHER_FAMILIES)
+}
+PROMPT_LENGTHS = (1, 9, 16, 17, 28, 45, 64, 100, 150)
+NUM_NEW = 24
+_SMALL_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one mesh said: tokens that were not greedy choices, the largest difference of a log-prob, and whether KV
+    moved for all requests, none of them replayed.
+    """
+
+    num_tokens: int
+    num_wrong: int
+    largest: float
+    moved_kv: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.num_wrong == 0 and self.largest <= TOLERANCE
+
+    def __str__(self) -> str:
+        equal = "all equal" if not self.num_wrong else f"{self.num_wrong} differ"
+        return f"{self.num_tokens} tokens, {equal}, {self.largest:.1e}"
+
+
+def prompts(max_tokens: int) -> list[list[int]]:
+    """Those that leave room for their answers."""
+    generator = random.Random(11)
+    made = [[generator.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+    return [prompt for prompt in made if len(prompt) + NUM_NEW <= max_tokens]
+
+
+def compare(theirs: Scores, prompt: list[int], tokens: Sequence[tandem.Token]) -> tuple[int, float]:
+    """Tokens that are not transformers' choice after those before them, and the largest difference of a log-prob."""
+    ids = torch.tensor([token.id for token in tokens])
+    scores = theirs(prompt, ids.tolist())
+    ours = torch.tensor([token.logprob for token in tokens])
+    differences = (ours - scores.gather(1, ids[:, None])[:, 0]).abs()
+    return int((scores.argmax(-1) != ids).sum()), float(differences.max())
+
+
+async def ask(client: tandem.AsyncClient, theirs: Scores) -> Outcome:
+    """All prompts at once."""
+    given = prompts((await client.models())[0].max_total_tokens)
+    results = await asyncio.gather(
+        *(client.generate(token_ids=prompt, max_new_tokens=NUM_NEW, ignore_eos=True) for prompt in given)
+    )
+    found = [compare(theirs, prompt, result.tokens) for prompt, result in zip(given, results, strict=True)]
+    attempts = [result.timing.attempts for result in results]
+    return Outcome(
+        num_tokens=sum(len(result.tokens) for result in results),
+        num_wrong=sum(wrong for wrong, _ in found),
+        largest=max(largest for _, largest in found),
+        moved_kv=all(len(each) == 1 and each[0].kv_transfer_ms is not None for each in attempts),
+    )
+
+
+@asynccontextmanager
+async def mesh(model_dir: Path, *, colocated: bool) -> AsyncIterator[tandem.AsyncClient]:
+    """Router and workers in this process; colocated, the decode worker is alone."""
+    router = RouterProcess(RouterSettings(model=str(model_dir), port=0, registry_port=0))
+    await router.start()
+    own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.internal.address, "device": "cpu"}
+    own |= {"num_threads": 1, "kv_cache_bytes": 2**24, "drain_grace_s": 1.0}
+    serving: list[Coroutine[Any, Any, None]] = [
+        decode_worker.__main__.serve(DecodeSettings(worker_id="decode-0", max_step_tokens=_SMALL_STEPS, **own))
+    ]
+    if not colocated:
+        settings = PrefillSettings(worker_id="prefill-0", max_batch_prefill_tokens=_SMALL_STEPS, **own)
+        serving.append(prefill_worker.__main__.serve(settings))
+    workers = [asyncio.create_task(each) for each in serving]
+    try:
+        async with tandem.AsyncClient(router.public.address) as client:
+            # What is asked before all are proven would be computed by the decode worker alone.
+            wanted = [Proof.LOCAL] if colocated else [Proof.FULL, Proof.FULL]
+            await until(lambda: [router.proving.proof(view.info) for view in router.membership.workers()] == wanted, 60)
+            yield client
+    finally:
+        await router.stop(0)
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def check(model_dir: Path, theirs: Scores, *, colocated: bool) -> Outcome:
+    """One mesh's answers."""
+    async with mesh(model_dir, colocated=colocated) as client:
+        outcome = await ask(client, theirs)
+    if outcome.moved_kv == colocated:
+        raise RuntimeError("KV should move if, and only if, prompts are computed elsewhere")
+    return outcome
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Services tell a parent process how they go, on stdout; here nobody listens."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+async def run(family: str, model_dir: Path) -> tuple[str, bool]:
+    """One row of the table, and whether it is as it should be."""
+    with quiet():
+        ROWS[family].build(model_dir)
+        theirs = ROWS[family].reference(model_dir)
+        apart, together = [await check(model_dir, theirs, colocated=colocated) for colocated in (False, True)]
+        attention = load_model_runner(runner_settings(model_dir)).attention_backend
+    ok = apart.ok and together.ok
+    architecture = load_config(model_dir).architecture
+    return f"{family:24}{architecture:24}{attention:10}{apart!s:34}{together!s:34}{'ok' if ok else 'NOT EQUAL'}", ok
+
+
+async def run_all(families: Sequence[str]) -> int:
+    """Print the table; how many rows are not as they should be."""
+    columns = ("family", 24), ("architecture", 24), ("attention", 10), ("separated", 34), ("colocated", 34)
+    sys.stdout.write("".join(title.ljust(width) for title, width in columns) + "\n")
+    num_wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for family in families:
+            row, ok = await run(family, Path(folder, family))
+            num_wrong += not ok
+            sys.stdout.write(row + "\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{len(families) - num_wrong} of {len(families)}: tokens equal, log-probs within {TOLERANCE}\n")
+    return num_wrong
+
+
+def main(names: Sequence[str]) -> int:
+    """Exit status 0 if all are equal."""
+    if unknown := set(names) - set(ROWS):
+        sys.stderr.write(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}\n")
+        return 2
+    configure_logging("parity", level="critical", json=False)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    return 1 if asyncio.run(run_all(names or list(ROWS))) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

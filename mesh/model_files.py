@@ -14,8 +14,12 @@ from mesh.domain.errors import ConfigurationError
 
 _FINGERPRINT_BYTES = 16
 
-# What different model families call the longest sequence they were made for.
-_POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+# What different model families call the longest sequence they were made for, and the number of their tokens.
+_POSITION_KEYS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
+    "model_max_length",
+)
+_VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ def read_model_facts(model_dir: Path) -> ModelFacts:
     if isinstance(text_config, dict):
         config = text_config | config
     generation = read_json(model_dir / "generation_config.json", optional=True)
-    vocab_size = _integer(config, ("vocab_size",), path)
+    vocab_size = _integer(config, _VOCAB_KEYS, path)
     if vocab_size is None:
         raise ConfigurationError(f"{path} has no vocab_size")
     return ModelFacts(

@@ -217,6 +217,7 @@ REMOTE_FAMILIES: Mapping[str, Remote] = {
 def save_remote(family: str, model: nn.Module, model_dir: Path) -> None:
     """Save `model`, the reference of `family`, as it is and as their checkpoint."""
     remote, tensors = REMOTE_FAMILIES[family], dict(model.state_dict())
+    model_dir.mkdir(parents=True, exist_ok=True)
     save_file(tensors, model_dir / _REFERENCE)
     (model_dir / "family").write_text(family)
     save_file(

@@ -77,6 +77,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/capacity.md",
         "docs/gpu.md",
         "docs/http.md",
+        "docs/models.md",
         "docs/operations.md",
         "docs/security.md",
         "README.md",

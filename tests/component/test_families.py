@@ -1,0 +1,133 @@
+"""What config.json says in published checkpoints, also in spellings that transformers no longer writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.models.config import load_config
+from engine.models.facts import ModelConfig
+from engine.models.parameters import parameter_specs
+from engine.weights import WeightsTarget, load_weights
+from mesh.domain.errors import ConfigurationError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+BARE: dict[str, Any] = {"vocab_size": 100, "n_layer": 4, "n_head": 4}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """`read(architecture, **config)` is the ModelConfig of such a config.json."""
+
+    def load(architecture: str, **raw: Any) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **raw}))
+        return load_config(tmp_path)
+
+    return load
+
+
+def test_sizes_by_any_name(read: Any) -> None:
+    bloom = read("BloomForCausalLM", **BARE, n_embed=64, seq_length=128, n_inner=None)
+    assert (bloom.hidden_size, bloom.intermediate_size, bloom.max_position_embeddings) == (64, 256, 128)
+    chatglm = read(
+        "ChatGLMModel",
+        padded_vocab_size=100,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_layers=4,
+        num_attention_heads=4,
+        kv_channels=16,
+        multi_query_attention=True,
+        multi_query_group_num=2,
+        seq_length=256,
+        layernorm_epsilon=1e-5,
+        rope_ratio=500,
+    )
+    assert (chatglm.vocab_size, chatglm.num_layers, chatglm.num_kv_heads, chatglm.rope.dim) == (100, 4, 2, 8)
+    assert (chatglm.rope.theta, chatglm.norm_eps) == (5_000_000.0, 1e-5)
+
+
+def test_forms_of_falcon(read: Any) -> None:
+    assert read("FalconForCausalLM", **SIZES, multi_query=True, parallel_attn=True).num_kv_heads == 1
+    new = read("FalconForCausalLM", **SIZES, num_kv_heads=2, new_decoder_architecture=True)
+    assert (new.num_kv_heads, new.block, new.tied) == (2, "parallel", True)
+    rw = read("FalconForCausalLM", **SIZES, alibi=True, multi_query=False, parallel_attn=False, bias=True)
+    assert (rw.num_kv_heads, rw.block, rw.positions, rw.max_model_len) == (4, "sequential", "alibi", 2048)
+
+
+def test_old_spellings_of_rotary_facts(read: Any) -> None:
+    neox = read("GPTNeoXForCausalLM", **SIZES, rotary_pct=0.5, rotary_emb_base=20_000)
+    assert (neox.rope.dim, neox.rope.theta) == (8, 20_000)
+    assert read("GPTNeoXForCausalLM", **SIZES).rope.dim == 4
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    phi3 = read(
+        "Phi3ForCausalLM",
+        **SIZES,
+        max_position_embeddings=512,
+        original_max_position_embeddings=64,
+        rope_scaling={"type": "su", **factors},
+    )
+    assert (phi3.rope.kind, phi3.rope.factor, phi3.rope.original_positions) == ("longrope", 8.0, 64)
+    gemma3 = read(
+        "Gemma3ForCausalLM",
+        **SIZES,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window_pattern=2,
+        sliding_window=7,
+    )
+    assert (gemma3.rope.kind, gemma3.rope.theta) == ("linear", 1e6)
+    assert (gemma3.window_rope.kind, gemma3.window_rope.theta) == ("default", 1e4)
+    assert gemma3.windows == (7, None, 7, None)
+
+
+def test_gemma_means_tanh_where_it_says_gelu(read: Any) -> None:
+    gemma = read("GemmaForCausalLM", **SIZES, hidden_act="gelu", hidden_activation=None)
+    assert (gemma.activation, gemma.embed_scale, gemma.tied) == ("gelu_pytorch_tanh", 8.0, True)
+
+
+def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
+    two = read("BaichuanForCausalLM", **SIZES | {"vocab_size": 125_696}, max_position_embeddings=64)
+    spec = next(spec for spec in parameter_specs(two) if spec.name == "lm_head")
+    save_file({"lm_head.weight": torch.randn(125_696, 64)}, tmp_path / "model.safetensors")
+    loaded = load_weights(tmp_path, [spec], WeightsTarget(torch.device("cpu"), torch.float32))["lm_head"]
+    torch.testing.assert_close(torch.linalg.vector_norm(loaded, dim=1), torch.ones(125_696))
+    assert not read("BaichuanForCausalLM", **SIZES, max_position_embeddings=64).tensors.unit_lm_head
+
+
+@pytest.mark.parametrize(
+    ("architecture", "change", "words"),
+    [
+        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ("GPTNeoXForCausalLM", {"rotary_pct": 0.2}, "of which 3 are rotated"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(read: Any, architecture: str, change: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        read(architecture, **SIZES | change)
+
+
+def test_checkpoints_of_the_bare_model(tmp_path: Path, read: Any) -> None:
+    """GPT-2 is published without the first part of its tensors' names."""
+    config = read("GPT2LMHeadModel", **BARE, n_embd=64, n_positions=32)
+    specs = parameter_specs(config)
+    tensors = {source.name: torch.randn(source.shape) for spec in specs for source in spec.sources}
+    save_file(
+        {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    loaded = load_weights(tmp_path, specs, WeightsTarget(torch.device("cpu"), torch.float32))
+    assert torch.equal(loaded["layers.0.qkv"], tensors["transformer.h.0.attn.c_attn.weight"].T)

@@ -5,6 +5,7 @@ and lends them to its partner while it has nothing to compute (mesh/cores.py). T
 need it in the middle of decode steps: if there are more cores than workers, it stays off those of decode workers.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,19 +25,34 @@ class CorePlan:
     prefill: tuple[Cores, ...]
     decode: tuple[Cores, ...]
     router: Cores = ()
+    others: Cores = ()
+    """Of workers of other models."""
 
     @property
     def is_exclusive(self) -> bool:
         """No two workers share a core."""
-        shares = [core for share in (*self.prefill, *self.decode) for core in share]
+        shares = [core for share in (*self.prefill, *self.decode, self.others) for core in share]
         return len(shares) == len(set(shares))
+
+    def split(self, counts: Sequence[tuple[int, int]]) -> list["CorePlan"]:
+        """A plan for each model, given the numbers of their prefill and decode workers, which add up to all."""
+        plans: list[CorePlan] = []
+        first_prefill = first_decode = 0
+        for num_prefill, num_decode in counts:
+            prefill = self.prefill[first_prefill : first_prefill + num_prefill]
+            decode = self.decode[first_decode : first_decode + num_decode]
+            rest = Counter(core for share in (*self.prefill, *self.decode) for core in share)
+            rest.subtract(core for share in (*prefill, *decode) for core in share)
+            plans.append(CorePlan(prefill, decode, self.router, others=tuple(sorted(+rest))))
+            first_prefill, first_decode = first_prefill + num_prefill, first_decode + num_decode
+        return plans
 
     def lent_to(self, role: str, number: int) -> Cores:
         """Cores of the worker's partner, the one of the other role with the same number; none without a partner."""
         partners = self.decode if role == "prefill" else self.prefill
         return partners[number] if self.is_exclusive and number < len(partners) else ()
 
-    def describe(self) -> str:
+    def describe(self, model: str = "") -> str:
         """Who runs where, and why, in one line."""
         workers = [
             f"{role}-{number} on {_listed(share)}"
@@ -45,7 +61,8 @@ class CorePlan:
         ]
         reason = "so prompts delay no stream" if self.is_exclusive else "fewer cores than workers: some share"
         lending = "; partners lend theirs while they rest" if self.prefill and self.is_exclusive else ""
-        return f"cores: {', '.join(workers)} ({reason}{lending}); router on {_listed(self.router) or 'any'}"
+        of_model = f" of {model}" if model else ""
+        return f"cores{of_model}: {', '.join(workers)} ({reason}{lending}); router on {_listed(self.router) or 'any'}"
 
 
 def assign_cores(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cli.cores import CorePlan
@@ -79,7 +80,7 @@ def roles_of() -> dict[str, list[str]]:
     return {name: roles.split(",") for name, (roles, _) in passed_on().items()}
 
 
-def split_by_role(given: Mapping[str, str], overrides: Sequence[str]) -> Values:
+def split_by_role(given: Mapping[str, str], overrides: Sequence[str]) -> dict[str, dict[str, str]]:
     """Hand each setting to the roles that have it; `overrides` ("role.key=value") go to one role and win."""
     values: dict[str, dict[str, str]] = {role: {} for role in ROLES}
     known = passed_on()
@@ -99,34 +100,56 @@ def split_by_role(given: Mapping[str, str], overrides: Sequence[str]) -> Values:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """One model's folder and workers. `values` are settings that only its workers have."""
+
+    name: str
+    folder: str
+    cores: CorePlan
+    values: Values = field(default_factory=dict)
+
+    @property
+    def placed(self) -> list[tuple[str, int, Cores]]:
+        """Role, number and cores of each worker, prefill first."""
+        return [
+            (role, number, cores)
+            for role, all_cores in (("prefill", self.cores.prefill), ("decode", self.cores.decode))
+            for number, cores in enumerate(all_cores)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class MeshPlan:
     """All services of one mesh. The workers' flags need the registry's address, known once the router listens."""
 
     settings: UpSettings
-    model: str
-    cores: CorePlan
+    models: tuple[ModelPlan, ...]
     pin: bool = True
     core_table: Path | None = None
     config: str | None = None
     values: Values = field(default_factory=dict)
 
+    @property
+    def has_prefill(self) -> bool:
+        """Some model has prefill workers."""
+        return any(model.cores.prefill for model in self.models)
+
     def router(self) -> Service:
-        """The router."""
+        """The router: one for all models."""
         settings = self.settings
-        flags = self._flags("router", host=settings.host, port=settings.port, registry_port=0)
-        expected = _flags(expect_prefill=settings.num_prefill, expect_decode=settings.decode)
-        cores = self.cores.router if self.pin else ()
+        own = {"host": settings.host, "port": settings.port, "registry_port": 0}
+        flags = self._flags("router", {**self._served(), **own})
+        expected = _flags(
+            expect_prefill=sum(len(model.cores.prefill) for model in self.models),
+            expect_decode=sum(len(model.cores.decode) for model in self.models),
+        )
+        cores = self.models[0].cores.router if self.pin else ()
         pinned = _flags(cpu_list=_listed(cores)) if cores else ()
         return Service("router", "router", (*flags, *expected, *pinned, *self._metrics_port(0)), cores)
 
     def workers(self, registry_address: str) -> list[Service]:
-        """The workers, prefill first."""
-        placed = [
-            (role, number, cores)
-            for role, all_cores in (("prefill", self.cores.prefill), ("decode", self.cores.decode))
-            for number, cores in enumerate(all_cores)
-        ]
-        workers = (self._worker(role, number, cores, registry_address) for role, number, cores in placed)
+        """The workers, model by model, prefill first."""
+        workers = (self._worker(model, place, registry_address) for model in self.models for place in model.placed)
         return [
             replace(worker, flags=(*worker.flags, *self._metrics_port(place)))
             for place, worker in enumerate(workers, start=1)
@@ -149,13 +172,16 @@ class MeshPlan:
         module, settings = ROLES[service.role]
         return load_settings(settings, service.flags, prog=module, environ=environ).values
 
-    def _worker(self, role: str, number: int, cores: Cores, registry_address: str) -> Service:
-        name = f"{role}-{number}"
-        flags = self._flags(role, worker_id=name, registry_address=registry_address, host="127.0.0.1", port=0)
+    def _worker(self, model: ModelPlan, place: tuple[str, int, Cores], registry_address: str) -> Service:
+        role, number, cores = place
+        name = f"{role}-{number}" if len(self.models) == 1 else f"{model.name}-{role}-{number}"
+        own = {"worker_id": name, "registry_address": registry_address, "host": "127.0.0.1", "port": 0}
+        given = {"model": model.folder, "name": model.name, **own}
+        flags = self._flags(role, given, model.values.get(role, {}))
         placed = _flags(num_threads=len(cores), model_loading_timeout=self.settings.model_loading_timeout)
         if self.pin:
             placed += _flags(cpu_list=_listed(cores))
-        lent = self.cores.lent_to(role, number)
+        lent = model.cores.lent_to(role, number)
         if self.pin and self.core_table is not None and lent:
             placed += _flags(core_table=self.core_table, lent_cores=_listed(lent))
         return Service(name, role, (*flags, *placed), cores if self.pin else ())
@@ -165,11 +191,17 @@ class MeshPlan:
         first = self.settings.metrics_port
         return () if first is None else _flags(metrics_port=first + place if first else 0)
 
-    def _flags(self, role: str, **own: Any) -> tuple[str, ...]:
-        name = {"name": self.settings.name} if self.settings.name else {}
-        # What is in the environment for the hub has had its effect: services get a folder.
-        model = {"model": self.model, "revision": ""}
-        flags = _flags(**self._config(), **model, **name, **own, **self.values.get(role, {}))
+    def _served(self) -> dict[str, str]:
+        """The router's settings for the models."""
+        if len(self.models) == 1:
+            return {"model": self.models[0].folder, "name": self.models[0].name}
+        return {"model": ",".join(f"{model.name}={model.folder}" for model in self.models), "name": ""}
+
+    def _flags(
+        self, role: str, own: Mapping[str, Any], of_model: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[str, ...]:
+        # What is in the environment for the hub has had its effect: services get folders.
+        flags = _flags(**{**self._config(), "revision": "", **own, **self.values.get(role, {}), **of_model})
         return (*flags, "--follow-stdin")
 
     def _config(self) -> dict[str, str]:

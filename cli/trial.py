@@ -17,10 +17,13 @@ class Trial:
     tls: tandem.Tls | bool = False
 
     async def __call__(self, address: str) -> None:
-        """Raises TandemError if no answer comes."""
+        """Raises TandemError if a model gives no answer."""
         async with tandem.AsyncClient(address, api_key=self.api_key, tls=self.tls, timeout=_TIMEOUT_S) as client:
-            model = await client.model()
-            ids = [token.id for token in await client.tokenize(prompt=_TEXT)] or [0]
-            repeats = self.prefill_threshold // len(ids) + 1
-            prompt = (ids * repeats)[: min(model.max_input_tokens, model.max_total_tokens - 2)]
-            await client.generate(token_ids=prompt, max_new_tokens=2, ignore_eos=True)
+            for model in await client.models():
+                await self._try(client, model)
+
+    async def _try(self, client: tandem.AsyncClient, model: tandem.Model) -> None:
+        ids = [token.id for token in await client.tokenize(prompt=_TEXT, model=model.name)] or [0]
+        repeats = self.prefill_threshold // len(ids) + 1
+        prompt = (ids * repeats)[: min(model.max_input_tokens, model.max_total_tokens - 2)]
+        await client.generate(token_ids=prompt, model=model.name, max_new_tokens=2, ignore_eos=True)

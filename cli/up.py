@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,16 @@ from rich.console import Console
 
 import tandem
 from cli.child import Launch, Programs
-from cli.cores import assign_cores
 from cli.display import Display
+from cli.model_plans import Overrides, available_cores, find_draft, join_models, plan_models
 from cli.services import ROLES, MeshPlan, passed_on, roles_of, split_by_role
 from cli.serving import LowCode, read_low_code
 from cli.supervisor import MeshFailed, Supervisor
 from cli.trial import Trial
-from cli.up_settings import UpSettings, find_model
+from cli.up_settings import UpSettings
 from gateway.settings import GatewaySettings
 from mesh.cores import make_core_table
 from mesh.domain.errors import ConfigurationError
-from mesh.model_source import ModelSource
 from mesh.settings import load_settings
 from router.api_keys import digest_of, new_key
 from router.settings import RouterSettings
@@ -47,7 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="TOML file; tables: up, router, gateway, prefill_worker, decode_worker"
     )
     parser.add_argument(
-        "--set", action="append", default=[], metavar="ROLE.KEY=VALUE", help="a setting for one role only; repeatable"
+        "--set",
+        action="append",
+        default=[],
+        metavar="[MODEL/]ROLE.KEY=VALUE",
+        help="a setting for one role, of one model; repeatable",
     )
     parser.add_argument(
         "--serving-properties",
@@ -66,7 +70,8 @@ def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
     about = f"{setting.metadata['about']} (default {setting.default!r}){suffix}".replace("%", "%%")
     bare: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.type is bool else {}
     flag = "--" + setting.name.replace("_", "-")
-    parser.add_argument(flag, dest=setting.name, default=argparse.SUPPRESS, metavar="VALUE", help=about, **bare)
+    more: dict[str, Any] = {"action": "append"} if setting.name == "model" else {}
+    parser.add_argument(flag, dest=setting.name, default=argparse.SUPPRESS, metavar="VALUE", help=about, **bare, **more)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,13 +86,14 @@ def run(args: argparse.Namespace) -> int:
     trial_key = new_key()
     environ = _child_environ(settings, trial_key)
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
-        settings, model = _locate(settings, display)
-        plan = _plan(args, settings, model, low_code, Path(folder) / "table")
+        core_table = Path(folder) / "table"
+        make_core_table(core_table, max(available_cores()) + 1)
+        plan = replace(_plan(args, settings, low_code, display), core_table=core_table)
         trial = _check(plan, environ, trial_key)
         log_dir = _log_dir(settings)
         display.line(f"logs: {log_dir}")
-        if plan.pin:
-            display.line(plan.cores.describe())
+        for model in plan.models if plan.pin else ():
+            display.line(model.cores.describe(model.name if len(plan.models) > 1 else ""))
         launch = Launch(args.programs, environ, log_dir, on_event=lambda _: None, on_warning=display.warning)
         return _serve(Supervisor(plan, launch, display, trial))
 
@@ -107,36 +113,25 @@ def _settings(args: argparse.Namespace, low_code: LowCode) -> UpSettings:
     }
     if args.serving_properties:
         given = {"http_port": _LMI_PORT} | given
+    if "model" in args:
+        given["model"] = join_models(args.model)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     config = [f"--config={args.config}"] if args.config else []
     return load_settings(UpSettings, [*flags, *config], prog=NAME).values
 
 
-def _locate(settings: UpSettings, display: Display) -> tuple[UpSettings, Path]:
-    """The model's folder, and settings with its name. What services share is downloaded once, before they start."""
+def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, display: Display) -> MeshPlan:
+    """What is to be started. Models that services share are downloaded here, once, before any of them starts."""
+    overrides = Overrides.read(args.set)
+    given = {name: getattr(args, name) for name in passed_on() if name in args}
+    flags = split_by_role(given, overrides.for_all)
+    values = {role: low_code.of(role) | dict(own) for role, own in flags.items()}
+    find_draft(values["decode"], settings)
     try:
-        folder = find_model(settings.source, lambda fraction: display.loading("download", fraction))
+        models = plan_models(settings, overrides, lambda name: partial(display.loading, f"download {name}"))
     finally:
         display.loaded()
-    return replace(settings, name=settings.name or settings.source.short_name), folder
-
-
-def _plan(args: argparse.Namespace, settings: UpSettings, model: Path, low_code: LowCode, core_table: Path) -> MeshPlan:
-    given = {name: getattr(args, name) for name in passed_on() if name in args}
-    flags = split_by_role(given, args.set)
-    values = {role: low_code.of(role) | dict(own) for role, own in flags.items()}
-    if draft_model := values["decode"].get("draft_model"):
-        values["decode"]["draft_model"] = str(find_model(ModelSource(draft_model, cache_dir=settings.model_cache)))
-    can_pin = hasattr(os, "sched_getaffinity")
-    available = sorted(os.sched_getaffinity(0)) if can_pin else range(os.cpu_count() or 1)
-    cores = assign_cores(
-        available,
-        num_prefill=settings.num_prefill,
-        num_decode=settings.decode,
-        max_per_worker=settings.threads_per_worker,
-    )
-    make_core_table(core_table, max(available) + 1)
-    return MeshPlan(settings, str(model), cores, can_pin, core_table, config=args.config, values=values)
+    return MeshPlan(settings, models, hasattr(os, "sched_getaffinity"), config=args.config, values=values)
 
 
 def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
@@ -152,7 +147,7 @@ def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
         http: GatewaySettings = plan.resolve(gateway, environ)
         _require_installed("uvicorn")
         _require_free_port(http.host, http.port)
-    return Trial(router.prefill_threshold if plan.settings.num_prefill else 0, trial_key, tls)
+    return Trial(router.prefill_threshold if plan.has_prefill else 0, trial_key, tls)
 
 
 def _require_installed(package: str) -> None:

@@ -16,14 +16,15 @@ class UpSettings:
 
     model: str = setting(
         "tandem-small",
-        "model folder, org/name on the Hugging Face hub, s3://bucket/prefix, or name of a bundled model",
+        "model folder, org/name on the Hugging Face hub, s3://bucket/prefix, or name of a bundled model; for several "
+        "models NAME=MODEL, repeated",
         env=("MODEL_ID", "HF_MODEL_ID"),
     )
     name: str = setting("", "served model name; default: the model's own, without path or organisation")
     revision: str = setting("", "branch, tag or commit on the hub", env=("HF_MODEL_REVISION", "HF_REVISION"))
     model_cache: str = setting("~/.cache/tandem", "folder for copies of models from S3")
-    prefill: int = setting(1, "number of prefill workers")
-    decode: int = setting(1, "number of decode workers")
+    prefill: int = setting(1, "number of prefill workers of each model")
+    decode: int = setting(1, "number of decode workers of each model")
     colocated: bool = setting(False, "no prefill workers: decode workers do both")
     host: str = setting("127.0.0.1", "address clients reach")
     port: int = setting(50051, "port clients reach; 0 takes a free one", env=("PORT",))
@@ -52,11 +53,6 @@ class UpSettings:
                 raise ConfigurationError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
         if not 0 < self.model_loading_timeout < float("inf"):
             raise ConfigurationError(f"model_loading_timeout must be > 0, got {self.model_loading_timeout:g}")
-
-    @property
-    def source(self) -> ModelSource:
-        """Where the model comes from."""
-        return ModelSource(self.model, self.revision, self.model_cache)
 
     @property
     def num_prefill(self) -> int:

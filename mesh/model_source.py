@@ -24,6 +24,7 @@ FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.
 NOT_FILES = ("*/*", "consolidated*.safetensors", "*.onnx.json")
 """Folders, and second copies of the weights in other layouts."""
 
+_NAMED = re.compile(r"([\w.-]+)=(.+?)(?=,[\w.-]+=|$)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -68,6 +69,21 @@ class ModelSource:
         if not folder.is_dir():
             raise ConfigurationError(f"there is no model folder {self.name}")
         return _with_config(folder.resolve(), f"the folder {self.name}")
+
+
+def split_models(text: str) -> list[tuple[str, str]]:
+    """Served name and source of each model in `NAME=MODEL,NAME=MODEL`. One without a name has "" for it.
+
+    Raises ConfigurationError if two have the same name.
+    """
+    if not _NAMED.match(text):
+        return [("", text)]
+    models = [(name, model.rstrip(",")) for name, model in _NAMED.findall(text)]
+    names = [name for name, _ in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(f"two models are named {name}")
+    return models
 
 
 def _by_percent(on_progress: Progress) -> Progress:

@@ -25,9 +25,8 @@ class Coordination(Protocol):
         """Where workers register; "" if not with this router."""
         ...
 
-    @property
-    def permits(self) -> Admission:
-        """Who may be in service."""
+    def permits_of(self, model: str) -> Admission:
+        """Who may be in service with this model. Called once for each, before `start`."""
         ...
 
     async def start(self) -> None:
@@ -47,12 +46,16 @@ class HostedRegistry:
         key, tls = caller.credentials.key, caller.credentials.tls
         self._server = Server(Listen(settings.registry_host, settings.registry_port, key, tls=tls))
         self._expiry: asyncio.Task[None] | None = None
-        self.permits: Admission = Permits(settings.max_concurrent_requests)
+        self._cap = settings.max_concurrent_requests
 
     @property
     def address(self) -> str:
         """Where workers register."""
         return self._server.address
+
+    def permits_of(self, model: str) -> Admission:
+        """Of this router alone."""
+        return Permits(self._cap)
 
     async def start(self) -> None:
         """Take workers' streams."""

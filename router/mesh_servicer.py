@@ -1,6 +1,6 @@
 """What operators ask: the mesh as this router sees it. Translation only."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -8,12 +8,10 @@ import grpc
 
 from mesh import wire
 from mesh.registry.membership import WorkerView
-from router.admission import Admission
 from router.journal import Incident, Journal, Trace
-from router.ledger import Ledger
-from router.mesh_view import MeshView
+from router.ledger import Transfers
+from router.model_router import ModelRouter
 from router.placement import InFlight, NoPlacement
-from router.queue import PlacementQueue
 from router.servicer import Callers, timing_to_proto
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
@@ -30,10 +28,7 @@ _SHORTAGES: Mapping[NoPlacement | None, worker_pb2.Shortage] = MappingProxyType(
 class MeshSources:
     """What operators are told about. `clock` gives the registry's monotonic seconds."""
 
-    mesh: MeshView
-    ledger: Ledger
-    queue: PlacementQueue
-    permits: Admission
+    models: Sequence[ModelRouter]
     journal: Journal
     clock: Callable[[], float]
 
@@ -52,10 +47,10 @@ class MeshServicer(worker_pb2_grpc.MeshServicer):
         self._callers.tenant_of(context.invocation_metadata()).require_operator()
         sources, journal = self._sources, self._sources.journal
         return worker_pb2.ListWorkersResponse(
-            workers=self._workers(),
-            queued_requests=sources.queue.num_queued,
-            active_requests=sources.permits.num_held,
-            shortage=_SHORTAGES.get(sources.queue.waits_for, worker_pb2.SHORTAGE_UNSPECIFIED),
+            workers=[worker for model in sources.models for worker in self._workers(model)],
+            queued_requests=sum(model.queue.num_queued for model in sources.models),
+            active_requests=sum(model.permits.num_held for model in sources.models),
+            shortage=self._shortage(),
             ended_choices=journal.num_ended,
             failed_choices=journal.num_failed,
             replays=journal.num_replays,
@@ -63,13 +58,25 @@ class MeshServicer(worker_pb2_grpc.MeshServicer):
             traces=map(self._trace, journal.traces),
         )
 
-    def _workers(self) -> list[worker_pb2.WorkerStatus]:
-        views, serving = self._sources.mesh.views(), self._sources.mesh.serving()
-        in_flight = self._sources.ledger.in_flight(views)
-        return [self._worker(view, in_flight.get(view.info.incarnation, InFlight()), serving) for view in views]
+    def _shortage(self) -> worker_pb2.Shortage:
+        """Of the first model whose requests wait."""
+        waits = (model.queue.waits_for for model in self._sources.models)
+        first = next((shortage for shortage in waits if shortage is not None), None)
+        return _SHORTAGES.get(first, worker_pb2.SHORTAGE_UNSPECIFIED)
 
-    def _worker(self, view: WorkerView, in_flight: InFlight, serving: frozenset[str]) -> worker_pb2.WorkerStatus:
-        transfers = self._sources.ledger.transfers(view.info)
+    def _workers(self, model: ModelRouter) -> list[worker_pb2.WorkerStatus]:
+        views, serving = model.mesh.views(), model.mesh.serving()
+        in_flight = model.ledger.in_flight(views)
+        return [
+            self._worker(
+                view, in_flight.get(view.info.incarnation, InFlight()), serving, model.ledger.transfers(view.info)
+            )
+            for view in views
+        ]
+
+    def _worker(
+        self, view: WorkerView, in_flight: InFlight, serving: frozenset[str], transfers: Transfers
+    ) -> worker_pb2.WorkerStatus:
         return worker_pb2.WorkerStatus(
             record=wire.worker_to_proto(view.info),
             load=wire.load_to_proto(view.load),

@@ -1,5 +1,6 @@
-"""The mesh as the router's model sees it now: registry, links, ledger and proofs put together."""
+"""The mesh as one of the router's models sees it now: registry, links, ledger and proofs put together."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
@@ -9,6 +10,31 @@ from router.ledger import Ledger
 from router.placement import Snapshot, healthy, usable
 from router.proving import Proof, Proving
 from router.served_model import ServedModel
+
+
+class ModelWorkers:
+    """A Registry of one model's workers."""
+
+    def __init__(self, registry: Registry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+
+    def workers(self) -> list[WorkerView]:
+        """See Registry.workers."""
+        return [view for view in self._registry.workers() if view.info.model == self._model]
+
+    def find(self, worker_id: str) -> WorkerView | None:
+        """See Registry.find."""
+        view = self._registry.find(worker_id)
+        return view if view is not None and view.info.model == self._model else None
+
+    def lose(self, worker_id: str, incarnation: str) -> None:
+        """See Registry.lose."""
+        self._registry.lose(worker_id, incarnation)
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """See Registry.on_change."""
+        self._registry.on_change(callback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +106,5 @@ class MeshView:
         return self.num_healthy(WorkerRole.DECODE) > 0
 
     def decode_workers(self) -> list[WorkerInfo]:
-        """Decode workers of this model, also those that are away for a moment."""
-        views = self._sources.registry.workers()
-        return [v.info for v in views if v.info.role is WorkerRole.DECODE and v.info.model == self._model.name]
+        """Decode workers, also those that are away for a moment."""
+        return [view.info for view in self._sources.registry.workers() if view.info.role is WorkerRole.DECODE]

@@ -4,8 +4,8 @@ They are counted when a choice has ended, out of its trace; only gaps between to
 """
 
 from collections import Counter as CountOf
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -20,9 +20,8 @@ from router.phases import PHASES, Timing
 from router.queue import PlacementQueue
 
 
-@dataclass(frozen=True, slots=True)
-class Gauged:
-    """What is looked at when somebody scrapes."""
+class Gauged(Protocol):
+    """What is looked at of each model when somebody scrapes."""
 
     permits: Admission
     queue: PlacementQueue
@@ -59,9 +58,9 @@ class RouterMetrics:
             phase: seconds(f"request_{phase}_time_seconds", f"A choice's time in the phase {phase}") for phase in PHASES
         }
 
-    def watch(self, gauged: Gauged) -> None:
-        """Tell these, too. Call it on the event loop that owns them."""
-        self.registry.register(OnLoop(lambda: _gauges(gauged)))
+    def watch(self, models: Sequence[Gauged]) -> None:
+        """Tell these, too, all models added up. Call it on the event loop that owns them."""
+        self.registry.register(OnLoop(lambda: _gauges(models)))
 
     def noted(self, incident: Incident) -> None:
         """An incident of the journal."""
@@ -118,13 +117,16 @@ class RouterMetrics:
         return Histogram(f"tandem_{name}", about, buckets=TOKENS, registry=self.registry)
 
 
-def _gauges(gauged: Gauged) -> Iterator[Metric]:
-    num_held, num_waiting = gauged.permits.num_held, gauged.queue.num_queued
+def _gauges(models: Sequence[Gauged]) -> Iterator[Metric]:
+    num_held = sum(model.permits.num_held for model in models)
+    num_waiting = sum(model.queue.num_queued for model in models)
     yield _gauge("num_requests_running", "Choices that workers are at", max(0, num_held - num_waiting))
     yield _gauge("num_requests_waiting", "Choices in the queue for workers", num_waiting)
-    yield _gauge("max_requests", "The cap on choices in service", gauged.permits.max_permits)
-    yield _gauge("kv_transfers_open", "KV transfers under way", gauged.ledger.num_transferring)
-    views, serving = gauged.mesh.views(), gauged.mesh.serving()
+    yield _gauge("max_requests", "The cap on choices in service", sum(model.permits.max_permits for model in models))
+    num_transferring = sum(model.ledger.num_transferring for model in models)
+    yield _gauge("kv_transfers_open", "KV transfers under way", num_transferring)
+    views = [view for model in models for view in model.mesh.views()]
+    serving = frozenset[str]().union(*(model.mesh.serving() for model in models))
     states = CountOf((view.info.role, view.state) for view in views)
     workers = GaugeMetricFamily("tandem_workers", "Workers this router knows", labels=["role", "state"])
     proven = GaugeMetricFamily("tandem_workers_serving", "Workers that get requests", labels=["role"])

@@ -1,7 +1,7 @@
 """Health of the public port, and the one "ready" announcement, as workers come and go."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerRole
@@ -13,18 +13,23 @@ SERVICES = ("tandem.v1.Generation", "tandem.v1.Mesh")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Workers to wait for, proven, before the mesh counts as ready."""
+    """Workers of all models together to wait for, proven, before the mesh counts as ready."""
 
     num_prefill: int
     num_decode: int
 
 
 class Readiness:
-    """SERVING while a complete path exists. `on_ready` is called once, when the expected workers are there."""
+    """SERVING while any model has a complete path: one that is away must not take the others from clients.
 
-    def __init__(self, server: Server, mesh: MeshView, expected: Expected, on_ready: Callable[[], None]) -> None:
+    `on_ready` is called once, when every model has a path and the expected workers are there.
+    """
+
+    def __init__(
+        self, server: Server, meshes: Sequence[MeshView], expected: Expected, on_ready: Callable[[], None]
+    ) -> None:
         self._server = server
-        self._mesh = mesh
+        self._meshes = meshes
         self._expected = expected
         self._on_ready = on_ready
         self._changed = asyncio.Event()
@@ -38,7 +43,7 @@ class Readiness:
         """Follow the mesh until cancelled."""
         shown: bool | None = None
         while True:
-            serving = self._mesh.has_path
+            serving = any(mesh.has_path for mesh in self._meshes)
             if serving is not shown:
                 await self._show(serving)
                 shown = serving
@@ -51,11 +56,17 @@ class Readiness:
             await self._server.set_serving(serving, service)
 
     def _announce(self) -> None:
-        num_prefill, num_decode = self._expected.num_prefill, self._expected.num_decode
-        is_ready = (
-            self._mesh.num_healthy(WorkerRole.PREFILL) >= num_prefill
-            and self._mesh.num_healthy(WorkerRole.DECODE, with_transfers=num_prefill > 0) >= num_decode
-        )
-        if is_ready and not self._announced:
+        if not self._announced and self._is_complete():
             self._announced = True
             self._on_ready()
+
+    def _is_complete(self) -> bool:
+        expected, meshes = self._expected, self._meshes
+        num_prefill = sum(mesh.num_healthy(WorkerRole.PREFILL) for mesh in meshes)
+        with_transfers = expected.num_prefill > 0
+        num_decode = sum(mesh.num_healthy(WorkerRole.DECODE, with_transfers=with_transfers) for mesh in meshes)
+        return (
+            num_prefill >= expected.num_prefill
+            and num_decode >= expected.num_decode
+            and all(mesh.has_path for mesh in meshes if expected.num_decode)
+        )

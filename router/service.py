@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from mesh.domain.errors import MeshError, ModelNotFound, NoWorkers, Overloaded
+from mesh.domain.errors import MeshError, NoWorkers, Overloaded
 from mesh.domain.request import mint_id
 from router.admission import Admission, Permit
 from router.answer import Answer, AnswerParts
@@ -82,7 +82,7 @@ class ServiceParts:
 
 
 class GenerationService:
-    """One for all clients of a router."""
+    """One for all clients of a model."""
 
     def __init__(self, parts: ServiceParts) -> None:
         self._parts = parts
@@ -90,6 +90,11 @@ class GenerationService:
         self._num_running = 0
         self._num_tokenizing = 0
         self._stopping = False
+
+    @property
+    def model(self) -> ServedModel:
+        """What it serves."""
+        return self._parts.model
 
     async def generate(self, asked: GenerateInput, time_left_s: float | None) -> Answer:
         """Start generating. Raises what keeps the request from starting; later errors come out of the answer."""
@@ -106,7 +111,6 @@ class GenerationService:
         timeline = Timeline(asyncio.get_running_loop().time, self._parts.on_gap)
         if self._stopping:
             raise NoWorkers(_STOPPING)
-        self._require_model(asked.model)
         claim = self._claim(asked, time_left_s)
         most = claim.lane.priority.share_of(self._parts.permits.max_permits)
         check_shape(asked, max_choices=most)
@@ -124,12 +128,11 @@ class GenerationService:
             raise
         return self._start(valid, permits, timeline, echo)
 
-    async def tokenize(self, prompt: Prompt | None, model: str) -> tuple[str, list[TextToken]]:
+    async def tokenize(self, prompt: Prompt | None) -> tuple[str, list[TextToken]]:
         """The text, as rendered, and the token ids that `generate` would use, with their texts.
 
         Prompts that it would not take are refused.
         """
-        self._require_model(model)
         if self._num_tokenizing >= _MAX_TOKENIZING:
             raise Overloaded(f"{self._num_tokenizing} prompts are being tokenised; try again later")
         encoder = self._parts.tokenize_encoder
@@ -141,9 +144,8 @@ class GenerationService:
         finally:
             self._num_tokenizing -= 1
 
-    def describe(self, model: str = "") -> ModelInfo:
-        """One served model. Raises ModelNotFound."""
-        self._require_model(model)
+    def describe(self) -> ModelInfo:
+        """The model, and what holds for it now."""
         return ModelInfo(self._parts.model, self._limits(), self._parts.mesh.has_path)
 
     async def drain(self, grace_s: float) -> None:
@@ -154,11 +156,6 @@ class GenerationService:
             await asyncio.wait(endings, timeout=grace_s)
         for stream in list(self._streams):
             stream.fail(NoWorkers(_STOPPING))
-
-    def _require_model(self, name: str) -> None:
-        served = self._parts.model.name
-        if name not in ("", served):
-            raise ModelNotFound(f"model {name[:_MAX_LOGGED_CHARS]!r} is not served here; served: {served}")
 
     def _limits(self) -> Limits:
         return self._parts.limits.resolve(self._parts.mesh.decode_workers())

@@ -15,7 +15,8 @@ from router.answer import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
 from router.phases import AttemptTiming, Timing
 from router.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from router.service import GenerationService, ModelInfo
+from router.served_models import ServedModels
+from router.service import ModelInfo
 from router.tenants import Priority, Tenant
 from router.text.chat import ChatMessage, parse_extra, parse_tools
 from router.validation import GenerateInput
@@ -41,8 +42,8 @@ class Callers(Protocol):
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """What clients call."""
 
-    def __init__(self, service: GenerationService, callers: Callers) -> None:
-        self._service = service
+    def __init__(self, models: ServedModels, callers: Callers) -> None:
+        self._models = models
         self._callers = callers
 
     async def Generate(
@@ -53,7 +54,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         asked = replace(
             _asked_from_proto(request, self._callers.tenant_of(metadata)), trace_headers=_trace_headers(metadata)
         )
-        answer = await self._service.generate(asked, context.time_remaining())
+        answer = await self._models.generate(asked, context.time_remaining())
         # A client that leaves while a message is being written does not reach this generator; this callback does.
         context.add_done_callback(lambda _: answer.close())
         async for delta in answer.deltas():
@@ -63,7 +64,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
         """Text to token ids."""
-        text, tokens = await self._service.tokenize(_prompt_from_proto(request), request.model)
+        text, tokens = await self._models.find(request.model).tokenize(_prompt_from_proto(request))
         return generation_pb2.TokenizeResponse(
             tokens=[generation_pb2.Token(id=token.id, text=token.text, special=token.special) for token in tokens],
             text=text,
@@ -73,13 +74,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GetModelResponse:
         """One model."""
-        return generation_pb2.GetModelResponse(model=_model_to_proto(self._service.describe(request.model)))
+        return generation_pb2.GetModelResponse(model=_model_to_proto(self._models.find(request.model).describe()))
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListModelsResponse:
         """All models."""
-        return generation_pb2.ListModelsResponse(models=[_model_to_proto(self._service.describe())])
+        infos = [service.describe() for service in self._models.all()]
+        return generation_pb2.ListModelsResponse(models=map(_model_to_proto, infos))
 
 
 def _trace_headers(metadata: Metadata | None) -> dict[str, str]:

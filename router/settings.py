@@ -1,10 +1,11 @@
 """The router's settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mesh.domain.errors import ConfigurationError
 from mesh.model_settings import ModelSettings
+from mesh.model_source import split_models
 from mesh.rpc.tls import TlsIdentity
 from mesh.settings import setting
 from router.api_keys import KeysFile
@@ -83,7 +84,7 @@ class RouterSettings(ModelSettings):
     stall_timeout_s: float = setting(60.0, "a sequence without a token for this long is replayed elsewhere")
     slow_reader_s: float = setting(20.0, "a client that takes nothing for this long is cut off")
     grace_s: float = setting(10.0, "how long running streams may go on after SIGTERM")
-    expect_prefill: int = setting(0, "prefill workers to wait for before announcing ready")
+    expect_prefill: int = setting(0, "prefill workers, of all models together, to wait for before announcing ready")
     expect_decode: int = setting(1, "decode workers to wait for before announcing ready")
 
     def __post_init__(self) -> None:
@@ -102,6 +103,13 @@ class RouterSettings(ModelSettings):
         if self.max_input_length is not None and self.max_total_tokens is not None:
             require_input_below_total(self.max_input_length, self.max_total_tokens)
         self.load_public_tls()
+
+    def each_model(self) -> "list[RouterSettings]":
+        """Settings of each served model: `model` may be NAME=MODEL,NAME=MODEL. Raises ConfigurationError."""
+        models = split_models(self.model)
+        if self.name and len(models) > 1:
+            raise ConfigurationError("name is for one model: several are named as in NAME=MODEL,NAME=MODEL")
+        return [replace(self, model=model, name=name or self.name) for name, model in models]
 
     def load_api_keys(self) -> KeysFile | None:
         """Read the keys file; None without one. Raises ConfigurationError."""

@@ -40,18 +40,26 @@ class SharedRegistry:
 
     def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
         self._registry = RedisRegistry(settings.registry_url, membership, caller.credentials)
-        cap = settings.max_concurrent_requests
-        self._shared = SharedPermits(settings.registry_url, caller.router_id, cap)
-        self.permits: Admission = LeasedPermits(self._shared, cap)
+        self._settings = settings
+        self._router_id = caller.router_id
+        self._shared: list[SharedPermits] = []
         self._tasks: list[asyncio.Task[None]] = []
+
+    def permits_of(self, model: str) -> Admission:
+        """Shared with other routers of the model."""
+        cap = self._settings.max_concurrent_requests
+        shared = SharedPermits(self._settings.registry_url, self._router_id, cap, model=model)
+        self._shared.append(shared)
+        return LeasedPermits(shared, cap)
 
     async def start(self) -> None:
         """Follow the workers and keep the permits."""
-        self._tasks = [asyncio.create_task(self._registry.run()), asyncio.create_task(self._shared.run())]
+        runs = (self._registry.run(), *(shared.run() for shared in self._shared))
+        self._tasks = [asyncio.create_task(run) for run in runs]
 
     async def stop(self) -> None:
         """Other routers need not wait for leases to expire."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._shared.leave()
+        await asyncio.gather(*(shared.leave() for shared in self._shared))

@@ -7,6 +7,7 @@ Streams are JSON lines unless server-sent events are configured.
 from typing import Any
 
 import structlog
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.answers import collect
@@ -27,6 +28,7 @@ from tandem import GenerateArguments, InvalidRequest
 
 log = structlog.get_logger(__name__)
 
+_ONLY_ONE = "lmi"
 _ADAPTER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 
 
@@ -36,7 +38,7 @@ async def invocations(exchange: Exchange) -> Response:
     if request.headers.get(_ADAPTER_HEADER):
         raise InvalidRequest(f"{_ADAPTER_HEADER} is not supported: there are no adapters")
     payload = read_payload(exchange.body, request.headers.get("content-type", ""))
-    model = request.path_params.get("model") or request.query_params.get("model_name", "")
+    model = _model(request, payload)
     settings = exchange.settings
     payload["stream"] = payload.get("stream") or settings.output_formatter in ("jsonlines", "sse")
     openai_framing = SSE_DONE if _wants_events(settings) else JSON_LINES
@@ -50,6 +52,14 @@ async def invocations(exchange: Exchange) -> Response:
     if settings.tgi_compat:
         return await answer_compat(exchange, _compat_body(payload), framing)
     return await _answer(exchange, payload, model, framing)
+
+
+def _model(request: Request, payload: dict[str, Any]) -> str:
+    """Where LMI's clients name a model: path, query or body. LMI's own name for the only one means none."""
+    named = request.path_params.get("model") or request.query_params.get("model_name") or payload.get("model") or ""
+    if not isinstance(named, str):
+        raise InvalidRequest("model must be a text")
+    return "" if named == _ONLY_ONE else named
 
 
 def _wants_events(settings: GatewaySettings) -> bool:

@@ -17,6 +17,7 @@ const number = (name) => ($(name).value === "" ? undefined : Number($(name).valu
 
 /** What the controls say, in OpenAI's words; members left empty are the server's to choose. */
 const sampling = () => ({
+  model: $("models").value || undefined,
   temperature: number("temperature"),
   top_p: number("top_p"),
   top_k: number("top_k"),
@@ -121,7 +122,10 @@ function clear() {
 async function showModel() {
   try {
     const { data } = await get("/v1/models");
-    say($("model"), data.map(({ id }) => id).join(", "));
+    const several = data.length > 1;
+    say($("model"), several ? "" : data.map(({ id }) => id).join(""));
+    $("models").replaceChildren(...(several ? data.map(({ id }) => make("option", {}, id)) : []));
+    $("models").hidden = !several;
   } catch (error) {
     say($("model"), error.status === 401 ? "API key needed" : "not reachable");
     if (error.status === 401) askForKey();

@@ -29,7 +29,7 @@ class Card {
     const state = stateOf(worker);
     const isAway = state === "lost" || state === "stalled";
     say(this.name, worker.worker_id);
-    this.element.title = `${worker.address}, pid ${worker.pid}, ${worker.device}`;
+    this.element.title = `${worker.model}, ${worker.address}, pid ${worker.pid}, ${worker.device}`;
     this.element.setAttribute("aria-label", `${worker.role} worker ${worker.worker_id}`);
     say(this.state, SIGNS[state] + (isAway ? `, last seen ${ago(worker.last_seen_s)}` : ""));
     this.state.dataset.state = state;

@@ -1,4 +1,4 @@
-"""Permits that routers share: one cap for all of them, held as leases in Redis.
+"""Permits that routers share: one cap for all of a model's, held as leases in Redis.
 
     acquire ─▶ own permits alone reach the cap? refused here
         └─▶ asked, with whatever else waits, in the next round trip ─▶ leased, or refused
@@ -87,11 +87,11 @@ class _Holdings:
 class SharedPermits:
     """One router's permits. Used by one event loop; `run()` is the task that talks to Redis."""
 
-    def __init__(self, url: str, router_id: str, cap: int, times: LeaseTimes | None = None) -> None:
+    def __init__(self, url: str, router_id: str, cap: int, times: LeaseTimes | None = None, *, model: str = "") -> None:
         self._url = url
         self._cap = cap
         self._times = times or LeaseTimes()
-        self._store = PermitStore(router_id, self._times)
+        self._store = PermitStore(router_id, self._times, model)
         self._holdings = _Holdings()
         self._asks: list[_Ask] = []
         self._wake = asyncio.Event()

@@ -6,7 +6,7 @@
     tandem:settling             there for a while after leases had to be written anew: Redis came back without them,
                                 and other routers' leases may still be missing
 
-All times are Redis's own clock, in milliseconds.
+Each model has its own: `tandem:permits@<model>`, and so on. All times are Redis's own clock, in milliseconds.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,6 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from mesh.registry.redis_connection import PREFIX
-
-_PERMITS = f"{PREFIX}permits"
-_ROUTERS = f"{PREFIX}routers"
-_SETTLING = f"{PREFIX}settling"
 
 _NOW = """
 local t = redis.call('TIME')
@@ -152,17 +148,18 @@ class Exchange:
 class PermitStore:
     """One router's way to the shared permits. Raises redis's errors as they come."""
 
-    def __init__(self, router_id: str, times: LeaseTimes) -> None:
+    def __init__(self, router_id: str, times: LeaseTimes, model: str = "") -> None:
         self._router_id = router_id
         self._times = times
+        self._of_model = f"@{model}" if model else ""
 
     async def exchange(self, redis: Redis, exchange: Exchange) -> tuple[Known | None, list[Taken]]:
         """The known routers (None without a Keep), and an answer to each Take."""
         async with redis.pipeline(transaction=False) as pipe:
             for keep in exchange.keeps:
-                pipe.eval(_KEEP, 4, *_keys(keep.tenant), *self._keep_args(keep, exchange))
+                pipe.eval(_KEEP, 4, *self._keys(keep.tenant), *self._keep_args(keep, exchange))
             for take in exchange.takes:
-                pipe.eval(_TAKE, 4, *_keys(take.tenant), *self._take_args(take))
+                pipe.eval(_TAKE, 4, *self._keys(take.tenant), *self._take_args(take))
             answers = await pipe.execute()
         num_keeps = len(exchange.keeps)
         taken = [Taken(bool(yes), bool(mine), int(held), not part) for yes, mine, held, part in answers[num_keeps:]]
@@ -174,7 +171,7 @@ class PermitStore:
     async def leave(self, redis: Redis, keeps: list[Keep]) -> None:
         """Give everything back: the router stops."""
         await self.exchange(redis, Exchange(present=False, keeps=keeps))
-        await redis.zrem(_ROUTERS, self._router_id)
+        await redis.zrem(self._key("routers"), self._router_id)
 
     def _keep_args(self, keep: Keep, exchange: Exchange) -> list[str | int]:
         times, router_id = self._times, self._router_id if exchange.present else ""
@@ -185,6 +182,9 @@ class PermitStore:
         tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
         return [self._times.lease_ms, take.cap, tenant_cap, self._router_id, take.allowance, take.held, *take.ids]
 
+    def _keys(self, tenant: str) -> tuple[str, str, str, str]:
+        permits = self._key("permits")
+        return permits, f"{permits}:of:{tenant}", self._key("routers"), self._key("settling")
 
-def _keys(tenant: str) -> tuple[str, str, str, str]:
-    return _PERMITS, f"{_PERMITS}:of:{tenant}", _ROUTERS, _SETTLING
+    def _key(self, name: str) -> str:
+        return f"{PREFIX}{name}{self._of_model}"

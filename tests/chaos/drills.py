@@ -173,7 +173,7 @@ async def permits_return_s(cluster: Cluster, within_s: float = 20.0) -> float:
 async def permits_settled(cluster: Cluster, within_s: float = 20.0) -> None:
     """Return when routers trust Redis's count again. Until then one that has just started gives no permits."""
     async with asyncio.timeout(within_s), cluster.redis.client() as redis:
-        while await redis.exists("tandem:settling"):  # noqa: ASYNC110
+        while await redis.exists("tandem:settling@tiny"):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     await asyncio.sleep(2 * LeaseTimes().renew_s)  # and each router has seen it
 

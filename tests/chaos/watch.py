@@ -25,7 +25,7 @@ _LATE_STATUS = re.compile(
     r"^grpc\._cython\.cygrpc\.ExecuteBatchError: [^\n]*SendStatus[^\n]*",
     re.MULTILINE | re.DOTALL,
 )
-_PERMITS = "tandem:permits"
+_PERMITS = "tandem:permits@tiny"
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,11 +72,11 @@ async def while_one_waits(mesh: Any, registry: CollectorRegistry, prefill: Any, 
     prefill.scripts = [PrefillScript(hold=hold)]
     request = make_request(token_ids=[70] * 8, max_new_tokens=4)
     calls = [mesh.stub.Generate(request, timeout=20) for _ in range(2)]
-    await mesh.until(lambda: mesh.router.queue.num_queued == 1 and mesh.router.ledger.num_transferring == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1 and mesh.model.ledger.num_transferring == 1)
     samples = await scrape(registry)
     for call in calls:
         call.cancel()
-    await mesh.until(lambda: mesh.router.permits.num_held == 0)
+    await mesh.until(lambda: mesh.model.permits.num_held == 0)
     hold.set()
     return samples
 
@@ -85,7 +85,7 @@ async def refused_and_failed(mesh: Any, decode: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await mesh.generate(token_ids=[70] * 8, max_new_tokens=1000)
     await decode.kill()
-    await mesh.until(lambda: not mesh.router._mesh.has_path)
+    await mesh.until(lambda: not mesh.model.mesh.has_path)
     with pytest.raises(grpc.aio.AioRpcError):
         await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
 

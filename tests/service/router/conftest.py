@@ -11,6 +11,7 @@ from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.model_files import read_model_facts
 from mesh.rpc.channel import open_channel
 from router.__main__ import RouterProcess
+from router.model_router import ModelRouter
 from router.proving import Proof
 from router.settings import RouterSettings
 from tandem.v1 import generation_pb2, generation_pb2_grpc
@@ -26,11 +27,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Mesh:
     """One router and its workers."""
 
-    def __init__(self, model_dir: Path, **settings: Any) -> None:
+    def __init__(self, model_dir: Path, models: str = "", **settings: Any) -> None:
         self.model_dir = model_dir
-        self.settings = RouterSettings(model=str(model_dir), port=0, registry_port=0, **settings)
+        self.settings = RouterSettings(model=models or str(model_dir), port=0, registry_port=0, **settings)
         self.router = RouterProcess(self.settings)
         self.workers: list[FakeWorker] = []
+
+    @property
+    def model(self) -> ModelRouter:
+        """The router's part of the only model, or the first."""
+        return self.router.models[0]
 
     async def start(self) -> None:
         await self.router.start()
@@ -67,7 +73,7 @@ class Mesh:
 
     def is_settled(self, worker: FakeWorker) -> bool:
         """True once the worker can get work, and everybody is proven as far as the others allow."""
-        usable = self.router._mesh.usable()
+        usable = self.model.mesh.usable()
         roles = {info.role for info in usable}
         best = {
             WorkerRole.PREFILL: Proof.FULL if WorkerRole.DECODE in roles else Proof.NONE,
@@ -77,7 +83,7 @@ class Mesh:
 
     def proof(self, worker: FakeWorker | WorkerInfo) -> Proof:
         """What the router holds of a worker."""
-        return self.router.proving.proof(worker.info if isinstance(worker, FakeWorker) else worker)
+        return self.model.proving.proof(worker.info if isinstance(worker, FakeWorker) else worker)
 
     async def until(self, condition: Any, *, timeout_s: float = 5.0) -> None:
         """Return when the condition holds: for inner states that nobody announces."""
@@ -96,9 +102,9 @@ class Mesh:
         await asyncio.gather(*(worker.kill() for worker in self.workers))
 
     def assert_at_rest(self) -> None:
-        assert self.router.permits.num_held == 0
-        assert self.router.queue.num_queued == 0
-        assert not self.router.ledger.in_flight([])
+        assert self.model.permits.num_held == 0
+        assert self.model.queue.num_queued == 0
+        assert not self.model.ledger.in_flight([])
 
 
 class Result:

@@ -22,7 +22,7 @@ async def read_all(call: Any) -> None:
 
 
 async def assert_all_gone(mesh: Mesh) -> None:
-    await mesh.until(lambda: mesh.router.permits.num_held == 0, timeout_s=1)
+    await mesh.until(lambda: mesh.model.permits.num_held == 0, timeout_s=1)
     await mesh.until(lambda: not any(worker.num_running for worker in mesh.workers), timeout_s=1)
     mesh.assert_at_rest()
 
@@ -30,7 +30,7 @@ async def assert_all_gone(mesh: Mesh) -> None:
 async def test_while_queued(make_mesh: Any) -> None:
     mesh = await make_mesh()
     call = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=10)
-    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1)
     call.cancel()
     await assert_all_gone(mesh)
 

@@ -93,7 +93,7 @@ async def test_a_prompt_waits_until_there_is_room_for_all_choices(make_mesh: Any
     calls = [mesh.stub.Generate(make_request(token_ids=PROMPT, max_new_tokens=2), timeout=10) for _ in range(2)]
     await decode.started.wait_len(2)
     reading = asyncio.create_task(mesh.generate(token_ids=PROMPT, num_choices=3, max_new_tokens=4))
-    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1)
     calls[0].cancel()
     await decode.started.wait_len(3)
     assert len(decode.started.items[-1].sequence.forks) == 2
@@ -111,9 +111,9 @@ async def test_cancelling_while_a_prompt_waits_leaves_nothing(make_mesh: Any) ->
     running = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=10)
     await decode.started.wait_len(1)
     waiting = mesh.stub.Generate(make_request(token_ids=PROMPT, num_choices=3), timeout=10)
-    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1)
     waiting.cancel()
     running.cancel()
-    await mesh.until(lambda: mesh.router.permits.num_held == 0)
-    await mesh.until(lambda: mesh.router.queue.num_queued == 0)
+    await mesh.until(lambda: mesh.model.permits.num_held == 0)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 0)
     mesh.assert_at_rest()

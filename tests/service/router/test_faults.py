@@ -147,7 +147,7 @@ async def test_a_restarted_decode_worker_is_waited_for(make_mesh: Any) -> None:
     request = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=COUNT))
     await first.started.wait_len(1)
     await first.kill()
-    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1)
     await mesh.decode(incarnation="decode-0-2")
     assert (await request).ids() == expected_tokens(PROMPT, COUNT)
     mesh.assert_at_rest()

@@ -43,7 +43,7 @@ async def test_lost_workers_and_failed_requests_are_told(make_mesh: Any) -> None
     mesh = await make_mesh(no_worker_timeout_s=0.05)
     decode = await mesh.decode()
     await decode.kill()
-    await mesh.until(lambda: not mesh.router._mesh.has_path)
+    await mesh.until(lambda: not mesh.model.mesh.has_path)
     with pytest.raises(grpc.aio.AioRpcError):
         await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
     view = await told(mesh)
@@ -64,7 +64,7 @@ async def test_what_the_queue_waits_for(make_mesh: Any) -> None:
     decode.gate.close()
     request = make_request(token_ids=[70] * 8, max_new_tokens=2)
     calls = [mesh.stub.Generate(request, timeout=20) for _ in range(2)]
-    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1)
     assert (await told(mesh)).shortage == "decode room"
     decode.gate.open()
     for call in calls:

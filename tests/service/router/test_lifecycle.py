@@ -106,7 +106,7 @@ async def test_stop_lets_streams_end_and_refuses_new_ones(make_mesh: Any) -> Non
     await decode.started.wait_len(1)
     stopping = asyncio.create_task(mesh.router.stop(10))
     await watch_until(mesh, NOT_SERVING)
-    await mesh.until(lambda: mesh.router._service._stopping)
+    await mesh.until(lambda: mesh.model.service._stopping)
     refused = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=5)
     assert await refused.code() is grpc.StatusCode.UNAVAILABLE
     decode.gate.open()

@@ -65,7 +65,7 @@ async def test_it_serves_only_once_a_canary_went_through(make_mesh: Any) -> None
     await decode.canaries.wait_len(1)
     await watch_until(mesh, NOT_SERVING)
     waiting = asyncio.create_task(generate(mesh, PROMPT))
-    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1)
     await decode.canaries.wait_len(2)
     assert (await health(mesh), decode.started.items) == (NOT_SERVING, [])
     decode.canary = DecodeScript()
@@ -147,7 +147,7 @@ async def test_a_dead_workers_streams_trip_it_once_and_move_at_once(make_mesh: A
     second.beat()
     await mesh.until(lambda: mesh.is_settled(second))
     for _ in range(num_streams):
-        mesh.router._service._parts.dispatcher._budget.take_s()
+        mesh.model.service._parts.dispatcher._budget.take_s()
     begun_s = asyncio.get_running_loop().time()
     first.break_links()
     await requests
@@ -170,7 +170,7 @@ async def test_replays_without_progress_wait_for_the_budget(make_mesh: Any) -> N
     mesh = await make_mesh(max_replays_per_s=20.0)
     decode = await mesh.decode(max_num_seqs=10)
     decode.scripts = [DecodeScript(refuse=SequenceFailure.NO_CAPACITY) for _ in range(20)]
-    budget = mesh.router._service._parts.dispatcher._budget
+    budget = mesh.model.service._parts.dispatcher._budget
     while budget.take_s() == 0.0:
         pass
     begun_s = asyncio.get_running_loop().time()
@@ -208,7 +208,7 @@ async def test_sequences_wait_at_a_stalled_worker_while_there_is_no_other(make_m
     await stall(mesh, stuck)
     await watch_until(mesh, NOT_SERVING)
     second = asyncio.create_task(generate(mesh, PROMPT))
-    await mesh.until(lambda: mesh.router.queue.num_queued == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1)
     assert stuck.num_running == 1
     stuck.gate.open()
     await first  # the stall has ended

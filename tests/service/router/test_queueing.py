@@ -37,7 +37,7 @@ async def test_higher_priorities_are_taken_first(make_mesh: Any) -> None:
     for number, priority in enumerate(asked):
         request = {"token_ids": [*PROMPT, number], "max_new_tokens": 2, "priority": priority}
         calls.append(asyncio.create_task(mesh.generate(**request)))
-        await mesh.until(lambda number=number: mesh.router.queue.num_queued == number and decode.started.items)
+        await mesh.until(lambda number=number: mesh.model.queue.num_queued == number and decode.started.items)
     decode.gate.open()
     await asyncio.gather(*calls)
     order = [start.sequence.token_ids[len(PROMPT)] for start in decode.started.items]
@@ -119,11 +119,11 @@ async def test_batch_work_leaves_permits_and_places_in_the_queue(make_mesh: Any)
     decode.gate.close()
     batch = {"token_ids": PROMPT, "max_new_tokens": 2, "priority": BATCH}
     calls = [asyncio.create_task(mesh.generate(**batch)) for _ in range(4)]
-    await mesh.until(lambda: mesh.router.queue.num_queued == 3)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 3)
     call = await refusal(mesh, grpc.StatusCode.RESOURCE_EXHAUSTED, priority=BATCH)
     assert "waiting already" in await call.details()
     calls.append(asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=2)))
-    await mesh.until(lambda: mesh.router.queue.num_queued == 4)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 4)
     call = await refusal(mesh, grpc.StatusCode.RESOURCE_EXHAUSTED, priority=BATCH, num_choices=2)
     assert "5 of 6" in await call.details()
     call = await refusal(mesh, grpc.StatusCode.INVALID_ARGUMENT, priority=BATCH, num_choices=7)
@@ -148,24 +148,24 @@ async def test_tokenize_is_bounded_and_keeps_nobody_waiting(make_mesh: Any) -> N
     mesh = await make_mesh()
     await mesh.decode(max_model_len=512, num_blocks=128)
     blocked = threading.Event()
-    _, tokenizing = mesh.router._encoders
+    _, tokenizing = mesh.model._encoders
     tokenizing._pool.submit(blocked.wait)
     text = "hello world, the quick brown fox " * 50  # long enough for a thread
     request = generation_pb2.TokenizeRequest(prompt=text)
     waiting = [asyncio.ensure_future(mesh.stub.Tokenize(request)) for _ in range(_MAX_TOKENIZING)]
     try:
-        await mesh.until(lambda: mesh.router._service._num_tokenizing == _MAX_TOKENIZING)
+        await mesh.until(lambda: mesh.model.service._num_tokenizing == _MAX_TOKENIZING)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await mesh.stub.Tokenize(request)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await mesh.generate(prompt=text, max_new_tokens=2)).finish()
         waiting.pop().cancel()
-        await mesh.until(lambda: mesh.router._service._num_tokenizing == _MAX_TOKENIZING - 1)
+        await mesh.until(lambda: mesh.model.service._num_tokenizing == _MAX_TOKENIZING - 1)
     finally:
         blocked.set()
     for response in await asyncio.gather(*waiting):
         assert "".join(token.text for token in response.tokens) == text
-    assert mesh.router._service._num_tokenizing == 0
+    assert mesh.model.service._num_tokenizing == 0
 
 
 async def test_tokenize_takes_no_more_than_generate(make_mesh: Any) -> None:

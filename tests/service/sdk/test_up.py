@@ -233,7 +233,8 @@ def test_the_routers_end_is_the_end(tmp_path: Path, started: list[Up]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--model=/nowhere"], "there is no model folder /nowhere"),
+        (["--model=m=/nowhere", "--model=n=/nowhere"], "there is no model folder /nowhere"),
+        (["--model=/nowhere", "--model=n=/nowhere"], "several models need names"),
         (["--decode=0"], "decode must be >= 1"),
         (["--dtype=int3"], "dtype must be one of"),
         (["--bogus"], "unrecognized arguments: --bogus"),
@@ -249,7 +250,8 @@ def test_wrong_configurations_are_one_line(
     (tmp_path / "config.json").write_text("{}")
     status: object
     try:
-        status = main(["up", f"--model={tmp_path}", *flags])
+        own_model = [] if flags[0].startswith("--model") else [f"--model={tmp_path}"]
+        status = main(["up", *own_model, *flags])
     except SystemExit as ended:
         status = ended.code
     captured = capsys.readouterr()

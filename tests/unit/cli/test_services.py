@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from cli.cores import CorePlan
-from cli.services import MeshPlan, Service, passed_on, split_by_role
+from cli.cores import CorePlan, assign_cores
+from cli.model_plans import Overrides, plan_models
+from cli.services import MeshPlan, ModelPlan, Service, passed_on, split_by_role
 from cli.up_settings import UpSettings, find_model
 from mesh.domain.errors import ConfigurationError
 from mesh.model_source import ModelSource
@@ -16,7 +17,8 @@ def flags_of(service: Service) -> dict[str, str]:
 
 
 def plan_of(settings: UpSettings, model: str, **values: dict[str, str]) -> MeshPlan:
-    return MeshPlan(settings, model, CorePlan(((0,),), ((1, 2),)), values=values)
+    models = (ModelPlan(settings.name or "m", model, CorePlan(((0,),), ((1, 2),))),)
+    return MeshPlan(settings, models, values=values)
 
 
 def test_flags_of_all_services(tmp_path: Path) -> None:
@@ -54,7 +56,7 @@ def test_flags_of_all_services(tmp_path: Path) -> None:
 
 def test_workers_and_router_hear_of_their_cores(tmp_path: Path) -> None:
     cores = CorePlan(((0,),), ((1, 2),), router=(0,))
-    plan = MeshPlan(UpSettings(), str(tmp_path), cores, core_table=tmp_path / "table")
+    plan = MeshPlan(UpSettings(), (ModelPlan("m", str(tmp_path), cores),), core_table=tmp_path / "table")
     prefill, decode = map(flags_of, plan.workers("127.0.0.1:9"))
     assert (prefill["lent-cores"], decode["lent-cores"]) == ("1,2", "0")
     assert prefill["core-table"] == decode["core-table"] == str(tmp_path / "table")
@@ -81,7 +83,7 @@ def test_the_gateway_knows_where_its_router_is(tmp_path: Path) -> None:
 
 
 def test_where_cores_cannot_be_had_workers_are_not_pinned(tmp_path: Path) -> None:
-    plan = MeshPlan(UpSettings(), str(tmp_path), CorePlan(((0,),), ((1,),)), pin=False)
+    plan = MeshPlan(UpSettings(), (ModelPlan("m", str(tmp_path), CorePlan(((0,),), ((1,),))),), pin=False)
     for worker in plan.workers("h:1"):
         assert worker.cores == ()
         assert "cpu-list" not in flags_of(worker)
@@ -126,3 +128,47 @@ def test_models_are_found(tmp_path: Path) -> None:
 def test_colocated_starts_no_prefill_workers() -> None:
     assert UpSettings(colocated=True, prefill=3).num_prefill == 0
     assert UpSettings(prefill=0).num_prefill == 0
+
+
+def test_each_model_has_workers_and_cores_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.model_plans.available_cores", lambda: range(8))
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    settings = UpSettings(model=f"a={tmp_path}/x,b={tmp_path}/y")
+    overrides = Overrides.read(["b/up.decode=2", "b/decode.device=cuda:1", "router.grace-s=3"])
+    assert overrides.for_all == ["router.grace-s=3"]
+    plan = MeshPlan(settings, plan_models(settings, overrides, lambda name: lambda fraction: None))
+    router = flags_of(plan.router())
+    assert (router["model"], router["name"]) == (f"a={tmp_path}/x,b={tmp_path}/y", "")
+    assert (router["expect-prefill"], router["expect-decode"]) == ("2", "3")
+    workers = {worker.name: worker for worker in plan.workers("127.0.0.1:9")}
+    assert list(workers) == ["a-prefill-0", "a-decode-0", "b-prefill-0", "b-decode-0", "b-decode-1"]
+    assert flags_of(workers["b-decode-1"])["model"] == f"{tmp_path}/y"
+    assert [flags_of(worker)["name"] for worker in workers.values()] == ["a", "a", "b", "b", "b"]
+    assert {name: flags_of(worker).get("device") for name, worker in workers.items()}["b-decode-0"] == "cuda:1"
+    assert "device" not in flags_of(workers["a-decode-0"])
+    cores = [core for worker in workers.values() for core in worker.cores]
+    assert sorted(cores) == sorted(set(cores))
+
+
+def test_models_that_share_cores_lend_none() -> None:
+    plans = assign_cores(range(2), num_prefill=2, num_decode=2).split([(1, 1), (1, 1)])
+    assert [plan.lent_to("prefill", 0) for plan in plans] == [(), ()]
+    alone = assign_cores(range(4), num_prefill=2, num_decode=2).split([(1, 1), (1, 1)])
+    assert [plan.lent_to("prefill", 0) for plan in alone] == [alone[0].decode[0], alone[1].decode[0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "override", "said"),
+    [
+        ({"model": "a=x,b=y", "name": "c"}, [], "--name is for one model"),
+        ({"model": "a=x,b=y"}, ["c/decode.device=cpu"], "no model has this name; there are a, b"),
+        ({"model": "a=x,b=y"}, ["a/router.grace-s=1"], "all models share the router"),
+        ({"model": "a=x,b=y"}, ["a/up.host=1"], "want one of prefill, decode, colocated"),
+        ({"model": "a=x,b=y"}, ["a/up.decode=0"], "decode must be >= 1"),
+    ],
+)
+def test_wrong_settings_of_models(settings: dict[str, str], override: list[str], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        plan_models(UpSettings(**settings), Overrides.read(override), lambda name: lambda fraction: None)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from router.journal import Journal
 from router.limits import LimitPolicy
 from router.prompts import PromptEncoder
 from router.served_model import ServedModel
+from router.served_models import ServedModels
 from router.service import GenerationService, ServiceParts
 from router.servicer import GenerationServicer
 from router.settings import RouterSettings
@@ -130,6 +131,10 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     encoder.close()
 
 
+def servicer_of(parts: ServiceParts) -> GenerationServicer:
+    return GenerationServicer(ServedModels([GenerationService(parts)], parts.journal), NoKeys())
+
+
 def test_generate(parts: ServiceParts) -> None:
     async def call(servicer: GenerationServicer, request: generation_pb2.GenerateRequest) -> None:
         async for _ in servicer.Generate(request, Context()):  # type: ignore[arg-type]
@@ -140,7 +145,7 @@ def test_generate(parts: ServiceParts) -> None:
     def check(raw: bytes) -> None:
         with contextlib.suppress(DecodeError, MeshError):
             request = generation_pb2.GenerateRequest.FromString(raw)
-            runner.run(call(GenerationServicer(GenerationService(parts), NoKeys()), request))
+            runner.run(call(servicer_of(parts), request))
         assert parts.permits.num_held == 0
 
     with asyncio.Runner() as runner:
@@ -153,7 +158,7 @@ def test_tokenize(parts: ServiceParts) -> None:
     def check(raw: bytes) -> None:
         with contextlib.suppress(DecodeError, MeshError):
             request = generation_pb2.TokenizeRequest.FromString(raw)
-            runner.run(GenerationServicer(GenerationService(parts), NoKeys()).Tokenize(request, Context()))  # type: ignore[arg-type]
+            runner.run(servicer_of(parts).Tokenize(request, Context()))  # type: ignore[arg-type]
 
     with asyncio.Runner() as runner:
         check()

@@ -30,10 +30,12 @@ PACE_ENV = "TANDEM_PACE"
 _DEFAULT_PACE = "10,0.05"
 _NUM_BLOCKS = 1024
 _NUM_LETTERS = 26
+_STAMP_PERIOD_MS = 8000.0
 
 
 class PacedRunner:
-    """A HostedRunner. Tokens go round in a small circle; KV stays zeros, and is sent all the same."""
+    """A HostedRunner. Tokens go round in a small circle, their log-probs say when they were made (`delay_s`); KV stays
+    zeros, and is sent all the same."""
 
     attention_backend = "none"
 
@@ -65,7 +67,17 @@ class PacedRunner:
 def _output(item: ScheduledSequence) -> RunnerOutput:
     if not item.samples:
         return RunnerOutput()
-    return RunnerOutput((SampledToken(ord("a") + item.end % _NUM_LETTERS, -1.0),))
+    return RunnerOutput((SampledToken(ord("a") + item.end % _NUM_LETTERS, -_stamp_ms()),))
+
+
+def _stamp_ms() -> float:
+    """The time, small enough for a float of 32 bits to hold it to the microsecond."""
+    return (1000 * time.monotonic()) % _STAMP_PERIOD_MS
+
+
+def delay_s(logprob: float) -> float:
+    """How long ago the token with this log-prob was made, on this machine; less than 8 s."""
+    return ((_stamp_ms() + logprob) % _STAMP_PERIOD_MS) / 1000
 
 
 def load(settings: RunnerSettings, on_progress: Progress | None) -> PacedRunner:

@@ -56,7 +56,7 @@ async def service(core: int, module: str, *flags: str) -> AsyncIterator[tuple[in
         *("-m", *module.split(), *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, PACE_ENV: f"{_STEP_MS},0"},
+        env={PACE_ENV: f"{_STEP_MS},0", **os.environ},
         preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
     assert process.stdout is not None

@@ -17,13 +17,14 @@ from opentelemetry import trace
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 import tandem
 from gateway.access import is_foreign_page, key_in
 from gateway.backend import Backend
 from gateway.errors import BodyTooLarge, BodyTooSlow, Problem, is_ours
 from gateway.feed import Feed
+from gateway.impatience import impatient
 from gateway.metrics import Outcome
 from gateway.progress import Progress
 from gateway.settings import GatewaySettings
@@ -34,8 +35,9 @@ log = structlog.get_logger(__name__)
 _ID_HEADERS = ("x-request-id", "x-amzn-sagemaker-inference-id")
 _MAX_ID_CHARS = 128
 _CLIENT_GONE = 499
-_DISCARD_S = 1.0
-_MAX_DISCARDED_BYTES = 16 << 20
+_DISCARD_S = 10.0
+_DISCARD_SILENCE_S = 1.0
+_MAX_DISCARDED_BYTES = 64 << 20
 
 
 class Dialect(Protocol):
@@ -125,7 +127,8 @@ class Endpoint:
                 response = await self._respond(Arrival(backend, request, request_id, progress), has_place=has_place)
                 response.headers["x-request-id"] = request_id
                 status = response.status_code
-                await response(scope, receive, _impatient(send, backend.settings.slow_reader_s))
+                async with impatient(send, backend.settings.slow_reader_s) as send_in_time:
+                    await response(scope, receive, send_in_time)
             except (ClientDisconnect, TimeoutError):
                 progress.failure = "dropped"
             finally:
@@ -228,10 +231,12 @@ async def _read_body(arrival: Arrival) -> bytes:
 
 async def _discard_rest(request: Request) -> bool:
     """Read on and forget, for a while: a client that is still sending would lose the answer. True if all is read."""
-    num_bytes = 0
+    num_bytes, clock = 0, asyncio.get_running_loop().time
+    until_s = clock() + _DISCARD_S
     try:
-        async with asyncio.timeout(_DISCARD_S):
+        async with asyncio.timeout(_DISCARD_SILENCE_S) as patience:
             async for chunk in request.stream():
+                patience.reschedule(min(until_s, clock() + _DISCARD_SILENCE_S))
                 num_bytes += len(chunk)
                 if num_bytes > _MAX_DISCARDED_BYTES:
                     return False
@@ -260,16 +265,6 @@ async def _unless_gone(work: Coroutine[Any, Any, Response], request: Request) ->
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _impatient(send: Send, limit_s: float) -> Send:
-    """Raises TimeoutError when a client takes nothing for `limit_s`."""
-
-    async def send_in_time(message: Message) -> None:
-        async with asyncio.timeout(limit_s):
-            await send(message)
-
-    return send_in_time
 
 
 def _request_id(request: Request) -> str:

@@ -2,13 +2,44 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from tandem import TokenEvent
 
 # What a client has not taken yet; then the router is no longer read, which sees a slow reader.
 _MAX_WAITING = 256
+
+
+@contextmanager
+def _alarm(changed: asyncio.Event, after_s: float | None) -> Iterator[Callable[[], None]]:
+    """Sets `changed` whenever `after_s` have gone by since the last restart; yields what restarts it. One timer that
+    looks at the clock, not one for each token.
+    """
+    loop = asyncio.get_running_loop()
+    since_s = loop.time()
+    timer: asyncio.TimerHandle | None = None
+
+    def restart() -> None:
+        nonlocal since_s
+        since_s = loop.time()
+
+    def look(limit_s: float) -> None:
+        nonlocal timer
+        left_s = since_s + limit_s - loop.time()
+        if left_s <= 0:
+            changed.set()
+            left_s = limit_s
+        timer = loop.call_later(left_s, look, limit_s)
+
+    if after_s is not None:
+        timer = loop.call_later(after_s, look, after_s)
+    try:
+        yield restart
+    finally:
+        if timer is not None:
+            timer.cancel()
 
 
 class Feed:
@@ -34,7 +65,7 @@ class Feed:
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """True once there are events, an error, or the end; False after `timeout_s`."""
-        if self._events or self._error is not None or not self._open:
+        if self._has_news:
             return True
         self._changed.clear()
         try:
@@ -44,6 +75,10 @@ class Feed:
             return False
         return True
 
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._events) or self._error is not None or not self._open
+
     def raise_early_error(self) -> None:
         """Raise the error if there is one and nothing came before it."""
         if self._error is not None and not self._events:
@@ -51,17 +86,23 @@ class Feed:
 
     async def batches(self, silence_s: float | None = None) -> AsyncIterator[list[TokenEvent]]:
         """Events that are ready together; an empty list after each `silence_s` without any. Raises TandemError."""
-        while True:
-            is_silent = not await self.wait(silence_s)
-            events = list(self._events)
-            self._events.clear()
-            self._has_room.set()
-            if events or is_silent:
-                yield events
-            elif self._error is not None:
-                raise self._error
-            else:
-                return
+        with _alarm(self._changed, silence_s) as restart_alarm:
+            while True:
+                has_news = self._has_news
+                if not has_news:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    has_news = self._has_news
+                restart_alarm()
+                events = list(self._events)
+                self._events.clear()
+                self._has_room.set()
+                if events or not has_news:
+                    yield events
+                elif self._error is not None:
+                    raise self._error
+                else:
+                    return
 
     async def close(self) -> None:
         """Cancel the calls; returns when they have ended."""

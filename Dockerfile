@@ -14,7 +14,7 @@ ENV PATH=/opt/tandem/.venv/bin:$PATH PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/tmp/num
 ARG PIP_ARGS=""
 COPY pyproject.toml constraints.txt README.md ./
 RUN mkdir -p tandem && touch tandem/__init__.py \
-    && pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt '.[gateway,hub,redis,s3]' \
+    && pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt '.[gateway,hub,otel,redis,s3]' \
     && pip uninstall -q -y tandem-serve && rm -rf tandem
 
 COPY . .

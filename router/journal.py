@@ -4,8 +4,9 @@ access log has the rest. No I/O; `clock` gives the registry's monotonic seconds.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import islice
 from typing import Protocol
 
 from mesh.domain.errors import Replayable
@@ -19,6 +20,7 @@ from router.timeline import Stop, Timeline
 
 _MAX_INCIDENTS = 50
 _MAX_TRACES = 25
+_MAX_RUNNING = 50
 
 CANCELLED = "CancelledError"
 """What a choice ends with whose client has left. That is no failure."""
@@ -58,10 +60,10 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A request that has ended. `error` is the name of what it ended with; `stops` are its attempts' workers;
-    `events_s` are its lifetime events in seconds since it came in."""
+    """A choice that ended at `at_s`; or, if it runs, one that came in then. `error` is the name of what it ended with;
+    `stops` are its attempts' workers; `events_s` are its lifetime events in seconds since it came in."""
 
-    ended_s: float
+    at_s: float
     request_id: str
     prompt_tokens: int
     completion_tokens: int
@@ -98,6 +100,7 @@ class Journal:
         self._incidents: deque[Incident] = deque(maxlen=_MAX_INCIDENTS)
         self._traces: deque[Trace] = deque(maxlen=_MAX_TRACES)
         self._states: dict[str, WorkerState] = {}
+        self._running: dict[Choice, Timeline] = {}
         self.num_ended = 0
         self.num_failed = 0
         self.num_replays = 0
@@ -106,6 +109,12 @@ class Journal:
     def incidents(self) -> list[Incident]:
         """Newest first."""
         return list(reversed(self._incidents))
+
+    @property
+    def running(self) -> list[Trace]:
+        """As far as they have come, oldest first."""
+        now_s, oldest = self._clock(), islice(self._running.items(), _MAX_RUNNING)
+        return [_trace(choice, timeline, now_s - timeline.age_s, timeline.timing_now()) for choice, timeline in oldest]
 
     @property
     def traces(self) -> list[Trace]:
@@ -134,24 +143,19 @@ class Journal:
         worker_id = "" if blamed is None else blamed.worker_id
         self._note(IncidentKind.REPLAYED, worker_id=worker_id, request_id=choice.request_id, cause=type(error).__name__)
 
+    def began(self, choice: Choice, timeline: Timeline) -> None:
+        """A choice is in service."""
+        self._running[choice] = timeline
+
     def ended(self, choice: Choice, timeline: Timeline, error: str | None) -> Trace:
         """A choice is over; `error` is the name of what it ended with."""
+        self._running.pop(choice, None)
         self.num_ended += 1
         if error is not None and error != CANCELLED:
             self.num_failed += 1
             self._note(IncidentKind.FAILED, request_id=choice.request_id, cause=error)
-        trace = Trace(
-            ended_s=self._clock(),
-            request_id=choice.request_id,
-            prompt_tokens=choice.num_prompt_tokens,
-            completion_tokens=len(choice.token_ids),
-            cached_tokens=choice.cached_tokens or 0,
-            finish_reason=choice.finish_reason,
-            error=error or "",
-            timing=timeline.timing() if timeline.stops else None,
-            stops=timeline.stops,
-            events_s=timeline.events_s,
-        )
+        timing = timeline.timing() if timeline.stops else None
+        trace = replace(_trace(choice, timeline, self._clock(), timing), error=error or "")
         self._traces.append(trace)
         for reader in self._readers:
             reader.ended(trace)
@@ -167,3 +171,18 @@ class Journal:
         self._incidents.append(incident)
         for reader in self._readers:
             reader.noted(incident)
+
+
+def _trace(choice: Choice, timeline: Timeline, at_s: float, timing: Timing | None) -> Trace:
+    return Trace(
+        at_s=at_s,
+        request_id=choice.request_id,
+        prompt_tokens=choice.num_prompt_tokens,
+        completion_tokens=len(choice.token_ids),
+        cached_tokens=choice.cached_tokens or 0,
+        finish_reason=choice.finish_reason,
+        error="",
+        timing=timing,
+        stops=timeline.stops,
+        events_s=timeline.events_s,
+    )

@@ -56,6 +56,7 @@ class MeshServicer(worker_pb2_grpc.MeshServicer):
             replays=journal.num_replays,
             incidents=map(self._incident, journal.incidents),
             traces=map(self._trace, journal.traces),
+            running=map(self._trace, journal.running),
         )
 
     def _shortage(self) -> worker_pb2.Shortage:
@@ -104,7 +105,7 @@ class MeshServicer(worker_pb2_grpc.MeshServicer):
         )
         return worker_pb2.RequestTrace(
             request_id=trace.request_id,
-            age=wire.duration_to_proto(self._age_s(trace.ended_s)),
+            age=wire.duration_to_proto(self._age_s(trace.at_s)),
             prompt_tokens=trace.prompt_tokens,
             completion_tokens=trace.completion_tokens,
             cached_tokens=trace.cached_tokens,

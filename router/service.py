@@ -222,6 +222,7 @@ class GenerationService:
         choice.traceparent = span.traceparent
         error: str | None = None
         self._count_in()
+        self._parts.journal.began(choice, timeline)
         try:
             await self._parts.dispatcher.run(choice, timeline, valid.claim.deadline_s)
         except BaseException as failure:

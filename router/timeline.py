@@ -5,7 +5,7 @@ first_token, finished. Of repeated ones (replays) the access log has the first; 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from router.phases import AttemptEvents, Timing, timing_of
 
@@ -88,6 +88,14 @@ class Timeline:
         """Where the time of a choice went whose last token has just come."""
         self.end_attempt()
         return timing_of(self._attempts, self._events.get("first_token", self._now_s()))
+
+    def timing_now(self) -> Timing | None:
+        """Where the time of a choice has gone so far; None if it has not reached the queue."""
+        if not self._attempts:
+            return None
+        now_s = self._now_s()
+        current = self._current if self._current.ended_s is not None else replace(self._current, ended_s=now_s)
+        return timing_of([*self._attempts[:-1], current], self._events.get("first_token", now_s))
 
     def as_fields(self) -> dict[str, float]:
         """`{event_ms: milliseconds}`, in order, and the number of attempts."""

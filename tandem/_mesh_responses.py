@@ -34,6 +34,7 @@ def mesh(message: worker_pb2.ListWorkersResponse) -> Mesh:
         replays=message.replays,
         incidents=tuple(map(_incident, message.incidents)),
         traces=tuple(map(_trace, message.traces)),
+        running=tuple(map(_trace, message.running)),
     )
 
 

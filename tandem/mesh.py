@@ -74,7 +74,8 @@ class AttemptPlace:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """A choice that ended `age_s` ago, with `finish_reason` or with `error`. `places` go with `timing.attempts`."""
+    """A choice that ended `age_s` ago, with `finish_reason` or with `error`; or one that runs, came in `age_s` ago, and
+    has come as far as `timing` says. `places` go with `timing.attempts`."""
 
     request_id: str
     age_s: float
@@ -89,7 +90,8 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """All workers, the router's own counts since its start, and what happened lately, newest first.
+    """All workers, the router's own counts since its start, what happened lately, newest first, and what runs, oldest
+    first.
 
     `shortage` is what the first request in the queue waits for: "decode worker", "decode room" or "prefill room"; ""
     if none waits.
@@ -104,3 +106,4 @@ class Mesh:
     replays: int = 0
     incidents: tuple[Incident, ...] = ()
     traces: tuple[RequestTrace, ...] = ()
+    running: tuple[RequestTrace, ...] = ()

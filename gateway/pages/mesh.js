@@ -3,6 +3,7 @@
 import { get, saveKey } from "./api.js";
 import { $, make, say } from "./dom.js";
 import { Speeds } from "./speeds.js";
+import { Running } from "./running.js";
 import { PHASES, Traces, showIncidents } from "./traces.js";
 import { bytes, count } from "./units.js";
 import { Side } from "./workers.js";
@@ -12,6 +13,7 @@ const INTERVAL_MS = 1000;
 const speeds = new Speeds();
 const sides = { prefill: new Side($("prefill")), decode: new Side($("decode")) };
 const traces = new Traces($("traces"), $("no-traces"));
+const running = new Running($("running"), $("no-running"));
 const figures = new Map();
 let isPaused = false;
 let timer = null;
@@ -47,6 +49,8 @@ function show(state) {
   showWire(prefill);
   sides.prefill.show(prefill, speeds);
   sides.decode.show(decode, speeds);
+  running.show(state.running);
+  say($("running-count"), state.running.length < state.active_requests ? `the oldest ${state.running.length} of ${count(state.active_requests)}` : "");
   traces.show(state.traces);
   showIncidents($("incidents"), $("no-incidents"), state.incidents);
 }

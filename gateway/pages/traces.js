@@ -17,7 +17,7 @@ export const PHASES = [
 const ENDINGS = { eos_token: "complete", length: "length", stop_sequence: "stop string" };
 
 /** What followed what, over all attempts: [phase, milliseconds]. */
-function parts({ timing }) {
+export function parts({ timing }) {
   if (!timing) return [];
   const attempts = timing.attempts.flatMap((attempt) => PHASES.slice(1).map(([phase]) => [phase, attempt[`${phase}_ms`]]));
   return [["prepare", timing.prepare_ms], ...attempts].filter(([, ms]) => ms > 0);

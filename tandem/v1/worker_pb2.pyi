@@ -208,7 +208,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "active_requests", "shortage", "ended_choices", "failed_choices", "replays", "incidents", "traces")
+    __slots__ = ("workers", "queued_requests", "active_requests", "shortage", "ended_choices", "failed_choices", "replays", "incidents", "traces", "running")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class ListWorkersResponse(_message.Message):
     REPLAYS_FIELD_NUMBER: _ClassVar[int]
     INCIDENTS_FIELD_NUMBER: _ClassVar[int]
     TRACES_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queued_requests: int
     active_requests: int
@@ -227,7 +228,8 @@ class ListWorkersResponse(_message.Message):
     replays: int
     incidents: _containers.RepeatedCompositeFieldContainer[Incident]
     traces: _containers.RepeatedCompositeFieldContainer[RequestTrace]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
+    running: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
 
 class Incident(_message.Message):
     __slots__ = ("kind", "age", "worker_id", "request_id", "cause")

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from playwright.async_api import Page, async_playwright, expect
 
@@ -127,6 +128,18 @@ async def check_stopping(page: Page) -> None:
     await expect(page.get_by_role("button", name="Send")).to_be_visible()
 
 
+async def check_running(page: Page, url: str) -> None:
+    """A request is seen while it runs, in its phase, and among the recent ones when it has ended."""
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
+        body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body):
+            row = page.locator("#running .running")
+            await expect(row).to_contain_text(re.compile(r"Decode, .* 4 \+ [\d,]+ tokens, .*decode-\d"))
+            await expect(row.locator(".lane")).to_have_attribute("aria-label", re.compile("decode "))
+    await expect(page.locator("#no-running")).to_be_visible()
+    await expect(page.locator(".trace .what").filter(has_text="CancelledError")).to_have_count(1)
+
+
 async def test_mesh(tmp_path: Path) -> None:
     flags = ("--http-port=0", "--decode", "2")
     async with mesh("tandem-small", tmp_path, *flags) as running, browsing(f"{running.http}/mesh") as page:
@@ -137,6 +150,7 @@ async def test_mesh(tmp_path: Path) -> None:
         await expect(lane).to_have_attribute("aria-label", re.compile("prefill .* decode "))
         await page.locator(".trace summary").first.click()
         await expect(page.locator(".trace table").first).to_contain_text("prefill-0 → decode-")
+        await check_running(page, running.http)
         running.signal("decode_worker", signal.SIGKILL)
         incidents = page.locator("#incidents")
         await expect(incidents).to_contain_text("is gone", timeout=20_000)

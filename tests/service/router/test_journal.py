@@ -58,6 +58,30 @@ async def test_lost_workers_and_failed_requests_are_told(make_mesh: Any) -> None
     assert not view.workers[0].serving
 
 
+async def test_running_requests_are_told_as_far_as_they_have_come(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    decode.gate.close()
+    call = mesh.stub.Generate(make_request(token_ids=[70] * 8, max_new_tokens=4), timeout=20)
+    await mesh.until(lambda: len(decode.started.items) == 1)
+    (before,) = (await told(mesh)).running
+    assert (before.prompt_tokens, before.completion_tokens, before.finish_reason, before.error) == (8, 0, None, "")
+    assert [place.decode_worker for place in before.places] == ["decode-0"]
+    decode.gate.allow(2)
+    await mesh.until(lambda: mesh.router.journal.running[0].completion_tokens == 2)
+    (after,) = (await told(mesh)).running
+    assert after.request_id == before.request_id
+    assert after.age_s > before.age_s
+    phases = [{name for name, ms in each.timing.phases_ms.items() if ms > 0} for each in (before, after)]
+    assert "decode" not in phases[0]
+    assert "decode" in phases[1]
+    decode.gate.open()
+    async for _ in call:
+        pass
+    view = await told(mesh)
+    assert (view.running, view.traces[0].completion_tokens) == ((), 4)
+
+
 async def test_what_the_queue_waits_for(make_mesh: Any) -> None:
     mesh = await make_mesh()
     decode = await mesh.decode(max_num_seqs=1)

@@ -2,6 +2,7 @@
 
 from prometheus_client import Counter
 
+from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerRole
 from mesh.worker.metrics import WorkerMetrics
 
@@ -17,6 +18,11 @@ class DecodeMetrics(WorkerMetrics):
             ["kv"],
             registry=self.registry,
         )
+
+        for kv in ("transferred", "computed"):
+            self._started.labels(kv)
+        for reason in SequenceFailure:  # Prometheus sees no increase where a series begins with 1
+            self._failures.labels(self._role, reason.value)
 
     def started(self, num_tokens: int, kv: str) -> None:
         """A sequence has come in; its KV is "transferred", "computed" here, or "shared" with another choice."""

@@ -10,6 +10,14 @@ from typing import Protocol
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from mesh.domain.errors import (
+    AttemptsFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    NoWorkers,
+    Overloaded,
+    Replayable,
+)
 from mesh.domain.worker import WorkerRole, WorkerState
 from mesh.metrics import SECONDS, TOKENS, Gaps, OnLoop, new_registry
 from router.admission import Admission
@@ -57,6 +65,20 @@ class RouterMetrics:
         self._phases = {
             phase: seconds(f"request_{phase}_time_seconds", f"A choice's time in the phase {phase}") for phase in PHASES
         }
+
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """What is counted seldom is there from the start: Prometheus sees no increase where a series begins with 1."""
+        for kind in IncidentKind:
+            if kind not in (IncidentKind.REPLAYED, IncidentKind.FAILED):
+                self._incidents.labels(kind.value)
+        for cause in Replayable.__subclasses__():
+            self._replays.labels(cause.__name__)
+        for error in (AttemptsFailed, DeadlineExceeded, NoWorkers, Overloaded):
+            self._failed.labels(error.__name__)
+        for refusal in (InvalidRequest, Overloaded):
+            self._refused.labels(refusal.__name__)
 
     def watch(self, models: Sequence[Gauged]) -> None:
         """Tell these, too, all models added up. Call it on the event loop that owns them."""

@@ -38,11 +38,14 @@ METRICS_PORT = free_ports(3)
 
 
 async def run_example(running: MeshProcess, name: str, *arguments: str) -> str:
-    """What it prints; AssertionError if it fails."""
+    return await run(running, str(EXAMPLES / f"{name}.py"), *arguments)
+
+
+async def run(running: MeshProcess, *command: str) -> str:
+    """What a Python program prints; AssertionError if it fails."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(EXAMPLES / f"{name}.py"),
-        *arguments,
+        *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"TANDEM_HTTP": running.http, "HF_HUB_OFFLINE": "0"},
@@ -67,6 +70,7 @@ async def test_examples_run_and_http_answers_as_grpc_does(tmp_path: Path, monkey
         tandem.AsyncClient(running.address) as client,
     ):
         await check_examples(running)
+        await check_grpc_examples(running)
         await check_documented_calls(running)
         await check_same_answers(running, client)
         await check_stop_strings(running)
@@ -89,6 +93,20 @@ async def check_examples(running: MeshProcess) -> None:
     assert text == streamed
     confidence = re.fullmatch(r"length, confidence (0\.\d\d|1\.00)", ending)
     assert confidence
+
+
+async def check_grpc_examples(running: MeshProcess) -> None:
+    """As they stand there but for the port."""
+    assert "confidence" in await run_grpc_example(running, "quickstart")
+    assert "Paris" in await run_grpc_example(running, "sync_quickstart")
+    assert len((await run_grpc_example(running, "stream_confidence")).splitlines()) >= 3
+    assert "40 payloads from 8 threads" in await run_grpc_example(running, "many_prompts", "40", "8")
+
+
+async def run_grpc_example(running: MeshProcess, name: str, *arguments: str) -> str:
+    source = (EXAMPLES.parent / f"{name}.py").read_text()
+    assert "127.0.0.1:50051" in source
+    return await run(running, "-c", source.replace("127.0.0.1:50051", running.address), *arguments)
 
 
 async def check_documented_calls(running: MeshProcess) -> None:

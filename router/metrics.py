@@ -65,7 +65,6 @@ class RouterMetrics:
         self._phases = {
             phase: seconds(f"request_{phase}_time_seconds", f"A choice's time in the phase {phase}") for phase in PHASES
         }
-
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:

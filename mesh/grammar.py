@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.structure import Structure, StructureKind
 from mesh.model_files import read_model_facts
+from mesh.tokenizer_files import load_tokenizer
 
 T = TypeVar("T")
 
@@ -83,9 +84,8 @@ class GrammarCompiler:
                 if not facts.eos_token_ids:
                     raise InvalidRequest("this model has no end-of-sequence token, so no structure could end")
                 try:
-                    self._tokenizer = LLTokenizer(
-                        str(self._model_dir / "tokenizer.json"), facts.vocab_size, sorted(facts.eos_token_ids)
-                    )
+                    tokenizer = load_tokenizer(self._model_dir).to_str()
+                    self._tokenizer = LLTokenizer(tokenizer, facts.vocab_size, sorted(facts.eos_token_ids))
                 except ValueError as error:
                     raise InvalidRequest(f"structured output cannot use this model's tokenizer: {error}") from error
             return self._tokenizer

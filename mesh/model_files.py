@@ -1,6 +1,6 @@
 """Facts that a checkpoint folder states about its model, for routers and workers alike. Standard library only.
 
-`config.json` and `tokenizer.json` must be there; `generation_config.json` may be missing.
+`config.json` and a tokenizer must be there; `generation_config.json` may be missing.
 """
 
 import json
@@ -12,6 +12,10 @@ from typing import Any
 
 from mesh.domain.errors import ConfigurationError
 
+ALL_IN_ONE = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
+BYTE_LEVEL = ("vocab.json", "merges.txt")
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FINGERPRINT_BYTES = 16
 
 # What different model families call the longest sequence they were made for, and the number of their tokens.
@@ -51,10 +55,27 @@ def read_model_facts(model_dir: Path) -> ModelFacts:
     )
 
 
+def tokenizer_source(model_dir: Path) -> str:
+    """The file with the vocabulary: tokenizer.json, or what came before it. Raises ConfigurationError."""
+    for name in (ALL_IN_ONE, SENTENCEPIECE):
+        if (model_dir / name).is_file():
+            return name
+    if all((model_dir / name).is_file() for name in BYTE_LEVEL):
+        return BYTE_LEVEL[0]
+    raise ConfigurationError(
+        f"{model_dir} has no tokenizer: neither {ALL_IN_ONE} nor {SENTENCEPIECE} nor {' with '.join(BYTE_LEVEL)}"
+    )
+
+
 def tokenizer_fingerprint(model_dir: Path) -> str:
-    """Hash of tokenizer.json: equal fingerprints mean equal token ids."""
-    path = model_dir / "tokenizer.json"
-    return blake2b(_read_bytes(path), digest_size=_FINGERPRINT_BYTES).hexdigest()
+    """Hash of the tokenizer's files: equal fingerprints mean equal token ids. Raises ConfigurationError."""
+    source = tokenizer_source(model_dir)
+    beside = () if source == ALL_IN_ONE else (BYTE_LEVEL[1], *_BESIDE)
+    digest = blake2b(_read_bytes(model_dir / source), digest_size=_FINGERPRINT_BYTES)
+    for name in beside:
+        if (model_dir / name).is_file():
+            digest.update(_read_bytes(model_dir / name))
+    return digest.hexdigest()
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.model_files import read_json
 from router.text.sandbox import MAX_CHARS, BoundedSandbox, TooMuchWork
 
+_DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _MAX_RENDER_S = 1.0
 _MAX_INDENT = 16
 # What a template's code can raise beside Jinja's own errors.
@@ -63,30 +64,43 @@ def _parse(text: str, name: str, default: Any) -> Any:
 class ChatTemplate:
     """A model's way of writing a conversation as one text."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises ConfigurationError if the template has a syntax error."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """`tool_source` is for conversations with tools, if they have a template of their own.
+
+        Raises ConfigurationError if a template has a syntax error.
+        """
         self._special_tokens = dict(special_tokens)
         try:
             self._sandbox = _environment()
             self._template = self._sandbox.from_string(source)
+            self._tool_template = self._sandbox.from_string(tool_source) if tool_source else self._template
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise ConfigurationError(f"the chat template is broken: {error}") from error
 
     @classmethod
     def load(cls, model_dir: Path) -> "ChatTemplate | None":
-        """The folder's template: chat_template.jinja, else tokenizer_config.json; None if neither has one."""
+        """The folder's template: chat_template.jinja, else tokenizer_config.json; None if neither has one.
+
+        Raises ConfigurationError.
+        """
         config = read_json(model_dir / "tokenizer_config.json", optional=True)
+        named = _by_name(config.get("chat_template"))
         path = model_dir / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.exists() else _named(config.get("chat_template"))
-        return cls(source, _special_tokens(config)) if source else None
+        if path.exists():
+            named[_DEFAULT] = _read_text(path)
+        if _DEFAULT not in named:
+            return None
+        beside = read_json(model_dir / "special_tokens_map.json", optional=True)
+        return cls(named[_DEFAULT], _special_tokens(beside | config), named.get(_WITH_TOOLS))
 
     def render(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> str:
         """The prompt, ready for the assistant's turn. Raises InvalidRequest. May take long: run it on a thread."""
         turns = [{**message.extra, "role": message.role, "content": message.content} for message in messages]
         values = {"messages": turns, "tools": tools, "add_generation_prompt": True, **self._special_tokens}
         try:
+            template = self._tool_template if tools else self._template
             with self._sandbox.budget(_MAX_RENDER_S):
-                return "".join(self._bounded(self._template.generate(values)))
+                return "".join(self._bounded(template.generate(values)))
         except (TooMuchWork, MemoryError, RecursionError) as error:
             raise InvalidRequest(
                 f"the rendered chat is too big: the limits are {MAX_CHARS} characters and {_MAX_RENDER_S:g} s"
@@ -138,11 +152,23 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, *
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _named(template: Any) -> str | None:
-    """Older checkpoints have a list of named templates; "default" is the one for chat."""
-    if isinstance(template, list):
-        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
-    return template if isinstance(template, str) else None
+def _by_name(template: Any) -> dict[str, str]:
+    """Some checkpoints have a list of named templates: one for chat, perhaps one for chat with tools."""
+    if isinstance(template, str):
+        return {_DEFAULT: template}
+    entries = template if isinstance(template, list) else []
+    return {
+        str(entry.get("name")): entry["template"]
+        for entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("template"), str)
+    }
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers.decoders import ByteLevel
 
-from mesh.domain.errors import ConfigurationError
+from mesh.tokenizer_files import load_tokenizer
 from router.text.byte_detokenizer import ByteDetokenizer, ByteVocabulary
 from router.text.detokenizer import Detokenizer, IncrementalDetokenizer
 
@@ -22,7 +22,7 @@ class TextToken:
 
 
 class Tokenizer:
-    """Text to ids and back. `eos_token_ids` count as special even where tokenizer.json does not say so."""
+    """Text to ids and back. `eos_token_ids` count as special even where the tokenizer does not say so."""
 
     def __init__(self, native: NativeTokenizer, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._native = native
@@ -37,13 +37,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, eos_token_ids: frozenset[int]) -> "Tokenizer":
-        """Raises ConfigurationError if tokenizer.json is missing or broken."""
-        path = model_dir / "tokenizer.json"
-        try:
-            native = NativeTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigurationError(f"cannot load {path}: {error}") from error
-        return cls(native, eos_token_ids)
+        """Raises ConfigurationError if its files are missing or broken."""
+        return cls(load_tokenizer(model_dir), eos_token_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids. Releases the interpreter lock, so long texts may be encoded on a thread."""

@@ -116,6 +116,12 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert template.render(TURNS) == "</s>"
+    assert template.render(TURNS, [{"type": "function"}]) == "t"
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<other>", "bos_token": "<first>"}')
+    write_config(tmp_path, eos_token="</s>", chat_template="{{ bos_token }}{{ eos_token }}{{ tools | tojson }}")
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render(TURNS, [{"a": 1}]) == '<first></s>[{"a": 1}]'
     (tmp_path / "chat_template.jinja").write_text("file")
     template = ChatTemplate.load(tmp_path)
     assert template is not None

@@ -1,0 +1,104 @@
+"""Tokenizers without tokenizer.json: ids and texts are those of transformers, and of sentencepiece itself."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import sentencepiece
+from transformers import AutoTokenizer
+
+from mesh.domain.errors import ConfigurationError
+from mesh.model_files import tokenizer_fingerprint
+from router.text.tokenizer import Tokenizer
+from tests.fakes.tokenizers import write_gpt2, write_llama, write_t5
+
+TEXTS = [
+    "Hello world",
+    " leading and trailing ",
+    "two  spaces   three\n\nlines\tand a tab",
+    "",
+    " ",
+    "Löwe à Orléans, naïve café — “quotes” …",
+    "日本語 と 中文, Привет мир",
+    "😀👨‍👩‍👧‍👦🇫🇷 é vs é",
+    "\u0000\u200b\ufeff odd \ue000 private",
+    "</s> <s> <|endoftext|> <unk> in the text",
+    "12345 + 67890 = 80235; f(x) -> y != z",
+    "▁ the space mark itself",
+    "ﬁ ligature, ① circled, ½",
+]
+Write = Callable[[Path], Path]
+GPT2_END = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+OPT = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>", "add_bos_token": True}
+KINDS: dict[str, Write] = {
+    "llama": partial(write_llama, add_bos_token=True),
+    "llama-legacy": partial(write_llama, add_bos_token=True, legacy=True),
+    "llama-framed": partial(write_llama, add_bos_token=False, add_eos_token=True),
+    "t5": write_t5,
+    "gpt2": partial(write_gpt2, **GPT2_END),
+    "opt": partial(write_gpt2, **OPT),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return KINDS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+def load(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder, frozenset())
+
+
+def test_ids_and_texts_are_those_of_transformers(folder: Path) -> None:
+    ours, theirs = load(folder), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=True)
+        assert ids == theirs(text)["input_ids"], text
+        assert ours.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"], text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False), (
+            text
+        )
+
+
+def test_streaming_gives_the_text_of_all_ids(folder: Path) -> None:
+    tokenizer = load(folder)
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        assert "".join(piece.text for piece in tokenizer.pieces(ids)) == tokenizer.decode(ids), text
+
+
+@pytest.mark.parametrize("write", [write_llama, write_t5])
+def test_ids_are_those_of_sentencepiece(write: Write, tmp_path: Path) -> None:
+    """But for a space at the beginning, which transformers takes for the one that is put there."""
+    ours = load(write(tmp_path))
+    theirs: Any = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    for text in (text for text in TEXTS[:8] if not text.startswith(" ")):
+        assert ours.encode(text, add_special_tokens=False) == theirs.encode(text), text
+
+
+def test_added_tokens_have_the_ids_that_the_files_say(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<tool>": 420, "<pad>": 421}')
+    tokenizer = load(tmp_path)
+    assert tokenizer.encode("a<tool>b", add_special_tokens=False)[1:2] == [420]
+    before = tokenizer_fingerprint(tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<tool>": 500}')
+    assert tokenizer_fingerprint(tmp_path) != before
+    with pytest.raises(ConfigurationError, match="added token '<tool>' should have id 500"):
+        load(tmp_path)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"has no tokenizer: neither tokenizer\.json nor tokenizer\.model nor"):
+        load(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.model is no sentencepiece model"):
+        load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=r"cannot load .*tokenizer\.json"):
+        load(tmp_path)

@@ -1,0 +1,73 @@
+"""Small tokenizers in the files that older checkpoints have, trained here."""
+
+import io
+import json
+from pathlib import Path
+
+import sentencepiece
+from tokenizers import ByteLevelBPETokenizer
+
+TEXT = [
+    "The quick brown fox jumps over the lazy dog. Hello world, hello tokens; 123 + 456 = 579!",
+    "Ein Löwe läuft über die Straße. L'été dernier, à Orléans. 日本語の文章です。 Привет, мир! 😀😂",
+    "def f(x):\n    return x  # two  spaces\n\tand a tab",
+] * 30
+
+
+def write_sentencepiece(folder: Path, model_type: str, config: dict[str, object], **options: object) -> Path:
+    """tokenizer.model and tokenizer_config.json; `options` are the trainer's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT), model_writer=model, model_type=model_type, minloglevel=2, num_threads=1, **options
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_llama(folder: Path, **config: object) -> Path:
+    """As Llama 2's: BPE, bytes for what it does not know, digits one by one, spaces kept."""
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+    } | config
+    return write_sentencepiece(
+        folder,
+        "bpe",
+        config,
+        vocab_size=420,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        character_coverage=0.99,
+    )
+
+
+def write_t5(folder: Path) -> Path:
+    """As T5's: unigram, normalised, with sentinels behind."""
+    config = {
+        "tokenizer_class": "T5Tokenizer",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "pad_token": "<pad>",
+        "extra_ids": 10,
+    }
+    return write_sentencepiece(
+        folder, "unigram", config, vocab_size=90, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, character_coverage=0.99
+    )
+
+
+def write_gpt2(folder: Path, **config: object) -> Path:
+    """As GPT-2's and OPT's: vocab.json and merges.txt."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>"] if config.get("add_bos_token") else ["<|endoftext|>"]
+    tokenizer.train_from_iterator(TEXT, vocab_size=400, special_tokens=special, show_progress=False)
+    tokenizer.save_model(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"} | config))
+    return folder

@@ -102,6 +102,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "granite": lambda: _llama_like(
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
+    "stablelm": lambda: _llama_like("stablelm", use_qkv_bias=True),
     "mixtral": lambda: _llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: _llama_like(
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]

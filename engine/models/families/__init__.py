@@ -17,6 +17,7 @@ from engine.models.families.llama import llama, mistral, qwen2, qwen3
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
+from engine.models.families.stablelm import stablelm
 from engine.models.families.starcoder2 import starcoder2
 
 FAMILIES: Mapping[str, Family] = {
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma2ForCausalLM": Family("Gemma 2", gemma2),
     "Gemma3ForCausalLM": Family("Gemma 3, text", gemma3),
     "GraniteForCausalLM": Family("Granite 3", granite),
+    "StableLmForCausalLM": Family("StableLM", stablelm),
     "InternLMForCausalLM": Family("InternLM", internlm),
     "InternLM2ForCausalLM": Family("InternLM 2, 2.5", internlm2),
     "InternLM3ForCausalLM": Family("InternLM 3", internlm3),

@@ -4,7 +4,7 @@ BIN := .venv/bin
 TYPED := tandem router prefill_worker decode_worker kvtransfer engine mesh gateway cli bench models examples
 SOURCES := $(TYPED) tests
 
-.PHONY: demo up test lint protos test-gpu chaos bench clean
+.PHONY: demo up test lint protos parity test-gpu chaos bench clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml constraints.txt
@@ -31,6 +31,9 @@ lint: .venv/.installed  ## Style, types, import rules, protocol lint and generat
 
 protos: .venv/.installed  ## Generate tandem/v1 from protos/.
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/tandem/v1/*.proto
+
+parity: .venv/.installed  ## Every model family against transformers, through a mesh, as a table (a few minutes).
+	$(BIN)/python -m tests.parity
 
 test-gpu:  ## Parity on CUDA, with the machine's own Python packages: PYTHON=python3 make test-gpu
 	$(PYTHON) -m pytest -q -m gpu tests/gpu

@@ -109,6 +109,12 @@ def check_parity(model_dir: Path, runner: ModelRunner) -> None:
         require_same(run, expected)
 
 
+def half_tolerance(family: str, dtype: str) -> float:
+    """How far log-probs in half precision may be from those in fp32. transformers' own are further away."""
+    near = 0.3 if dtype == "bfloat16" else 0.05
+    return 3 * near if family == "gemma2" else near
+
+
 def check_half_precision(model_dir: Path, settings: RunnerSettings, tolerance: float) -> None:
     """Prompt log-probs are near those of fp32; greedy tokens may differ after a near tie."""
     for run, expected in zip(run_mixed(load_model_runner(settings)), expect_prompts(model_dir), strict=True):

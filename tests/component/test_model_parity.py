@@ -12,7 +12,7 @@ from mesh.cores import Cores
 from tests.component.arms import ARMS, load_arm, settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.driving import Driver
-from tests.component.parity import check_half_precision, check_parity, prompts, run_mixed
+from tests.component.parity import check_half_precision, check_parity, half_tolerance, prompts, run_mixed
 from tests.fakes.requests import make_request
 
 Checkpoint = Callable[[str], Path]
@@ -43,9 +43,10 @@ def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_on_cpu(checkpoint: Checkpoint, dtype: str) -> None:
-    tolerance = 0.3 if dtype == "bfloat16" else 0.05
-    check_half_precision(checkpoint("qwen3"), settings(checkpoint("qwen3"), dtype=dtype), tolerance)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bloom"])
+def test_half_precision_on_cpu(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+    tolerance = half_tolerance(family, dtype)
+    check_half_precision(checkpoint(family), settings(checkpoint(family), dtype=dtype), tolerance)
 
 
 def test_sharded_checkpoint(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import torch
 
 from engine.attention.flash import PAGE_TOKENS, flash_available
 from engine.load import RunnerSettings, load_model_runner
-from tests.component.checkpoints import FAMILIES, build_checkpoint
+from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.kv_moves import check_round_trip
-from tests.component.parity import check_half_precision, check_parity
+from tests.component.parity import check_half_precision, check_parity, half_tolerance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 BACKENDS = ["torch", pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="no flash-attn"))]
@@ -27,23 +27,23 @@ def _exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_fp32(tmp_path: Path, family: str) -> None:
     model_dir = build_checkpoint(family, tmp_path)
     check_parity(model_dir, load_model_runner(settings(model_dir, "torch", "float32")))
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2-window", "qwen3", "bloom", "gemma2", "gpt2"])
 def test_fp16(tmp_path: Path, family: str, attention: str) -> None:
     model_dir = build_checkpoint(family, tmp_path)
-    check_half_precision(model_dir, settings(model_dir, attention, "float16"), 0.05)
+    check_half_precision(model_dir, settings(model_dir, attention, "float16"), half_tolerance(family, "float16"))
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_bf16(tmp_path: Path, attention: str) -> None:
     model_dir = build_checkpoint("llama", tmp_path)
-    check_half_precision(model_dir, settings(model_dir, attention, "bfloat16"), 0.3)
+    check_half_precision(model_dir, settings(model_dir, attention, "bfloat16"), half_tolerance("llama", "bfloat16"))
 
 
 def test_kv_round_trip(tmp_path: Path) -> None:

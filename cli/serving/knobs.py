@@ -143,7 +143,14 @@ KNOBS = (
     Knob("option.handler", convert=to.never),
     Knob("option.enable_lora", convert=to.off_only, note="it is off"),
     Knob("option.speculative_config", spread=to.speculation),
-    Knob("option.speculative_draft_model", ("decode.draft_model",)),
-    Knob("option.speculative_length", ("decode.num_speculative_tokens",), env=("SPECULATE",)),
+    Knob("option.speculative_draft_model", ("decode.draft_model",), also=("option.draft_model_id",)),
+    Knob(
+        "option.speculative_length",
+        ("decode.num_speculative_tokens",),
+        env=("SPECULATE",),
+        also=("option.spec_length",),
+    ),
+    Knob("option.draft_model_tp_size", convert=to.one_only, note=_DEVICES),
+    Knob("option.record_acceptance_rate", note="it always is"),
     Knob("option.bedrock_compat", convert=to.off_only, note="it is off"),
 )

@@ -13,6 +13,8 @@ _USUAL_SHARE = 1 / 12
 # Weight of that belief, in steps that differ by one token from the usual ones.
 _BELIEF = 4.0
 _MEMORY = 0.99
+# What a guess must gain beyond its cost: some of that, such as a draft model's way through the prompt, is not priced.
+_MARGIN = 1.15
 # A step that takes this many times what was expected was interrupted, and says less.
 _MOST_SURPRISE = 3.0
 
@@ -70,28 +72,35 @@ class Prices:
     step: StepCost
     round: StepCost
 
+    @property
+    def guess_s(self) -> float:
+        """Of one guess, where others are made anyway."""
+        return self.step.token_s + self.round.token_s
 
-def plan_lengths(chances: Items[float], limits: Items[int], num_tokens: int, prices: Prices) -> list[int]:
+    def least_chance(self, num_sequences: int) -> float:
+        """What a first guess must have to be worth its time in a batch of sequences that decode."""
+        return _MARGIN * self.guess_s * num_sequences / self.step.seconds(num_sequences)
+
+
+def plan_lengths(chances: Items[float], limits: Items[int], prices: Prices) -> list[int]:
     """How many guesses each sequence should get, so that the batch gets most tokens a second.
 
-    chances: that a sequence's next guess is right, if those before it were; limits: most guesses of each; num_tokens:
-    what the step computes without guesses. One guess more for a sequence pays as long as its chance is more than what
-    the time it takes is worth.
+    chances: that a sequence's next guess is right, if those before it were; limits: most guesses of each. One guess
+    more for a sequence pays as long as its chance is more than what the time it takes is worth.
     """
     lengths = [0] * len(chances)
     reached = [1.0] * len(chances)  # chance that all guesses so far are right
-    tokens, seconds = float(len(chances)), prices.step.seconds(num_tokens)
-    guess_s = prices.step.token_s + prices.round.token_s
+    tokens, seconds = float(len(chances)), prices.step.seconds(len(chances))
     for length in range(1, max(limits, default=0) + 1):
-        worth = guess_s * tokens / seconds
+        worth = _MARGIN * prices.guess_s * tokens / seconds
         chosen = [
             i
             for i, chance in enumerate(chances)
             if lengths[i] == length - 1 and limits[i] >= length and reached[i] * chance > worth
         ]
         gained = sum(reached[i] * chances[i] for i in chosen)
-        spent_s = prices.round.fixed_s + guess_s * len(chosen)
-        if gained * seconds <= spent_s * tokens:
+        spent_s = prices.round.fixed_s + prices.guess_s * len(chosen)
+        if gained * seconds <= _MARGIN * spent_s * tokens:
             break
         for i in chosen:
             lengths[i] = length

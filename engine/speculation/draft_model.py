@@ -105,14 +105,14 @@ class DraftModel:
     def _run(self, batch: ScheduledBatch) -> None:
         began_s = time.perf_counter()
         outputs = self._runner.run(batch)
-        if all(item.num_tokens <= _TOKENS_OF_A_GUESS for item in batch.items):
-            self._fit = self._fit or CostFit()
-            self._fit.learn(batch.num_tokens, time.perf_counter() - began_s)
         for item, output in zip(batch.items, outputs, strict=True):
             shadow = item.sequence
             shadow.num_computed_tokens = item.end
             shadow.token_ids += [token.id for token in output.tokens]
             shadow.num_guessed += len(output.tokens)
+        if all(item.num_tokens <= _TOKENS_OF_A_GUESS for item in batch.items):
+            self._fit = self._fit or CostFit()
+            self._fit.learn(batch.num_tokens, time.perf_counter() - began_s)
 
     def _guesses(self, sequence: Sequence) -> Drafts:
         shadow = self._shadows[sequence.key]

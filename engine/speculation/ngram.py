@@ -61,7 +61,7 @@ class NgramDrafter:
 
     def limits(self, sequences: Items[Sequence], most: Items[int]) -> list[int]:
         """See Drafter.limits."""
-        self._found = [self._find(sequence) for sequence in sequences]
+        self._found = [self._find(sequence) if limit else 0 for sequence, limit in zip(sequences, most, strict=True)]
         return [limit if place else 0 for place, limit in zip(self._found, most, strict=True)]
 
     def draft(self, sequences: Items[Sequence], lengths: Items[int]) -> list[Drafts]:

@@ -22,30 +22,29 @@ Clock = Callable[[], float]
 
 
 class Speculator:
-    """Owned by the engine's thread. `max_drafts` is the most guesses of a sequence in a step."""
+    """Owned by the engine's thread. `max_drafts` is the most guesses of a sequence in a step; `fit` is what is known
+    about the cost of steps.
+    """
 
-    def __init__(self, drafter: Drafter, max_drafts: int, clock: Clock = time.perf_counter) -> None:
+    def __init__(
+        self, drafter: Drafter, max_drafts: int, fit: CostFit | None = None, clock: Clock = time.perf_counter
+    ) -> None:
         self.drafter = drafter
         self._max_drafts = max_drafts
         self._clock = clock
-        self._fit = CostFit()
+        self._fit = fit or CostFit()
         self._overall = Acceptance()
         self._acceptance: dict[SequenceKey, Acceptance] = {}
         self._began_s = 0.0
 
     def extend(self, batch: ScheduledBatch, scheduler: Scheduler) -> ScheduledBatch:
         """The batch with guesses behind the last tokens of sequences that decode. Tell `learn` what came of it."""
+        prices = Prices(self._fit.cost, self.drafter.round_cost())
         sequences = [item.sequence for item in batch.items if _decodes(item)]
-        limits = self.drafter.limits(sequences, [self._most(sequence, scheduler) for sequence in sequences])
-        lengths = plan_lengths(
-            [self._chance(sequence) for sequence in sequences],
-            limits,
-            len(sequences),
-            Prices(self._fit.cost, self.drafter.round_cost()),
-        )
+        lengths = self._plan(sequences, scheduler, prices) if sequences else []
         left = scheduler.config.max_batch_tokens - batch.num_tokens
-        for place, sequence in enumerate(sequences):
-            lengths[place] = scheduler.make_room(sequence, min(lengths[place], left)) if lengths[place] else 0
+        for place, length in enumerate(lengths):
+            lengths[place] = scheduler.make_room(sequences[place], min(length, left)) if length else 0
             left -= lengths[place]
         if any(lengths):
             drafts = self.drafter.draft(sequences, lengths)
@@ -74,6 +73,17 @@ class Speculator:
         """Drop what is kept for `sequence`."""
         self._acceptance.pop(sequence.key, None)
         self.drafter.forget(sequence)
+
+    def _plan(self, sequences: list[Sequence], scheduler: Scheduler, prices: Prices) -> list[int]:
+        """How many guesses each should get. Who is known to guess badly is not even asked."""
+        chances, least = list(map(self._chance, sequences)), prices.least_chance(len(sequences))
+        most = [
+            self._most(sequence, scheduler) if chance > least else 0
+            for sequence, chance in zip(sequences, chances, strict=True)
+        ]
+        if not any(most):
+            return most
+        return plan_lengths(chances, self.drafter.limits(sequences, most), prices)
 
     def _most(self, sequence: Sequence, scheduler: Scheduler) -> int:
         """Guesses that could be emitted, with the token that is sampled behind them."""

@@ -90,6 +90,8 @@ class _Load(Collector):
         yield self._gauge("engine_ready", "1 if the worker takes work", state is WorkerState.READY)
         yield self._counter("engine_generation_tokens", "Tokens sampled", load.generated_tokens)
         yield self._counter("engine_prompt_tokens", "Prompt tokens computed", load.computed_tokens)
+        yield self._counter("spec_decode_num_draft_tokens", "Tokens guessed ahead", load.drafted_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Guesses that were right", load.accepted_tokens)
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"tandem_{name}", about, labels=["role"])

@@ -1,13 +1,17 @@
 """With speculation the tokens, their log-probs and their alternatives are those without it, to the last bit."""
 
+import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from math import exp
 from pathlib import Path
 
 import pytest
 
+from decode_worker.settings import DecodeSettings
 from engine.block_pool import BlockPool
+from engine.host import EngineLimits, build_host
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -15,18 +19,22 @@ from engine.sequence import Sequence
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import Speculator
+from engine.speculation.settings import NO_SPECULATION, Speculation
+from mesh.domain.errors import ConfigurationError
 from mesh.domain.request import Request
 from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, SampledToken
+from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm
-from tests.fakes.drafters import FakeDrafter, free_tokens
+from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
+from tests.goodness import UNLIKELY, fit
 
 Checkpoint = Callable[[str], Path]
 Answers = dict[str, tuple[list[SampledToken], FinishReason | None]]
 
 EOS = 257
+PROMPT = (5, 80, 9)
 _DRAWS = {"temperature": 0.9, "top_k": 20}
 _WAYS: Mapping[str, dict[str, object]] = {
     "greedy": {},
@@ -59,18 +67,18 @@ def answer(
     config = {"block_size": runner.kv_cache.layout.block_size, "max_batch_tokens": 64, "max_num_seqs": 16} | limits
     pool = BlockPool(runner.kv_cache.num_blocks)
     scheduler = Scheduler(SchedulerConfig(max_model_len=512, prefix_caching=False, **config), pool)
-    speculator = None if drafter is None else Speculator(drafter, 4, partial(next, free_tokens()))
+    speculator = None if drafter is None else eager_speculator(drafter, 4)
     engine = Engine(scheduler, runner, speculator=speculator)
     for request in asked:
         scheduler.add(Sequence(request))
     answers: Answers = {request.request_id: ([], None) for request in asked}
-    known = {request.request_id: request.num_generated for request in asked}
+    before = {request.request_id: request.num_generated for request in asked}
     while scheduler.has_work:
         result = engine.step()
         assert engine.num_step_tokens <= scheduler.config.max_batch_tokens
         for output in result.outputs:
             tokens, _ = answers[output.request_id]
-            assert output.first_index == known[output.request_id] + len(tokens)
+            assert output.first_index == before[output.request_id] + len(tokens)
             answers[output.request_id] = ([*tokens, *output.tokens], output.finish_reason)
         scheduler.check_integrity()
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
@@ -86,7 +94,7 @@ def ids(answers: Answers) -> dict[str, list[int]]:
 def test_guesses_change_nothing(checkpoint: Checkpoint, quantize: str, mistakes: float) -> None:
     runner = load_arm(checkpoint("llama"), "compiled", quantize=quantize)
     plain, _ = answer(runner, None, requests())
-    guessed, scheduler = answer(runner, FakeDrafter(ids(plain), mistakes), requests())
+    guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain)), mistakes), requests())
     assert guessed == plain
     load = scheduler.load()
     assert load.drafted_tokens > 30
@@ -95,7 +103,7 @@ def test_guesses_change_nothing(checkpoint: Checkpoint, quantize: str, mistakes:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"max_num_seqs": 7, "max_batch_tokens": 9}, {"max_num_seqs": 2, "max_batch_tokens": 5}]
+    "limits", [{"max_num_seqs": 8, "max_batch_tokens": 10}, {"max_num_seqs": 2, "max_batch_tokens": 5}]
 )
 def test_looking_up_changes_nothing_and_keeps_to_the_budget(checkpoint: Checkpoint, limits: dict[str, int]) -> None:
     runner = load_arm(checkpoint("llama"), "compiled")
@@ -118,7 +126,7 @@ def test_replay_in_the_middle_of_guesses_changes_nothing(checkpoint: Checkpoint)
         )
         for request in requests()
     ]
-    replayed, _ = answer(runner, FakeDrafter(ids(plain), mistakes=0.3), again)
+    replayed, _ = answer(runner, FakeDrafter(known(ids(plain)), mistakes=0.3), again)
     assert replayed == {name: (tokens[num_known:], reason) for name, (tokens, reason) in plain.items()}
 
 
@@ -140,3 +148,81 @@ def test_a_draft_model_guesses_no_further_than_it_can_see(checkpoint: Checkpoint
     most = len(request.token_ids) + 10
     _, scheduler = answer(runner, DraftModel(draft, max_model_len=most, max_batch_tokens=64), [request])
     assert 5 <= scheduler.load().drafted_tokens <= 10
+
+
+def follow_ups(runner: ModelRunner) -> dict[tuple[int, ...], dict[int, float]]:
+    """What may come after the prompt and up to two more tokens, and how likely that is where the top three are drawn:
+    from the model's log-probs.
+    """
+    found: dict[tuple[int, ...], dict[int, float]] = {}
+    paths: list[tuple[int, ...]] = [()]
+    for _ in range(3):
+        asked = [make_request(str(path), (*PROMPT, *path), max_new_tokens=1, top_logprobs=3) for path in paths]
+        answers, _ = answer(runner, None, asked)
+        for path in paths:
+            top = answers[str(path)][0][0].top
+            total = sum(exp(each.logprob) for each in top)
+            found[path] = {each.id: exp(each.logprob) / total for each in top}
+        paths = [(*path, token) for path in paths for token in found[path]]
+    return found
+
+
+@pytest.mark.parametrize("guesses", ["none", "one of the three", "a draft model"])
+def test_drawn_triples_fit_the_exact_distribution(checkpoint: Checkpoint, guesses: str) -> None:
+    """Three tokens drawn in turn: one after the prompt, one where a guess is checked, one behind it."""
+    runner = load_arm(checkpoint("llama"), "compiled")
+    tree = follow_ups(runner)
+    drafter: Drafter | None = None
+    if guesses == "one of the three":
+        drafter = FakeDrafter(lambda sequence, most: sorted(tree[tuple(sequence.token_ids[len(PROMPT) :])])[1:][:most])
+    elif guesses == "a draft model":
+        drafter = DraftModel(load_arm(checkpoint("llama-tied"), "compiled"), max_model_len=64, max_batch_tokens=64)
+    plain = [make_request(str(seed), PROMPT, max_new_tokens=3) for seed in range(1500)]
+    asked = [
+        replace(request, sampling=replace(request.sampling, seed=seed, temperature=1.0, top_k=3))
+        for seed, request in enumerate(plain)
+    ]
+    drawn, scheduler = answer(runner, drafter, asked, max_num_seqs=48)
+    counts = Counter(map(tuple, ids(drawn).values()))
+    exact = {
+        (first, second, third): tree[()][first] * tree[first,][second] * probability
+        for first, second in (path for path in tree if len(path) == 2)
+        for third, probability in tree[first, second].items()
+    }
+    assert counts.keys() <= exact.keys()
+    assert fit([counts[triple] for triple in exact], list(exact.values())) > UNLIKELY
+    load = scheduler.load()
+    assert (load.drafted_tokens > 400) == (guesses != "none")
+    assert load.accepted_tokens < max(1, load.drafted_tokens)
+
+
+def test_a_draft_model_shares_the_memory_for_kv(checkpoint: Checkpoint) -> None:
+    def num_blocks(draft_model: Path | None) -> int:
+        settings = DecodeSettings(model=str(checkpoint("llama")), registry_address="none", kv_cache_bytes=1 << 20)
+        speculation = Speculation("draft", 4, draft_model) if draft_model else NO_SPECULATION
+        host = build_host(settings, EngineLimits(64, 4, speculation=speculation))
+        info = host.worker_info(WorkerRole.DECODE)
+        assert (info.num_blocks, info.speculative) == (host.scheduler.pool.num_blocks, speculation.kind)
+        return info.num_blocks
+
+    # The draft model has half of the large one's heads for keys and values.
+    assert num_blocks(checkpoint("qwen2")) == num_blocks(None) * 2 // 3
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", ('"vocab_size": 264', '"vocab_size": 265'), "vocab_size 265, not 264"),
+        ("tokenizer.json", ("<pad>", "<fill>"), "tokenizer_fingerprint"),
+    ],
+)
+def test_a_draft_model_of_other_tokens_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path, name: str, change: tuple[str, str], message: str
+) -> None:
+    other = Path(shutil.copytree(checkpoint("llama"), tmp_path / "other"))
+    text = (other / name).read_text()
+    assert change[0] in text
+    (other / name).write_text(text.replace(*change))
+    settings = DecodeSettings(model=str(checkpoint("llama")), registry_address="none")
+    with pytest.raises(ConfigurationError, match=f"draft_model {other} does not fit .*{message}"):
+        build_host(settings, EngineLimits(64, 4, speculation=Speculation("draft", 4, other)))

@@ -91,6 +91,25 @@ async def test_lost_decode_worker_is_not_noticed(
 
 
 @pytest.mark.timeout(150)
+async def test_lost_decode_worker_is_not_noticed_while_tokens_are_guessed(
+    checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    model = checkpoint("llama-tied")
+    async with (
+        mesh(model, tmp_path, "--decode", "2", "--draft-model", str(model)) as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        expected = [await client.generate(**request) for request in requests()]
+        hit = await run_and_signal(running, client, signal.SIGKILL)
+        for events, result, request in zip(hit, expected, requests(), strict=True):
+            check_same(events, result)
+            if request["temperature"] == request["frequency_penalty"] == 0.0:
+                reference("llama-tied").check_greedy(request["token_ids"], result.tokens)
+        await pools_are_whole(client)
+        assert any(worker.load.accepted_tokens for worker in await client.workers())
+
+
+@pytest.mark.timeout(150)
 async def test_prefill_worker_killed_while_prompts_are_on_their_way(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

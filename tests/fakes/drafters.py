@@ -1,25 +1,41 @@
-"""Drafters that know the answer, or parts of it."""
+"""Drafters that know the answer, most of the time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import count
 from random import Random
 
 from engine.sequence import Sequence
-from engine.speculation.cost import StepCost
-from engine.speculation.drafter import Drafts
+from engine.speculation.cost import CostFit, StepCost
+from engine.speculation.drafter import Drafter, Drafts
+from engine.speculation.speculator import Speculator
+
+Truth = Callable[[Sequence, int], Items[int]]
 
 
-def free_tokens() -> Iterator[float]:
-    """A clock by which every step takes as long, so that guesses cost nothing: `partial(next, free_tokens())`."""
-    return map(float, count())
+def known(continuations: Mapping[str, Items[int]]) -> Truth:
+    """What each request generates, by its id."""
+
+    def look_up(sequence: Sequence, length: int) -> Items[int]:
+        return continuations[sequence.request.request_id][sequence.num_generated : sequence.num_generated + length]
+
+    return look_up
+
+
+def eager_speculator(drafter: Drafter, max_drafts: int) -> Speculator:
+    """Guesses as much as it may: every step takes a second, however many tokens it computes."""
+    fit = CostFit()
+    for num_tokens in range(1, 100):
+        fit.learn(num_tokens, 1.0)
+    return Speculator(drafter, max_drafts, fit, clock=partial(next, map(float, count())))
 
 
 class FakeDrafter:
-    """Guesses from known continuations, by request id; `mistakes` is the share of guesses that are another token."""
+    """Guesses `truth(sequence, length)`; `mistakes` is the share of guesses that are another token."""
 
-    def __init__(self, continuations: Mapping[str, Items[int]], mistakes: float = 0.0, vocab_size: int = 200) -> None:
-        self._continuations = continuations
+    def __init__(self, truth: Truth, mistakes: float = 0.0, vocab_size: int = 200) -> None:
+        self._truth = truth
         self._mistakes = mistakes
         self._vocab_size = vocab_size
         self._random = Random(0)
@@ -42,10 +58,11 @@ class FakeDrafter:
         return [self._guess(sequence, length) for sequence, length in zip(sequences, lengths, strict=True)]
 
     def _guess(self, sequence: Sequence, length: int) -> Drafts:
-        known = self._continuations[sequence.request.request_id]
-        truth = known[sequence.num_generated : sequence.num_generated + length]
         wrong = self._random.random
-        return tuple((token + 1) % self._vocab_size if wrong() < self._mistakes else token for token in truth)
+        return tuple(
+            (token + 1) % self._vocab_size if wrong() < self._mistakes else token
+            for token in self._truth(sequence, length)
+        )
 
     def round_cost(self) -> StepCost:
         """Nothing."""

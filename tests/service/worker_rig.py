@@ -11,6 +11,7 @@ from decode_worker.servicer import DecodeServicer
 from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.speculation.speculator import Speculator
 from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
@@ -41,12 +42,20 @@ class EngineRig:
     scheduler: Scheduler
     runner: FakeRunner
     died: asyncio.Event
+    speculator: Speculator | None = None
 
     @classmethod
-    def make(cls, *, num_blocks: int = NUM_BLOCKS, max_batch_tokens: int = 16, max_num_seqs: int = 16) -> "EngineRig":
+    def make(
+        cls,
+        *,
+        num_blocks: int = NUM_BLOCKS,
+        max_batch_tokens: int = 16,
+        max_num_seqs: int = 16,
+        speculator: Speculator | None = None,
+    ) -> "EngineRig":
         config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens, max_num_seqs, max_model_len=200)
         scheduler = Scheduler(config, BlockPool(num_blocks))
-        return cls(scheduler, FakeRunner(FakeKVStore(num_blocks)), asyncio.Event())
+        return cls(scheduler, FakeRunner(FakeKVStore(num_blocks)), asyncio.Event(), speculator)
 
     async def wait_whole(self, loop: EngineLoop, within_s: float = 2.0) -> None:
         """Return once every block is free again; raise if that takes too long."""
@@ -103,7 +112,9 @@ async def worker_rig(
             Engine(prefill.scheduler, prefill.runner, prefill_service.on_layers), prefill_callbacks
         )
         decode_callbacks = LoopCallbacks(decode_service.on_step, lambda _: decode.died.set(), decode_metrics.stepped)
-        decode_engine = EngineLoop(Engine(decode.scheduler, decode.runner), decode_callbacks)
+        decode_engine = EngineLoop(
+            Engine(decode.scheduler, decode.runner, speculator=decode.speculator), decode_callbacks
+        )
         sender = KVSender(prefill.runner.store, "prefill-0", Credentials(MESH_KEY, tls), settings)
         receiver_callbacks = ReceiverCallbacks(decode_service.on_committed, decode_service.on_transfer_failed)
         receiver = KVReceiver(decode.runner.store, INCARNATION, receiver_callbacks, settings)

@@ -120,3 +120,42 @@ def test_the_table_means_settings_that_exist() -> None:
             known = UpSettings.__dataclass_fields__ if role == "up" else settings
             assert name in known, target
             assert role == "up" or role in roles_of()[name], target
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ", "decode"),
+    [
+        (
+            'option.speculative_config={"model": "/models/small", "num_speculative_tokens": 5}',
+            {},
+            {"speculative": "draft", "draft_model": "/models/small", "num_speculative_tokens": "5"},
+        ),
+        (
+            'option.speculative_config={"method": "ngram", "num_speculative_tokens": 3}',
+            {},
+            {"speculative": "ngram", "num_speculative_tokens": "3"},
+        ),
+        (
+            "option.speculative_draft_model=/models/small\noption.speculative_length=4",
+            {},
+            {"draft_model": "/models/small", "num_speculative_tokens": "4"},
+        ),
+        ("", {"SPECULATE": "2"}, {"num_speculative_tokens": "2"}),
+    ],
+)
+def test_speculation(tmp_path: Path, properties: str, environ: dict[str, str], decode: dict[str, str]) -> None:
+    assert read(tmp_path, properties, **environ).of("decode") == decode
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("5", "JSON object"),
+        ("{", "JSON object"),
+        ('{"method": "medusa"}', "method must be ngram or draft_model, got 'medusa'"),
+        ('{"model": "m", "draft_tensor_parallel_size": 2}', "not supported: draft_tensor_parallel_size"),
+    ],
+)
+def test_speculation_that_does_not_exist_here(tmp_path: Path, value: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read(tmp_path, f"option.speculative_config={value}")

@@ -1,7 +1,6 @@
 """Scheduler and block pool under random life: nothing leaks, no budget is passed, abort works at every moment."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 
 import pytest
@@ -17,7 +16,7 @@ from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import InvalidRequest, WorkerBusy
 from mesh.domain.tokens import FinishReason, SampledToken
-from tests.fakes.drafters import FakeDrafter, free_tokens
+from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 
 BLOCK = 4
@@ -63,7 +62,7 @@ class SchedulerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = new_scheduler()
-        self.speculator = Speculator(NgramDrafter(), 3, partial(next, free_tokens()))
+        self.speculator = eager_speculator(NgramDrafter(), 3)
         self.count = 0
 
     def new_sequence(self, tokens: list[int], max_new: int, hand_over: bool = False) -> Sequence:
@@ -284,8 +283,8 @@ def test_prompt_that_is_handed_over_may_fill_the_pool() -> None:
 
 def test_guesses_end_where_the_sequence_does_and_leave_room_to_others() -> None:
     scheduler = new_scheduler(max_batch_tokens=40)
-    known = {name: [1] * 20 for name in ("a", "b")}
-    speculator = Speculator(FakeDrafter(known), 8, partial(next, free_tokens()))
+    drafter = FakeDrafter(lambda _, length: [1] * length)
+    speculator = eager_speculator(drafter, 8)
     scheduler.add(Sequence(make_request("a", range(1, 10), max_new_tokens=4)))
     scheduler.add(Sequence(make_request("b", range(1, 30), max_new_tokens=20)))
     run_step(scheduler)

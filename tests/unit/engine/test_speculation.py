@@ -1,13 +1,22 @@
 """Guesses: what is looked up, what it costs, how many pay."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.up_settings import BUNDLED_MODELS
+from decode_worker.settings import DecodeSettings
 from engine.sequence import Sequence
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.cost import CostFit, Prices, StepCost, plan_lengths
 from engine.speculation.ngram import NgramDrafter
+from engine.speculation.settings import Speculation
+from mesh.domain.errors import ConfigurationError
 from tests.fakes.requests import make_request
+
+DRAFT = BUNDLED_MODELS / "tandem-draft"
 
 # int8, 135M parameters, one core: 10.4, 16.6 and 33.9 ms for 1, 8 and 32 tokens.
 _CPU = Prices(StepCost(0.0097, 0.00076), StepCost())
@@ -39,21 +48,21 @@ def test_an_index_that_grows_finds_what_a_new_one_does(token_ids: list[int], len
 
 
 def test_guesses_stop_where_they_do_not_pay() -> None:
-    alone = plan_lengths([0.5], [8], 1, _CPU)
+    alone = plan_lengths([0.5], [8], _CPU)
     assert 2 <= alone[0] <= 4
-    assert plan_lengths([0.05], [8], 1, _CPU) == [0]
-    assert plan_lengths([0.5] * 32, [8] * 32, 32, _CPU) == [0] * 32
-    mixed = plan_lengths([0.95, *[0.5] * 31], [8] * 32, 32, _CPU)
+    assert plan_lengths([0.05], [8], _CPU) == [0]
+    assert plan_lengths([0.5] * 32, [8] * 32, _CPU) == [0] * 32
+    mixed = plan_lengths([0.95, *[0.5] * 31], [8] * 32, _CPU)
     assert mixed[0] > 1
     assert set(mixed[1:]) == {0}
-    assert plan_lengths([0.95], [0], 1, _CPU) == [0]
+    assert plan_lengths([0.95], [0], _CPU) == [0]
 
 
 def test_a_slow_guesser_must_be_good() -> None:
     as_slow_as_the_model = Prices(_CPU.step, _CPU.step)
-    assert plan_lengths([0.7], [8], 1, as_slow_as_the_model) == [0]
+    assert plan_lengths([0.7], [8], as_slow_as_the_model) == [0]
     a_tenth = Prices(_CPU.step, StepCost(0.001, 0.0001))
-    assert plan_lengths([0.7], [8], 1, a_tenth)[0] > 1
+    assert plan_lengths([0.7], [8], a_tenth)[0] > 1
 
 
 @given(st.lists(st.floats(0, 1), max_size=12), st.integers(0, 6), st.floats(0, 0.02), st.floats(0, 0.002))
@@ -61,7 +70,7 @@ def test_planned_guesses_make_more_tokens_a_second_than_none(
     chances: list[float], most: int, fixed_s: float, token_s: float
 ) -> None:
     prices = Prices(_CPU.step, StepCost(fixed_s, token_s))
-    lengths = plan_lengths(chances, [most] * len(chances), len(chances), prices)
+    lengths = plan_lengths(chances, [most] * len(chances), prices)
     assert all(length <= most for length in lengths)
     tokens = sum(sum(chance**n for n in range(length + 1)) for chance, length in zip(chances, lengths, strict=True))
     rounds = [sum(length >= n for length in lengths) for n in range(1, max(lengths, default=0) + 1)]
@@ -99,3 +108,32 @@ def test_acceptance_follows_what_happens_and_forgets() -> None:
     for _ in range(20):
         acceptance.learn(4, 4)
     assert acceptance.chance(0.8) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "most"),
+    [
+        ({}, "none", 8),
+        ({"speculative": "ngram"}, "ngram", 8),
+        ({"num_speculative_tokens": 3}, "ngram", 3),
+        ({"num_speculative_tokens": 3, "speculative": "none"}, "none", 3),
+        ({"draft_model": str(DRAFT)}, "draft", 8),
+    ],
+)
+def test_what_settings_mean(asked: dict[str, Any], kind: str, most: int) -> None:
+    settings = DecodeSettings(model="/models/large", registry_address="none", **asked)
+    assert settings.speculation() == Speculation(kind, most, DRAFT if kind == "draft" else None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"speculative": "medusa"}, "one of auto, none, ngram, draft"),
+        ({"speculative": "draft"}, "needs a draft_model"),
+        ({"speculative": "ngram", "draft_model": "/m"}, "do not fit"),
+        ({"num_speculative_tokens": 65}, r"in \[0, 64\]"),
+    ],
+)
+def test_settings_that_make_no_sense(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DecodeSettings(model="/models/large", registry_address="none", **asked)

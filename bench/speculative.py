@@ -1,0 +1,189 @@
+"""Tokens a second with and without speculative decoding, by kind of text, on an engine without a mesh.
+
+    python -m bench.speculative                      # the bundled pair of models
+    python -m bench.speculative --extra-layers 60    # the same answers from a slower model
+
+The bundled model is so small that a step is mostly overhead; with layers that add nothing (bench/deeper.py) it says the
+same at the price of a larger one. All arms answer the same questions, in turn in each round; medians of the rounds,
+with the lowest and highest. The tokens of all arms must be equal, or it stops.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.deeper import write_deeper
+from bench.engine_steps import clock_for
+from decode_worker.settings import DecodeSettings
+from engine.host import EngineLimits, build_host
+from engine.sequence import Sequence as Running
+from mesh.domain.request import Request, mint_id
+from mesh.domain.sampling import SamplingParams
+from models.questions import draw
+from router.text.chat import ChatMessage, ChatTemplate
+from router.text.tokenizer import Tokenizer
+
+_BUNDLED = Path(__file__).resolve().parent.parent / "models"
+_ARMS = ("none", "ngram", "draft")
+_MAX_NEW_TOKENS = 96
+_SEED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A kind of text: the kinds of questions that lead to it, or an own beginning, and how tokens are chosen."""
+
+    kinds: tuple[str, ...] = ()
+    beginning: str = ""
+    temperature: float = 0.0
+
+
+_TEXTS: Mapping[str, Text] = {
+    "lists, counting": Text(("counting", "table", "listing")),
+    "copying, looking up": Text(("repeating", "lookup")),
+    "explanations": Text(("explanation",)),
+    "stories": Text(("story",)),
+    "stories, drawn at 1.0": Text(("story",), temperature=1.0),
+    "free text, drawn at 1.0": Text(beginning="Once there was", temperature=1.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run of one arm: the tokens of each answer, and what they took."""
+
+    answers: list[list[int]]
+    tokens_per_s: float
+    drafted: int
+    accepted: int
+
+
+class Engine:
+    """An engine with one way of guessing."""
+
+    def __init__(self, model_dir: Path, arm: str, options: argparse.Namespace) -> None:
+        settings = DecodeSettings(
+            model=str(model_dir),
+            registry_address="none",
+            quantize=options.quantize,
+            num_threads=1,
+            prefix_caching=False,
+            speculative=arm,
+            draft_model=str(options.draft_model) if arm == "draft" else "",
+            num_speculative_tokens=options.num_speculative_tokens,
+        )
+        limits = EngineLimits(settings.max_step_tokens, 64, 1 << 14, settings.speculation())
+        host = build_host(settings, limits)
+        self._scheduler = host.scheduler
+        self._engine = host.engine()
+        self._clock = clock_for(1)
+
+    def answer(self, prompts: Sequence[list[int]], eos: frozenset[int], temperature: float) -> Outcome:
+        """All at once, the prompts included in the time."""
+        self._engine.prepare_thread()
+        order = {}
+        before = self._scheduler.load()
+        for place, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_new_tokens=_MAX_NEW_TOKENS, seed=_SEED + place, temperature=temperature)
+            request = Request(mint_id(), 0, tuple(prompt), len(prompt), sampling, eos)
+            order[request.request_id] = place
+            self._scheduler.add(Running(request))
+        answers: list[list[int]] = [[] for _ in prompts]
+        begun = self._clock()
+        while self._scheduler.has_work:
+            for output in self._engine.step().outputs:
+                answers[order[output.request_id]] += [token.id for token in output.tokens]
+        spent = self._clock() - begun
+        after = self._scheduler.load()
+        return Outcome(
+            answers,
+            sum(map(len, answers)) / spent,
+            after.drafted_tokens - before.drafted_tokens,
+            after.accepted_tokens - before.accepted_tokens,
+        )
+
+
+def main() -> None:
+    """Load all arms, run, print."""
+    options = _options()
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = options.model
+        if options.extra_layers:
+            model_dir = write_deeper(model_dir, options.extra_layers, Path(folder))
+        engines = {arm: Engine(model_dir, arm, options) for arm in _ARMS}
+        table = _table(model_dir, options)
+        for name, text in _TEXTS.items():
+            for num_prompts in options.batch:
+                prompts, eos = _prompts(options.model, text, num_prompts)
+                table.add_row(name, str(num_prompts), *_cells(engines, (prompts, eos, text.temperature), options))
+            table.add_section()
+    Console(width=150).print(table)
+
+
+def _cells(
+    engines: Mapping[str, Engine], work: tuple[list[list[int]], frozenset[int], float], options: argparse.Namespace
+) -> list[str]:
+    runs: dict[str, list[Outcome]] = {arm: [] for arm in engines}
+    for turn in range(options.repeats + 1):
+        for arm, engine in engines.items():
+            outcome = engine.answer(*work)
+            if outcome.answers != (runs["none"] or [outcome])[0].answers:
+                raise RuntimeError(f"{arm}: other tokens than without speculation")
+            if turn > 0 or arm == "none":  # the first round warms up
+                runs[arm].append(outcome)
+    del runs["none"][0]
+    plain = statistics.median(run.tokens_per_s for run in runs["none"])
+    return [_cell(runs[arm], plain) for arm in engines]
+
+
+def _cell(runs: list[Outcome], plain: float) -> str:
+    speeds = [run.tokens_per_s for run in runs]
+    median, drafted = statistics.median(speeds), sum(run.drafted for run in runs)
+    text = f"{median:.0f} ({min(speeds):.0f}..{max(speeds):.0f})"
+    if drafted:
+        text += f"  x{median / plain:.2f}, {sum(run.accepted for run in runs) / drafted:.0%} right"
+    elif median != plain:
+        text += f"  x{median / plain:.2f}, no guesses"
+    return text
+
+
+def _prompts(model_dir: Path, text: Text, count: int) -> tuple[list[list[int]], frozenset[int]]:
+    eos = frozenset() if text.beginning else frozenset({2})
+    tokenizer = Tokenizer.load(model_dir, eos)
+    if text.beginning:
+        return [tokenizer.encode(text.beginning, add_special_tokens=True)] * count, eos
+    template = ChatTemplate.load(model_dir)
+    if template is None:
+        raise SystemExit(f"{model_dir} has no chat template")
+    rng = random.Random(_SEED)
+    samples = [draw(text.kinds[place % len(text.kinds)], rng, held_out=True) for place in range(count)]
+    chats = [template.render([ChatMessage("user", sample.turns[0][0])]) for sample in samples]
+    return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats], eos
+
+
+def _table(model_dir: Path, options: argparse.Namespace) -> Table:
+    title = f"{model_dir.name}, {options.quantize}; one core, tokens/s (lowest..highest of {options.repeats})"
+    return Table("text", "at once", "without", "ngram", f"draft: {options.draft_model.name}", title=title)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.speculative", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", type=Path, default=_BUNDLED / "tandem-small")
+    parser.add_argument("--draft-model", type=Path, default=_BUNDLED / "tandem-draft")
+    parser.add_argument("--extra-layers", type=int, default=0)
+    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--num-speculative-tokens", type=int, default=0)
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -89,6 +89,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._text = TextStream(tokenizer, valid.text_rules)
         self._pending: list[TokenEvent] = []
+        self._logprob_sum = 0.0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -109,6 +110,11 @@ class Choice:
     def num_pending(self) -> int:
         """Events the client has not taken, alternatives counted too: what a slow reader costs."""
         return len(self._pending) * (1 + self._valid.asked.top_logprobs)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens so far: what choices are ranked by. There is at least one."""
+        return self._logprob_sum / len(self.token_ids)
 
     @property
     def tenant(self) -> Tenant:
@@ -182,6 +188,7 @@ class Choice:
 
     def _add(self, token: SampledToken, *, hide_text: bool) -> None:
         self.token_ids.append(token.id)
+        self._logprob_sum += token.logprob
         special = token.id in self._tokenizer.special_ids
         text = "" if hide_text else self._text.push(token.id)
         self._pending.append(TokenEvent(token.id, text, token.logprob, self._top(token.top), special))

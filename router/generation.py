@@ -1,4 +1,5 @@
-"""One client's stream: its choices run side by side, and what they bring is read here, merged.
+"""One client's stream: its choices run side by side, and what they bring is read here, merged; or, where only the best
+are wanted, ranked, once all have ended.
 
 Choices push nothing: they say that something is ready (`_notify`), and the reader takes all of it at once, so tokens
 that are ready together share a message. The stream ends after the last choice has, or with the first error. A client
@@ -8,7 +9,7 @@ and it gets an error as soon as it reads again.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mesh.domain.errors import DeadlineExceeded
 from router.admission import Permit
@@ -31,9 +32,12 @@ class Work:
 
 class GenerationStream:
     """Read `chunks()` to the end, or `close()`. Permits are given back when their choices have ended; the reader is
-    watched until it has everything."""
+    watched until it has everything. With `num_best`, so many choices are given out, each whole, numbered from the best.
+    """
 
-    def __init__(self, works: list[Work], *, slow_reader_s: float) -> None:
+    def __init__(self, works: list[Work], *, slow_reader_s: float, num_best: int | None = None) -> None:
+        self._choices = [work.choice for work in works]
+        self._num_best = num_best
         self._slow_reader_s = slow_reader_s
         self._loop = asyncio.get_running_loop()
         self._ready: dict[Choice, None] = {}
@@ -80,6 +84,8 @@ class GenerationStream:
         return task
 
     def _notify(self, choice: Choice) -> None:
+        if self._num_best is not None:
+            return  # until all have ended
         self._ready[choice] = None
         if sum(each.num_pending for each in self._ready) > _MAX_PENDING_EVENTS:
             self._cut_off("the client reads too slowly")
@@ -96,7 +102,8 @@ class GenerationStream:
 
     def _take_ready(self) -> list[Chunk]:
         choices, self._ready = self._ready, {}
-        return [chunk for choice in choices if (chunk := choice.take()) is not None]
+        chunks = [chunk for choice in choices if (chunk := choice.take()) is not None]
+        return chunks if self._num_best is None else [replace(chunk, index=i) for i, chunk in enumerate(chunks)]
 
     def _choice_ended(self, work: Work, task: "asyncio.Task[None]") -> None:
         work.permit.release()
@@ -107,8 +114,16 @@ class GenerationStream:
             self._error = error
             self.close()
         if self._num_open == 0:
+            if self._num_best is not None and self._error is None:
+                self._rank(self._num_best)
             self.ended.set_result(None)
         self._wake()
+
+    def _rank(self, num_best: int) -> None:
+        """Equal ones stay in order. A choice that was cancelled has no end: then nobody reads any more."""
+        ended = [choice for choice in self._choices if choice.finish_reason is not None]
+        ended.sort(key=lambda choice: -choice.mean_logprob)
+        self._ready = dict.fromkeys(ended[:num_best])
 
     def _watch_reader(self) -> None:
         """One timer for the stream, not one for each message."""

@@ -41,6 +41,7 @@ from router.validation import (
     GenerateInput,
     ValidRequest,
     check_prompt_ids,
+    check_ranked,
     check_shape,
     complete_sampling,
     require_prompt,
@@ -177,9 +178,9 @@ class GenerationService:
         """
         permits = self._parts.permits
         try:
-            return await permits.admit(asked.num_choices, asked.tenant, most)
+            return await permits.admit(asked.num_generated_choices, asked.tenant, most)
         except Overloaded as error:
-            wait_s = retry_after_s(self._parts.forecast.permits_s(asked.num_choices), error.retry_after_s)
+            wait_s = retry_after_s(self._parts.forecast.permits_s(asked.num_generated_choices), error.retry_after_s)
             raise Overloaded(str(error), retry_after_s=wait_s) from None
 
     def _check_ids(self, prompt: EncodedPrompt, limits: Limits) -> None:
@@ -195,21 +196,24 @@ class GenerationService:
             vocab_size=self._parts.model.facts.vocab_size,
             limits=limits,
         )
-        return ValidRequest(mint_id(), tuple(prompt.ids), sampling, asked, claim)
+        valid = ValidRequest(mint_id(), tuple(prompt.ids), sampling, asked, claim)
+        check_ranked(valid)
+        return valid
 
     async def _echo(self, prompt: EncodedPrompt) -> str:
         return await self._parts.encoder.decode(prompt.ids) if prompt.text is None else prompt.text
 
     def _start(self, valid: ValidRequest, permits: list[Permit], timeline: Timeline, echo: str) -> Answer:
         """One task for each choice."""
-        num_choices = valid.asked.num_choices
+        num_choices = valid.asked.num_generated_choices
         siblings = Siblings(num_choices) if num_choices > 1 else None
         choices = [Choice(index, valid, self._parts.model.tokenizer, siblings) for index in range(num_choices)]
         works = [
             Work(choice, permit, lambda choice: self._run(choice, valid, timeline))
             for choice, permit in zip(choices, permits, strict=True)
         ]
-        stream = GenerationStream(works, slow_reader_s=self._parts.slow_reader_s)
+        num_best = None if valid.asked.best_of is None else valid.asked.num_choices
+        stream = GenerationStream(works, slow_reader_s=self._parts.slow_reader_s, num_best=num_best)
         self._streams.add(stream)
         stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
         return Answer(AnswerParts(valid, choices[0], self._parts.encoder, echo), stream)

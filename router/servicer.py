@@ -95,6 +95,7 @@ def _asked_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) -
         sampling=wire.sampling_from_proto(request.sampling),
         model=request.model,
         num_choices=request.num_choices if request.HasField("num_choices") else 1,
+        best_of=request.best_of if request.HasField("best_of") else None,
         top_logprobs=output.top_logprobs,
         prompt_logprobs=output.prompt_logprobs,
         echo=output.echo,

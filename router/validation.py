@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
+from mesh.domain.sampling import MAX_CHOICES, MAX_RANKED_EVENTS, MAX_SEED, MAX_TOP_LOGPROBS, SamplingParams
 from router.claim import Claim
 from router.limits import Limits
 from router.prompts import ChatPrompt, Prompt, TextPrompt
@@ -22,13 +22,15 @@ _EMPTY = "the prompt is empty: at least one token is needed"
 class GenerateInput:
     """What a client asked for, not yet checked. `prompt` is None if none was given, `priority` if the tenant's holds.
 
-    `ttft_target_s`: a first token later than this is of no use.
+    `best_of`: generate so many, and return the best `num_choices` of them at the end. `ttft_target_s`: a first token
+    later than this is of no use.
     """
 
     prompt: Prompt | None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     model: str = ""
     num_choices: int = 1
+    best_of: int | None = None
     top_logprobs: int = 0
     prompt_logprobs: bool = False
     echo: bool = False
@@ -40,6 +42,11 @@ class GenerateInput:
     tenant: Tenant = ANONYMOUS
     priority: Priority | None = None
     ttft_target_s: float | None = None
+
+    @property
+    def num_generated_choices(self) -> int:
+        """Choices that are generated, whether returned or not."""
+        return self.num_choices if self.best_of is None else self.best_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ def check_shape(asked: GenerateInput, *, max_choices: int) -> None:
     most = min(MAX_CHOICES, max_choices)
     if not 1 <= asked.num_choices <= most:
         raise InvalidRequest(f"num_choices must be in [1, {most}], got {asked.num_choices}")
+    if asked.best_of is not None and not asked.num_choices <= asked.best_of <= most:
+        raise InvalidRequest(f"best_of must be in [num_choices = {asked.num_choices}, {most}], got {asked.best_of}")
     if not 0 <= asked.top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked.top_logprobs}")
     if asked.ttft_target_s is not None and not 0 < asked.ttft_target_s < math.inf:
@@ -107,6 +116,17 @@ def check_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, limits: Limi
     highest = max(prompt_ids)
     if highest >= vocab_size:
         raise InvalidRequest(f"token_ids: token id {highest} is not in the vocabulary of {vocab_size}")
+
+
+def check_ranked(valid: ValidRequest) -> None:
+    """What is ranked is kept until the end, so it has to be small enough. Raises InvalidRequest."""
+    asked, max_new = valid.asked, valid.sampling.max_new_tokens or 0
+    num_events = asked.num_generated_choices * max_new * (1 + asked.top_logprobs)
+    if asked.best_of is not None and num_events > MAX_RANKED_EVENTS:
+        raise InvalidRequest(
+            f"best_of ({asked.best_of}) * max_new_tokens ({max_new}) * (1 + top_logprobs ({asked.top_logprobs})) "
+            f"must be <= {MAX_RANKED_EVENTS}"
+        )
 
 
 def complete_sampling(

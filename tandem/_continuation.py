@@ -65,8 +65,8 @@ class _Answer:
 
 async def continue_until_done(client: Generator, arguments: GenerateArguments, bounds: Bounds) -> Result:
     """Chain requests while they end for length. See AsyncClient.generate_until_done."""
-    if (arguments.get("n") or 1) != 1:
-        raise InvalidRequest("generate_until_done continues one choice: n must be 1")
+    if (arguments.get("n") or 1) != 1 or (arguments.get("best_of") or 1) != 1:
+        raise InvalidRequest("generate_until_done continues one choice: n and best_of must be 1")
     truncation = arguments.get("truncate_prompt_tokens")
     model = await client.model(arguments.get("model") or "", timeout=bounds.deadline.remaining_s())
     prompt_ids = await _prompt_ids(client, arguments, bounds.deadline)

@@ -51,7 +51,8 @@ class TokenizeArguments(TypedDict, total=False):
 class GenerateArguments(TokenizeArguments, total=False):
     """Arguments of `generate` and `stream`. Give one of prompt, token_ids and messages.
 
-    None means the server's default: greedy, one choice, as many tokens as the model's limit allows. `timeout` is in
+    None means the server's default: greedy, one choice, as many tokens as the model's limit allows. With `best_of` so
+    many choices are generated, and the `n` with the highest mean log-prob come at the end, best first. `timeout` is in
     seconds and covers all retries. A first token later than `ttft_target` (seconds, for each try) is of no use to you:
     the server raises Overloaded as soon as it sees that it will come too late. `priority` may be at most that of your
     API key. What the text has to look like, one of json_schema (an object, or its JSON text), json_object, regex,
@@ -89,6 +90,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     skip_special_tokens: bool | None
     spaces_between_special_tokens: bool | None
     n: int | None
+    best_of: int | None
     client_request_id: str | None
     priority: Priority | str | None
     ttft_target: float | None
@@ -102,6 +104,7 @@ def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateReq
     _set(request, "model", given.get("model"))
     _set(request, "client_request_id", given.get("client_request_id"))
     _set(request, "num_choices", given.get("n"), shown="n")
+    _set(request, "best_of", given.get("best_of"))
     _set(request, "priority", _priority(given.get("priority")))
     _set_seconds(request, "ttft_target", given.get("ttft_target"))
     request.sampling.SetInParent()

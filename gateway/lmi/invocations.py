@@ -76,7 +76,7 @@ async def _answer(exchange: Exchange, payload: dict[str, Any], model: str, frami
     arguments = _arguments(exchange, body, model)
     if body.stream:
         return await Streamer(framing, exchange).respond(exchange.feed(arguments), Lines(shape))
-    num_choices = body.parameters.n or 1
+    num_choices = body.parameters.num_choices
     answers = answers_json(await collect(exchange.feed(arguments, num_choices), num_choices), shape)
     return JSONResponse(answers[0] if isinstance(body.inputs, str) else answers)
 
@@ -86,8 +86,8 @@ def _arguments(exchange: Exchange, body: InvocationBody, model: str) -> list[Gen
     parameters, most = body.parameters, exchange.settings.max_client_batch_size
     if body.stream and not isinstance(body.inputs, str):
         raise InvalidRequest("inputs must be one text when streaming")
-    if body.stream and (parameters.wants_prefill or (parameters.n or 1) != 1):
-        raise InvalidRequest("decoder_input_details, prompt_logprobs and n are not supported when streaming")
+    if body.stream and (parameters.wants_prefill or parameters.num_choices != 1):
+        raise InvalidRequest("decoder_input_details, prompt_logprobs, n and best_of are not supported when streaming")
     if not 1 <= len(body.prompts) <= most:
         raise InvalidRequest(f"inputs may have 1 to {most} texts, got {len(body.prompts)}")
     samples = exchange.settings.lmi_schema == "async"

@@ -35,7 +35,8 @@ def invocation_arguments(body: InvocationBody, *, model: str, samples_by_default
         stop_token_ids=parameters.stop_token_ids,
         include_stop=parameters.include_stop_str_in_output,
         ignore_eos=ignore_eos,
-        n=parameters.n,
+        n=parameters.num_choices,
+        best_of=parameters.best_of if (parameters.best_of or 1) > 1 else None,
         skip_special_tokens=parameters.skip_special_tokens,
         spaces_between_special_tokens=parameters.spaces_between_special_tokens,
         top_logprobs=parameters.num_top,
@@ -57,7 +58,6 @@ def _refuse_unsupported(body: InvocationBody) -> None:
     parameters = body.parameters
     wanted = {
         "adapters": bool(body.adapters),
-        "best_of": parameters.best_of not in (None, parameters.n or 1),
         "num_beams": parameters.num_beams not in (None, 1),
     }
     for name, is_wanted in wanted.items():

@@ -38,7 +38,7 @@ class Shape:
 
 def answers_json(answer: Answer, shape: Shape) -> list[Json]:
     """One object for each input."""
-    num_choices = shape.body.parameters.n or 1
+    num_choices = shape.body.parameters.num_choices
     return [
         _answer(answer.choices[number * num_choices :][:num_choices], answer.prompt_tokens.get(number, ()), shape, text)
         for number, text in enumerate(shape.body.prompts)

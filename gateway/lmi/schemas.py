@@ -43,7 +43,7 @@ class Parameters(StructuredBody):
     decoder_input_details: bool = False
     return_full_text: bool = False
     n: int | None = Field(default=None, ge=1)
-    best_of: int | None = None
+    best_of: int | None = Field(default=None, ge=1)
     top_n_tokens: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -55,6 +55,11 @@ class Parameters(StructuredBody):
     bad_sequences: list[str] | str | None = None
     bad_words: list[str] | str | None = None
     logit_bias: dict[int, float] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """As LMI has it, `best_of` alone asks for all of them."""
+        return self.n or self.best_of or 1
 
     @property
     def num_top(self) -> int:

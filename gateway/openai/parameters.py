@@ -17,9 +17,11 @@ def completion_arguments(body: CompletionBody, max_prompts: int) -> list[Generat
     """One for each prompt. Raises InvalidRequest."""
     if body.suffix:
         raise InvalidRequest("suffix is not supported")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest("best_of is not supported: it may only be equal to n")
     shared = _sampling(body)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        if body.stream:
+            raise InvalidRequest("best_of cannot be streamed: what is best is known at the end")
+        shared["best_of"] = body.best_of
     shared["max_new_tokens"] = body.max_tokens
     shared["echo"] = body.echo
     shared["top_logprobs"] = body.logprobs

@@ -47,7 +47,8 @@ async def _stream(exchange: Exchange, body: GenerateBody, framing: Framing, *, f
 
 async def _whole(exchange: Exchange, body: GenerateBody, *, full_text: bool, as_array: bool = False) -> Response:
     arguments = generate_arguments(body, stream=False)
-    answer = await collect(exchange.feed([arguments]))
+    num_choices = body.parameters.num_choices
+    answer = await collect(exchange.feed([arguments], num_choices), num_choices)
     content = answer_json(answer, shape_of(body, arguments, full_text=full_text))
     return JSONResponse([content] if as_array else content, headers=_figures(exchange, body, answer))
 
@@ -60,7 +61,7 @@ def shape_of(body: GenerateBody, arguments: tandem.GenerateArguments, *, full_te
         details=parameters.wants_details,
         prefill=parameters.decoder_input_details,
         prefix=body.inputs if wants_full else "",
-        seed=arguments.get("seed"),
+        seed=arguments.get("seed") if parameters.num_choices == 1 else None,  # each of several has one of its own
         top_tokens=bool(parameters.top_n_tokens),
         max_new_tokens=parameters.max_new_tokens,
     )

@@ -4,6 +4,7 @@ from starlette.responses import JSONResponse, Response
 
 import tandem
 from gateway.exchange import Exchange
+from gateway.tgi.schemas import MAX_BEST_OF
 
 
 async def info(exchange: Exchange) -> Response:
@@ -18,7 +19,7 @@ async def info(exchange: Exchange) -> Response:
             "model_dtype": None,
             "model_device_type": None,
             "max_concurrent_requests": settings.max_open_requests,
-            "max_best_of": 1,
+            "max_best_of": MAX_BEST_OF,
             "max_stop_sequences": 4,
             "max_input_tokens": model.max_input_tokens,
             "max_input_length": model.max_input_tokens,

@@ -15,6 +15,7 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
     if stream and parameters.decoder_input_details:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
     _refuse_unsupported(parameters)
+    _check_best_of(parameters, stream=stream)
     sampling = GenerateArguments(
         prompt=body.inputs,
         max_new_tokens=parameters.max_new_tokens,
@@ -26,6 +27,8 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
         frequency_penalty=parameters.frequency_penalty,
         truncate_prompt_tokens=parameters.truncate,
         seed=seed_of(parameters),
+        n=parameters.num_choices,
+        best_of=parameters.best_of if parameters.num_choices > 1 else None,
         stop=[*parameters.stop, *parameters.stop_sequences],
         include_stop=True,
         top_logprobs=parameters.top_n_tokens,
@@ -41,9 +44,20 @@ def seed_of(parameters: Parameters) -> int | None:
     return secrets.randbits(63) if parameters.seed is None else parameters.seed
 
 
+def _check_best_of(parameters: Parameters, *, stream: bool) -> None:
+    """TGI's own rules, in its words."""
+    if parameters.num_choices == 1:
+        return
+    if not parameters.samples:
+        raise InvalidRequest("you must use sampling when `best_of` is > 1")
+    if parameters.seed is not None:
+        raise InvalidRequest("`seed` must not be set when `best_of` > 1")
+    if stream:
+        raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
+
+
 def _refuse_unsupported(parameters: Parameters) -> None:
     wanted = {
-        "best_of": parameters.best_of not in (None, 1),
         "watermark": parameters.watermark,
         "adapter_id": parameters.adapter_id is not None,
     }

@@ -7,7 +7,7 @@ from gateway.answers import Answer
 from gateway.errors import Problem
 from gateway.streaming import Json
 from gateway.tgi.errors import error_body
-from tandem import FinishReason, Token, TokenEvent, TopToken, Usage
+from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,27 @@ class Shape:
 
 
 def answer_json(answer: Answer, shape: Shape) -> Json:
-    """The whole answer."""
-    (choice,) = answer.choices
-    body: Json = {"generated_text": shape.prefix + choice.text}
+    """The whole answer: the best choice, and with the details all others."""
+    first, *others = answer.choices
+    prompt = answer.prompt_tokens.get(0, ()) if shape.prefill else ()
+    body: Json = {"generated_text": shape.prefix + first.text}
     if shape.details:
-        prompt = answer.prompt_tokens.get(0, ()) if shape.prefill else ()
-        body["details"] = shape.details_of(choice.finish_reason, choice.usage) | {
-            "prefill": [{"id": each.id, "text": each.text, "logprob": each.logprob} for each in prompt],
-            "tokens": list(map(token_json, choice.tokens)),
-        }
-        if shape.top_tokens:
-            body["details"]["top_tokens"] = [top_json(each.top) for each in choice.tokens]
+        body["details"] = _details(first, prompt, shape)
+        if others:
+            body["details"]["best_of_sequences"] = [
+                {"generated_text": shape.prefix + each.text} | _details(each, prompt, shape) for each in others
+            ]
     return body
+
+
+def _details(choice: Choice, prompt: Sequence[Token], shape: Shape) -> Json:
+    details = shape.details_of(choice.finish_reason, choice.usage) | {
+        "prefill": [{"id": each.id, "text": each.text, "logprob": each.logprob} for each in prompt],
+        "tokens": list(map(token_json, choice.tokens)),
+    }
+    if shape.top_tokens:
+        details["top_tokens"] = [top_json(each.top) for each in choice.tokens]
+    return details
 
 
 def token_json(token: Token) -> Json:

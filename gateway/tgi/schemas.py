@@ -7,6 +7,7 @@ from pydantic import Field
 from gateway.schema import Body
 
 Positive = Annotated[float, Field(gt=0)]
+MAX_BEST_OF = 8
 # TGI wants less than 1; clients for other servers send 1 for "off", which harms nobody.
 Share = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -15,7 +16,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 class Parameters(Body):
     """How to generate. None is TGI's default."""
 
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
     temperature: Positive | None = None
     repetition_penalty: Positive | None = None
     frequency_penalty: Penalty | None = None
@@ -42,6 +43,11 @@ class Parameters(Body):
         return self.do_sample or any(
             value not in (None, 1.0) for value in (self.temperature, self.top_k, self.top_p, self.typical_p)
         )
+
+    @property
+    def num_choices(self) -> int:
+        """All are shown, the best as the answer itself."""
+        return self.best_of or 1
 
     @property
     def wants_details(self) -> bool:

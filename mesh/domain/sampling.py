@@ -16,6 +16,8 @@ MAX_BAD_WORD_TOKENS = 128
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 8
+# Tokens and alternatives of all choices that are kept until they can be ranked: a few MiB.
+MAX_RANKED_EVENTS = 2**16
 MAX_SEED = 2**64 - 1
 # Dividing by less would leave nothing but the likeliest token, or overflow.
 GREEDY_BELOW = 1e-5

@@ -155,6 +155,26 @@ async def test_every_parameter_reaches_the_router(gateway: RunningGateway) -> No
 
 
 @pytest.mark.parametrize(
+    ("parameters", "asked", "num_others"),
+    [
+        ({"best_of": 3}, (3, 3), 2),
+        ({"n": 2, "best_of": 3}, (2, 3), 1),
+        ({"n": 2}, (2, 0), 1),
+        ({"best_of": 1}, (1, 0), 0),
+    ],
+)
+async def test_n_and_best_of(
+    gateway: RunningGateway, parameters: dict[str, Any], asked: tuple[int, int], num_others: int
+) -> None:
+    answer = (await gateway.post("/invocations", invocation(**parameters))).json()
+    request = gateway.script.requests[-1]
+    assert (request.num_choices, request.best_of) == asked
+    assert len(answer.get("details", {}).get("best_of_sequences", ())) == num_others
+    response = await gateway.post("/invocations", invocation(stream=True, **parameters))
+    assert response.status_code == (424 if num_others else 200)
+
+
+@pytest.mark.parametrize(
     ("body", "said"),
     [
         (b"{", "JSON"),

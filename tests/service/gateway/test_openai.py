@@ -212,7 +212,7 @@ async def test_an_error_later_is_one_event_and_the_stream_is_closed_properly(gat
         ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
         ("chat/completions", {"messages": MESSAGES, "tools": [{}], "tool_choice": "required"}, "tool_choice"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
-        ("completions", {"prompt": "a", "best_of": 3}, "best_of"),
+        ("completions", {"prompt": "a", "best_of": 3, "stream": True}, "best_of"),
         ("completions", {"prompt": ["a"] * 100}, "prompt"),
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("chat/completions", {"messages": MESSAGES, "use_beam_search": True}, "use_beam_search"),
@@ -258,6 +258,15 @@ async def test_every_parameter_reaches_the_router(gateway: RunningGateway) -> No
     assert (dict(sampling.logit_bias), sampling.presence_penalty, sampling.frequency_penalty) == ({7: -1.0}, 0.5, -0.5)
     assert output.include_stop
     assert (output.skip_special_tokens, output.spaces_between_special_tokens) == (False, False)
+
+
+async def test_best_of_is_the_routers_to_judge(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        answer = await client.completions.create(model="fake", prompt=["One", "Two"], n=2, best_of=4, max_tokens=3)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert [(asked.num_choices, asked.best_of) for asked in gateway.script.requests] == [(2, 4)] * 2
+        await client.completions.create(model="fake", prompt="One", n=2, best_of=2, max_tokens=3)
+        assert not gateway.script.requests[-1].HasField("best_of"), "all are returned: they come as they come"
 
 
 async def test_members_nobody_knows_are_left_alone(gateway: RunningGateway) -> None:

@@ -179,8 +179,10 @@ async def test_when_tgi_samples(gateway: RunningGateway, parameters: dict[str, A
         ({"temperature": 0}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": 0}, "top_k"),
-        ({"best_of": 2}, "best_of"),
         ({"grammar": {"type": "yaml", "value": {}}}, "grammar"),
+        ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+        ({"best_of": 2, "do_sample": True, "seed": 3}, "`seed` must not be set when `best_of` > 1"),
+        ({"best_of": 9, "do_sample": True}, "best_of"),
         ({"watermark": True}, "watermark"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"seed": -1}, "seed"),
@@ -191,6 +193,19 @@ async def test_what_is_refused(gateway: RunningGateway, parameters: dict[str, An
     assert response.status_code == 422
     assert response.json()["error_type"] == "validation"
     assert named in response.json()["error"]
+
+
+async def test_best_of_is_the_best_and_all_others(gateway: RunningGateway) -> None:
+    parameters = {"best_of": 3, "do_sample": True, "details": True, "max_new_tokens": 5}
+    (answer,) = (await gateway.post("/", {"inputs": "One", "parameters": parameters})).json()
+    asked = gateway.script.requests[-1]
+    assert (asked.num_choices, asked.best_of) == (3, 3)
+    assert answer["generated_text"] == STORY[:8]
+    others = answer["details"]["best_of_sequences"]
+    assert [(each["generated_text"], each["generated_tokens"]) for each in others] == [(STORY[:8], 5)] * 2
+    assert answer["details"]["seed"] is None
+    (line,) = await gateway.lines("/generate_stream", {"inputs": "One", "parameters": parameters})
+    assert "`best_of` != 1 is not supported when streaming tokens" in line
 
 
 async def test_top_p_of_one_is_taken(gateway: RunningGateway) -> None:

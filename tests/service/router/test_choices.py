@@ -10,7 +10,7 @@ from mesh.domain.tokens import SequenceFailure
 from tandem.v1 import sampling_pb2
 from tests.fakes.router_model import EOS_ID
 from tests.fakes.router_workers import DecodeScript, PrefillScript, expected_tokens
-from tests.service.router.conftest import make_request
+from tests.service.router.conftest import Result, make_request
 
 PROMPT = [65, 66, 67, 68, 69, 70]
 
@@ -116,4 +116,20 @@ async def test_cancelling_while_a_prompt_waits_leaves_nothing(make_mesh: Any) ->
     running.cancel()
     await mesh.until(lambda: mesh.model.permits.num_held == 0)
     await mesh.until(lambda: mesh.model.queue.num_queued == 0)
+    mesh.assert_at_rest()
+
+
+async def test_best_of_returns_the_best_with_the_facts_of_the_prompt(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    prefill, decode = await mesh.prefill(), await mesh.decode()
+    output = {"prompt_logprobs": True, "echo": True}
+    request = make_request(token_ids=PROMPT, num_choices=2, max_new_tokens=6, best_of=4, output=output)
+    result = Result()
+    await result.read(mesh.stub.Generate(request, timeout=20))
+    assert_all_there(result, 2, 6)
+    assert {message.index for message in result.messages} == {0, 1}
+    assert len(result.messages) == 2, "each as a whole"
+    assert len(result.messages[0].prompt.tokens) == len(PROMPT)
+    assert all(message.echo for message in result.messages)
+    assert (len(prefill.calls.items), len(decode.forked.items)) == (1, 3)
     mesh.assert_at_rest()

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mesh.domain.errors import DeadlineExceeded, NoWorkers
-from mesh.domain.tokens import FinishReason
+from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
 from router.admission import Permits
 from router.choice import Choice, Chunk
 from router.generation import GenerationStream, Work
@@ -18,12 +18,12 @@ Run = Callable[[Choice], Awaitable[None]]
 class Driver:
     """Runs choices by hand."""
 
-    def __init__(self, *runs: Run, slow_reader_s: float = 10.0) -> None:
+    def __init__(self, *runs: Run, slow_reader_s: float = 10.0, num_best: int | None = None) -> None:
         self.permits = Permits(8)
         self.choices = [make_choice(index=index) for index in range(len(runs))]
         permits = self.permits.acquire(len(runs))
         works = [Work(*parts) for parts in zip(self.choices, permits, runs, strict=True)]
-        self.stream = GenerationStream(works, slow_reader_s=slow_reader_s)
+        self.stream = GenerationStream(works, slow_reader_s=slow_reader_s, num_best=num_best)
 
     async def read(self) -> list[Chunk]:
         return [chunk async for chunk in self.stream.chunks()]
@@ -61,6 +61,37 @@ async def test_tokens_that_are_ready_together_share_a_chunk() -> None:
             choice.accept(output(index, [40 + index], FinishReason.LENGTH if index == 2 else None))
 
     assert [len(chunk.tokens) for chunk in await Driver(burst).read()] == [3]
+
+
+def with_logprobs(*logprobs: float) -> Run:
+    async def run(choice: Choice) -> None:
+        for index, logprob in enumerate(logprobs):
+            await asyncio.sleep(0)
+            reason = FinishReason.LENGTH if index == len(logprobs) - 1 else None
+            choice.accept(StepOutput("r", 0, index, (SampledToken(40 + len(logprobs), logprob),), reason))
+
+    return run
+
+
+async def test_the_best_are_those_with_the_highest_mean_logprob() -> None:
+    runs = [with_logprobs(-1.0, -3.0), with_logprobs(-0.5, -0.5, -1.4), with_logprobs(-1.5), with_logprobs(-2.0)]
+    driver = Driver(*runs, num_best=3)
+    chunks = await driver.read()
+    assert [chunk.index for chunk in chunks] == [0, 1, 2]
+    assert [len(chunk.tokens) for chunk in chunks] == [3, 1, 2], "of equal ones the first"
+    assert all(chunk.finish_reason is FinishReason.LENGTH and chunk.usage is not None for chunk in chunks)
+    assert driver.permits.num_held == 0
+
+
+async def test_nothing_is_ranked_if_one_fails() -> None:
+    driver = Driver(three_tokens, failing, num_best=1)
+    with pytest.raises(NoWorkers):
+        await driver.read()
+    driver = Driver(three_tokens, forever, num_best=1)
+    await asyncio.sleep(0)
+    driver.stream.close()
+    await driver.stream.ended
+    assert driver.permits.num_held == 0
 
 
 async def test_one_failure_ends_all() -> None:

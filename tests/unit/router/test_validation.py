@@ -1,5 +1,6 @@
 """Settings, limits, and the table of requests that are refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from router.limits import LimitPolicy, Limits
 from router.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from router.settings import RouterSettings
 from router.text.chat import ChatMessage
-from router.validation import GenerateInput, check_prompt_ids, check_shape, complete_sampling, require_prompt
+from router.validation import (
+    GenerateInput,
+    ValidRequest,
+    check_prompt_ids,
+    check_ranked,
+    check_shape,
+    complete_sampling,
+    require_prompt,
+)
 from tests.fakes.router_views import decode
 
 LIMITS = Limits(max_input_tokens=10, max_total_tokens=16)
@@ -76,6 +85,8 @@ def test_limits_beyond_the_model_are_contradictory(tmp_path: Path, changes: dict
     [
         ({"num_choices": 0}, r"num_choices must be in \[1, 8\], got 0"),
         ({"num_choices": 9}, r"num_choices must be in \[1, 8\], got 9"),
+        ({"num_choices": 3, "best_of": 2}, r"best_of must be in \[num_choices = 3, 8\], got 2"),
+        ({"best_of": 9}, r"best_of must be in \[num_choices = 1, 8\], got 9"),
         ({"top_logprobs": 21}, r"top_logprobs must be in \[0, 20\], got 21"),
         ({"ttft_target_s": 0.0}, "ttft_target must be > 0, got 0 s"),
         ({"ttft_target_s": -1.5}, "ttft_target must be > 0, got -1.5 s"),
@@ -84,6 +95,14 @@ def test_limits_beyond_the_model_are_contradictory(tmp_path: Path, changes: dict
 def test_shapes_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
         check_shape(GenerateInput(PROMPT, **changes), max_choices=100)
+
+
+def test_what_is_ranked_is_bounded() -> None:
+    for top_logprobs, max_new_tokens, fits in ((0, 16384, True), (0, 16385, False), (20, 780, True), (20, 781, False)):
+        asked = GenerateInput(PROMPT, best_of=4, top_logprobs=top_logprobs)
+        valid = ValidRequest("r", (1,), SamplingParams(max_new_tokens=max_new_tokens), asked)
+        with nullcontext() if fits else pytest.raises(InvalidRequest, match="must be <= 65536"):
+            check_ranked(valid)
 
 
 def test_no_more_choices_than_permits() -> None:

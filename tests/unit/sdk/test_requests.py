@@ -39,6 +39,7 @@ def test_every_argument_reaches_its_field() -> None:
             "prompt_logprobs": True,
             "echo": True,
             "n": 2,
+            "best_of": 4,
             "client_request_id": "mine",
             "priority": "batch",
             "ttft_target": 1.5,
@@ -48,6 +49,7 @@ def test_every_argument_reaches_its_field() -> None:
     sampling = request.sampling
     assert list(request.token_ids.ids) == [1, 2]
     assert (request.model, request.num_choices, request.client_request_id) == ("m", 2, "mine")
+    assert request.best_of == 4
     assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.top_k, sampling.seed) == (3, 1, 4, 2**64 - 1)
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.75, 0.25)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -1.0, 2.0)

@@ -212,7 +212,7 @@ class GenerationService:
             Work(choice, permit, lambda choice: self._run(choice, valid, timeline))
             for choice, permit in zip(choices, permits, strict=True)
         ]
-        num_best = None if valid.asked.best_of is None else valid.asked.num_choices
+        num_best = valid.asked.num_choices if (valid.asked.best_of or 1) > 1 else None
         stream = GenerationStream(works, slow_reader_s=self._parts.slow_reader_s, num_best=num_best)
         self._streams.add(stream)
         stream.ended.add_done_callback(lambda _: self._streams.discard(stream))

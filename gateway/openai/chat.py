@@ -7,9 +7,9 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import Answer, collect, total_usage
 from gateway.errors import Problem
 from gateway.exchange import Exchange
-from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, token_ids, usage_json
+from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, token_ids, usage_json, without_stops
 from gateway.openai.errors import error_body
-from gateway.openai.logprobs import chat_logprobs, event_tokens, shown_tokens
+from gateway.openai.logprobs import TokensOfStream, chat_logprobs, shown_tokens
 from gateway.openai.parameters import chat_arguments
 from gateway.openai.schemas import ChatBody
 from gateway.schema import parse
@@ -33,7 +33,7 @@ async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> R
 
 def chat_json(answer: Answer, body: ChatBody, envelope: Envelope) -> Json:
     """The whole answer."""
-    usage = total_usage(answer.choices, body.n or 1)
+    usage = total_usage(without_stops(answer.choices), body.n or 1)
     return envelope.json([_choice(each, body) for each in answer.choices]) | {"usage": usage_json(usage)}
 
 
@@ -54,6 +54,7 @@ class ChatChunks:
         self._body = body
         self._envelope = envelope.as_chunk()
         self._usage = UsageOfStream(body)
+        self._tokens = TokensOfStream()
 
     def start(self) -> Iterable[Json]:
         """The role of each choice."""
@@ -61,9 +62,9 @@ class ChatChunks:
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
-        """Nothing for a token whose text is held back, unless its log-prob or id is wanted."""
+        """Nothing for a token whose text is held back, unless its id is wanted."""
         self._usage.saw(event)
-        tokens = event_tokens(event)
+        tokens = self._tokens.shown_with(event)
         if event.text or (self._body.logprobs and tokens) or (self._body.return_token_ids and event.token):
             logprobs = chat_logprobs(tokens, self._body.top_logprobs or 0) if self._body.logprobs else None
             chunk = self._chunk(event.index, {"content": event.text}, logprobs)

@@ -7,9 +7,9 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import Answer, collect, total_usage
 from gateway.errors import Problem
 from gateway.exchange import Exchange
-from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, token_ids, usage_json
+from gateway.openai.envelope import Envelope, UsageOfStream, finish_reason, token_ids, usage_json, without_stops
 from gateway.openai.errors import error_body
-from gateway.openai.logprobs import CompletionLogprobs, event_tokens, shown_tokens
+from gateway.openai.logprobs import CompletionLogprobs, TokensOfStream, shown_tokens
 from gateway.openai.parameters import completion_arguments
 from gateway.openai.schemas import CompletionBody
 from gateway.schema import parse
@@ -36,7 +36,7 @@ def completion_json(answer: Answer, body: CompletionBody, envelope: Envelope) ->
     """The whole answer."""
     num_choices = body.n or 1
     choices = [_choice(each, answer.prompt_tokens.get(each.index // num_choices, ()), body) for each in answer.choices]
-    return envelope.json(choices) | {"usage": usage_json(total_usage(answer.choices, num_choices))}
+    return envelope.json(choices) | {"usage": usage_json(total_usage(without_stops(answer.choices), num_choices))}
 
 
 def _choice(choice: Choice, prompt_tokens: Sequence[Token], body: CompletionBody) -> Json:
@@ -59,6 +59,7 @@ class CompletionChunks:
         self._body = body
         self._envelope = envelope
         self._usage = UsageOfStream(body)
+        self._tokens = TokensOfStream()
         self._prompts: dict[int, tuple[Token, ...]] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
 
@@ -67,7 +68,7 @@ class CompletionChunks:
         return ()
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
-        """Nothing for a token whose text is held back, unless its log-prob is wanted."""
+        """Nothing for a token whose text is held back, unless its id is wanted."""
         self._usage.saw(event)
         tokens = self._shown(event)
         wants_logprobs = self._body.logprobs is not None
@@ -94,6 +95,6 @@ class CompletionChunks:
         if event.prompt_tokens:
             self._prompts[prompt] = event.prompt_tokens
         if event.index in self._logprobs:
-            return event_tokens(event)
+            return self._tokens.shown_with(event)
         self._logprobs[event.index] = CompletionLogprobs()
-        return (*self._prompts.get(prompt, ()), *event_tokens(event))
+        return (*self._prompts.get(prompt, ()), *self._tokens.shown_with(event))

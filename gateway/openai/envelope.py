@@ -7,8 +7,9 @@ from typing import Any
 from uuid import uuid4
 
 import tandem
+from gateway.openai.logprobs import num_stop_tokens
 from gateway.openai.schemas import SamplingBody
-from tandem import FinishReason, Token, TokenEvent, Usage
+from tandem import Choice, FinishReason, Token, TokenEvent, Usage
 
 Json = dict[str, Any]
 
@@ -66,8 +67,20 @@ def usage_json(usage: Usage) -> Json:
     }
 
 
+def without_stops(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Choices whose counts leave stop strings out."""
+    return tuple(
+        replace(choice, usage=_less(choice.usage, num_stop_tokens(choice.tokens, choice.finish_reason)))
+        for choice in choices
+    )
+
+
+def _less(usage: Usage, num_tokens: int) -> Usage:
+    return replace(usage, completion_tokens=usage.completion_tokens - num_tokens)
+
+
 class UsageOfStream:
-    """Token counts of a stream. What a prompt has is known at the end of its first choice."""
+    """Token counts of a stream, without stop strings. What a prompt has is known at the end of its first choice."""
 
     def __init__(self, body: SamplingBody) -> None:
         options = body.stream_options
@@ -76,17 +89,23 @@ class UsageOfStream:
         self._num_choices = body.n or 1
         self._sum = Usage()
         self._num_running = 0
+        self._ends: dict[int, list[Token]] = {}  # of each choice, its last tokens without a text
 
     def saw(self, event: TokenEvent) -> None:
         """Count one event."""
-        self._num_running += event.token is not None
+        end = self._ends.setdefault(event.index, [])
+        if event.token is not None:
+            self._num_running += 1
+            end[:] = [] if event.token.text else [*end, event.token]
         if event.usage is None:
             return
-        is_first = event.index % self._num_choices == 0
+        num_stop = num_stop_tokens(end, event.finish_reason)
+        self._num_running -= num_stop
+        usage, is_first = _less(event.usage, num_stop), event.index % self._num_choices == 0
         self._sum = Usage(
-            self._sum.prompt_tokens + (event.usage.prompt_tokens if is_first else 0),
-            self._sum.completion_tokens + event.usage.completion_tokens,
-            self._sum.cached_tokens + (event.usage.cached_tokens if is_first else 0),
+            self._sum.prompt_tokens + (usage.prompt_tokens if is_first else 0),
+            self._sum.completion_tokens + usage.completion_tokens,
+            self._sum.cached_tokens + (usage.cached_tokens if is_first else 0),
         )
 
     def of_chunk(self) -> Json:

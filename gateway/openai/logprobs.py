@@ -10,15 +10,34 @@ Json = dict[str, Any]
 _VERY_UNLIKELY = -9999.0
 
 
+def num_stop_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> int:
+    """Tokens at the end of a complete answer that are nothing but its stop string."""
+    if finish_reason is not FinishReason.STOP_SEQUENCE:
+        return 0
+    return next((place for place, token in enumerate(reversed(tokens)) if token.text), len(tokens))
+
+
 def shown_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> Sequence[Token]:
-    """Without the end-of-sequence token: it is no part of the text."""
+    """Without the end-of-sequence token or the stop string: they are no part of the text."""
     ends_special = finish_reason is not None and bool(tokens) and tokens[-1].special
-    return tokens[:-1] if ends_special else tokens
+    return tokens[: len(tokens) - max(ends_special, num_stop_tokens(tokens, finish_reason))]
 
 
-def event_tokens(event: TokenEvent) -> Sequence[Token]:
-    """The shown token of one event, if it has one."""
-    return () if event.token is None else shown_tokens((event.token,), event.finish_reason)
+class TokensOfStream:
+    """Which tokens to show with an event. Those without a text wait for what comes of them: it may be a stop string."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Token]] = {}
+
+    def shown_with(self, event: TokenEvent) -> Sequence[Token]:
+        """All that have waited and its own, if it has a text or ends the choice."""
+        held = self._held.setdefault(event.index, [])
+        if event.token is not None:
+            held.append(event.token)
+        if event.finish_reason is None and not event.text:
+            return ()
+        self._held[event.index] = []
+        return shown_tokens(held, event.finish_reason)
 
 
 def chat_logprobs(tokens: Iterable[Token], num_top: int) -> Json:

@@ -143,7 +143,9 @@ def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
         time_left=None if request.time_left_s is None else duration_to_proto(request.time_left_s),
         traceparent=request.traceparent,
         forks=[
-            sequence_pb2.SequenceFork(request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed)
+            sequence_pb2.SequenceFork(
+                request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed, traceparent=fork.traceparent
+            )
             for fork in request.forks
         ],
     )
@@ -163,7 +165,7 @@ def request_from_proto(spec: sequence_pb2.SequenceSpec) -> Request:
         cache_namespace=spec.cache_namespace,
         time_left_s=duration_from_proto(spec.time_left) if spec.HasField("time_left") else None,
         traceparent=spec.traceparent,
-        forks=tuple(Fork(fork.request_id, fork.attempt, fork.seed) for fork in spec.forks),
+        forks=tuple(Fork(fork.request_id, fork.attempt, fork.seed, fork.traceparent) for fork in spec.forks),
     )
     if len({request.request_id, *(fork.request_id for fork in request.forks)}) <= len(request.forks):
         raise InvalidRequest("a sequence and its forks need different request_ids")

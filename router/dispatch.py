@@ -149,8 +149,7 @@ class Dispatcher:
             fork = Dispatched(rider.request, dispatched.booking.fork(), dispatched.link, rider.timeline, is_fork=True)
             attempts.append(Attempt(rider.choice, fork, self._paths.prefills, self._patience))
             rider.boarded.set_result(attempts[-1])
-        forks = (Fork(r.request.request_id, r.request.attempt, r.request.sampling.seed or 0) for r in riders)
-        request = replace(dispatched.request, forks=tuple(forks))
+        request = replace(dispatched.request, forks=tuple(_fork(rider.request) for rider in riders))
         return replace(dispatched, request=request, forks=tuple(attempts))
 
     def _query(self, choice: Choice, request: Request, replay: Replay) -> PlacementQuery:
@@ -162,6 +161,10 @@ class Dispatcher:
             avoid=replay.avoid,
             prefill_locally=replay.prefill_locally,
         )
+
+
+def _fork(request: Request) -> Fork:
+    return Fork(request.request_id, request.attempt, request.sampling.seed or 0, request.traceparent)
 
 
 def _note_placed(timeline: Timeline, placement: Placement) -> None:

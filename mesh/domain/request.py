@@ -19,6 +19,7 @@ class Fork:
     request_id: str
     attempt: int
     seed: int
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Request:
                 attempt=fork.attempt,
                 sampling=replace(self.sampling, seed=fork.seed),
                 prompt_logprobs=False,
+                traceparent=fork.traceparent,
                 forks=(),
             )
             for fork in self.forks

@@ -39,14 +39,16 @@ class SequenceSpec(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., cache_namespace: _Optional[str] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., forks: _Optional[_Iterable[_Union[SequenceFork, _Mapping]]] = ...) -> None: ...
 
 class SequenceFork(_message.Message):
-    __slots__ = ("request_id", "attempt", "seed")
+    __slots__ = ("request_id", "attempt", "seed", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     seed: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., seed: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class PromptLogprob(_message.Message):
     __slots__ = ("logprob", "top")

@@ -173,6 +173,24 @@ async def check_choices_and_seeds(client: tandem.AsyncClient) -> None:
     assert len({tuple(t.id for t in result.tokens) for result in batch}) > 1
     pair = await client.generate(token_ids=prompt, seed=10, n=2, **options, **penalties)
     assert [t.id for t in pair.choices[1].tokens] == [t.id for t in alone.tokens]
+    await check_shared_prompts(client, options | penalties)
+
+
+async def check_shared_prompts(client: tandem.AsyncClient, options: dict[str, Any]) -> None:
+    """Choices of a prompt nobody has seen, which share its KV, are those of as many requests; best_of picks of them."""
+    rng = random.Random(17)
+    for length in (1, BLOCK, 2 * BLOCK + 5):
+        prompt = [rng.randrange(256) for _ in range(length)]
+        together = await client.generate(token_ids=prompt, seed=3, n=4, **options)
+        alone = await asyncio.gather(*(client.generate(token_ids=prompt, seed=seed, **options) for seed in range(3, 7)))
+        for choice, result in zip(together.choices, alone, strict=True):
+            assert [t.id for t in choice.tokens] == [t.id for t in result.tokens]
+            assert [t.logprob for t in choice.tokens] == pytest.approx(
+                [t.logprob for t in result.tokens], abs=TOLERANCE
+            )
+        best = await client.generate(token_ids=prompt, seed=3, n=2, best_of=4, **options)
+        ranked = sorted(together.choices, key=lambda choice: -(choice.confidence or 0.0))
+        assert [choice.text for choice in best.choices] == [choice.text for choice in ranked[:2]]
 
 
 async def check_refusals(client: tandem.AsyncClient) -> None:

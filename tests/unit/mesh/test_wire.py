@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout
+from mesh.domain.request import Fork
 from mesh.domain.sampling import SamplingParams
 from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
@@ -43,6 +44,18 @@ samplings = st.builds(
         ),
     ),
 )
+
+
+def test_forks_round_trip() -> None:
+    forks = (Fork("f", 2, 7, "00-a-b-01"), Fork("g", 0, 2**64 - 1))
+    request = make_request("r", [1], forks=forks, prompt_logprobs=True)
+    assert wire.request_from_proto(wire.request_to_proto(request)) == request
+    first, second = request.forked()
+    assert (first.request_id, first.attempt, first.sampling.seed, first.traceparent) == ("f", 2, 7, "00-a-b-01")
+    assert (second.prompt_logprobs, second.forks, second.token_ids) == (False, (), (1,))
+    twice = make_request("r", [1], forks=(Fork("r", 0, 1),))
+    with pytest.raises(InvalidRequest, match="different request_ids"):
+        wire.request_from_proto(wire.request_to_proto(twice))
 
 
 @given(samplings, st.booleans(), st.sampled_from([None, 1.5]))

@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from starlette.responses import JSONResponse, Response
 
@@ -14,7 +15,7 @@ from gateway.openai.parameters import completion_arguments
 from gateway.openai.schemas import CompletionBody
 from gateway.schema import parse
 from gateway.streaming import SSE_DONE, Framing, Json, Streamer
-from tandem import Choice, Token, TokenEvent
+from tandem import Choice, FinishReason, Token, TokenEvent
 
 
 async def completions(exchange: Exchange) -> Response:
@@ -35,8 +36,16 @@ async def answer_completion(exchange: Exchange, body: CompletionBody, framing: F
 def completion_json(answer: Answer, body: CompletionBody, envelope: Envelope) -> Json:
     """The whole answer."""
     num_choices = body.n or 1
-    choices = [_choice(each, answer.prompt_tokens.get(each.index // num_choices, ()), body) for each in answer.choices]
-    return envelope.json(choices) | {"usage": usage_json(total_usage(without_stops(answer.choices), num_choices))}
+    shown = tuple(map(_prompt_only, answer.choices)) if body.scores_only else without_stops(answer.choices)
+    choices = [_choice(each, answer.prompt_tokens.get(each.index // num_choices, ()), body) for each in shown]
+    return envelope.json(choices) | {"usage": usage_json(total_usage(shown, num_choices))}
+
+
+def _prompt_only(choice: Choice) -> Choice:
+    """Without the one token that had to be generated."""
+    text = choice.text.removesuffix("".join(token.text for token in choice.tokens))
+    usage = replace(choice.usage, completion_tokens=0)
+    return replace(choice, text=text, tokens=(), finish_reason=FinishReason.LENGTH, usage=usage)
 
 
 def _choice(choice: Choice, prompt_tokens: Sequence[Token], body: CompletionBody) -> Json:

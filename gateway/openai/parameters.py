@@ -22,7 +22,9 @@ def completion_arguments(body: CompletionBody, max_prompts: int) -> list[Generat
         if body.stream:
             raise InvalidRequest("best_of cannot be streamed: what is best is known at the end")
         shared["best_of"] = body.best_of
-    shared["max_new_tokens"] = body.max_tokens
+    if body.scores_only and body.stream:
+        raise InvalidRequest("max_tokens must be at least 1 in a stream")
+    shared["max_new_tokens"] = 1 if body.scores_only else body.max_tokens
     shared["echo"] = body.echo
     shared["top_logprobs"] = body.logprobs
     shared["prompt_logprobs"] = body.echo and body.logprobs is not None

@@ -58,6 +58,11 @@ class CompletionBody(SamplingBody):
     suffix: str | None = None
     best_of: int | None = None
 
+    @property
+    def scores_only(self) -> bool:
+        """True if nothing is to be generated: the prompt comes back, with its log-probs if they are asked for."""
+        return self.max_tokens == 0 and self.echo
+
 
 class ContentPart(Body):
     """A part of a message's content; only text can be served."""

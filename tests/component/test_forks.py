@@ -11,6 +11,8 @@ from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.sequence import Sequence
+from engine.speculation.ngram import NgramDrafter
+from engine.speculation.speculator import Speculator
 from mesh.domain.request import Fork, Request
 from mesh.domain.tokens import SampledToken
 from tests.component.arms import ARMS, load_arm
@@ -19,12 +21,14 @@ from tests.fakes.requests import make_request
 Checkpoint = Callable[[str], Path]
 
 
-def run(runner: ModelRunner, asked: list[Sequence]) -> tuple[dict[str, list[SampledToken]], int]:
+def run(
+    runner: ModelRunner, asked: list[Sequence], speculator: Speculator | None = None
+) -> tuple[dict[str, list[SampledToken]], int]:
     """Tokens by request, and the number of prompt tokens computed."""
     pool = BlockPool(runner.kv_cache.num_blocks)
     config = SchedulerConfig(runner.kv_cache.layout.block_size, 64, 16, max_model_len=512, prefix_caching=False)
     scheduler = Scheduler(config, pool)
-    engine = Engine(scheduler, runner)
+    engine = Engine(scheduler, runner, speculator=speculator)
     for sequence in asked:
         scheduler.add(sequence)
     tokens: dict[str, list[SampledToken]] = {}
@@ -59,3 +63,13 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, arm: str, length: 
         shared, own = together[each.request_id], alone[each.request_id]
         assert [token.id for token in shared] == [token.id for token in own]
         assert [token.logprob for token in shared] == pytest.approx([token.logprob for token in own], abs=1e-4)
+
+
+def test_forks_that_guess_ahead_are_the_same(checkpoint: Checkpoint) -> None:
+    runner, request = load_arm(checkpoint("llama"), "compiled"), choices(37)
+    answers = []
+    for speculator in (None, Speculator(NgramDrafter(), 4)):
+        first = Sequence(replace(request, sampling=replace(request.sampling, temperature=0.3, max_new_tokens=40)))
+        first.forks = [Sequence(fork) for fork in first.request.forked()]
+        answers.append(run(runner, [first], speculator)[0])
+    assert answers[0] == answers[1]

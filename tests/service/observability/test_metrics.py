@@ -121,9 +121,8 @@ async def test_metrics_of_workers(evidence: Evidence) -> None:
         await router.collect(make_sequence("local", range(1, 10), max_new_tokens=2))
         await preempt_and_refuse(router)
         for _, role, engine in workers:
-            loads[role] = replace(
-                engine.scheduler.load(), num_running=1, num_waiting=1, pending_tokens=1, free_blocks=7
-            )
+            load = replace(engine.scheduler.load(), drafted_tokens=2, accepted_tokens=1)
+            loads[role] = replace(load, num_running=1, num_waiting=1, pending_tokens=1, free_blocks=7)
             states[role] = WorkerState.STALLED
         for metrics, role, _ in workers:
             scrapes[role].append(await scrape(metrics.registry))

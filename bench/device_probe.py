@@ -18,7 +18,7 @@ from bench.capacity import Capacity, DeviceRates, Precision, model_size
 from bench.devices import Device
 from bench.engine_steps import EngineSteps, StepPlan, clock_for
 from bench.shapes import BUNDLED
-from engine.models.config import load_config
+from engine.models.config import load_decoder_config
 
 _ARRAY_BYTES = 256 * 2**20  # several times the largest cache
 _REPEATS = 5
@@ -86,7 +86,7 @@ def engine_flops_per_s(model_dir: Path, quantize: str, num_threads: int) -> floa
     """Of a prompt's pass through the engine, best of several; the first one compiles."""
     steps = EngineSteps(StepPlan(model_dir, quantize, 1, _PROMPT_TOKENS, num_threads=num_threads))
     times_ms = [steps.prompt_ms() for _ in range(1 + _REPEATS)]
-    size = model_size(load_config(model_dir))
+    size = model_size(load_decoder_config(model_dir))
     flops = Capacity(size, Precision("float32", "float32"), DeviceRates(0, 1, 1, 1)).prefill_flops(_PROMPT_TOKENS)
     return 1000 * flops / min(times_ms)
 

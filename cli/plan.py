@@ -22,7 +22,7 @@ from bench.predictions import PREFILL, decode_name, read_measured
 from cli.plan_tables import show
 from cli.tables import wide_console
 from cli.up_settings import find_model
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import ModelConfig, load_decoder_config
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 from mesh.model_source import ModelSource
@@ -73,7 +73,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan on stdout."""
     model_dir = find_model(ModelSource(args.model))
-    config = load_config(model_dir)
+    config = load_decoder_config(model_dir)
     precision = _precision(args, config)
     with _only_warnings():
         device = _device(args, precision)

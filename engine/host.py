@@ -14,7 +14,7 @@ from engine.block_pool import BlockPool
 from engine.kv_cache import KVCache
 from engine.load import RunnerSettings, kv_layout, load_model_runner
 from engine.loop import Engine
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import AnyConfig, load_config
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.speculation.load import draft_block_bytes, load_speculator
 from engine.speculation.settings import NO_SPECULATION, Speculation
@@ -119,6 +119,7 @@ def build_host(
         max_model_len=max_model_len,
         # Some position encodings depend on the length of the prompt: then equal prefixes do not have equal KV.
         prefix_caching=settings.prefix_caching and config.shareable_prefixes,
+        whole_prompts=config.whole_prompts,
     )
     log.info(
         "engine ready",
@@ -152,12 +153,11 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
     return replace(wanted, num_blocks=_asked_blocks(settings, limits, wanted))
 
 
-def _max_model_len(settings: WorkerSettings, config: ModelConfig) -> int:
-    if settings.max_model_len > config.max_position_embeddings:
-        raise ConfigurationError(
-            f"max_model_len {settings.max_model_len} is over the model's {config.max_position_embeddings} positions"
-        )
-    return settings.max_model_len or config.max_position_embeddings
+def _max_model_len(settings: WorkerSettings, config: AnyConfig) -> int:
+    positions = config.max_position_embeddings
+    if positions is not None and settings.max_model_len > positions:
+        raise ConfigurationError(f"max_model_len {settings.max_model_len} is over the model's {positions} positions")
+    return settings.max_model_len or positions or config.max_model_len
 
 
 def _asked_blocks(settings: WorkerSettings, limits: EngineLimits, wanted: RunnerSettings) -> int | None:

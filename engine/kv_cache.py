@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cpu.memory import aligned
-from mesh.domain.kv import KVLayout
+from mesh.domain.kv import SCALE_BYTES, KVLayout
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
@@ -113,6 +113,18 @@ def elements(cache: Tensor) -> NDArray[Any]:
     flat = cache.view(-1)
     array: NDArray[Any] = flat.view(torch.uint16).numpy() if flat.element_size() == 2 else flat.numpy()
     return array
+
+
+def read_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer at these slots (block_id * block_size + offset), as floating point:
+    [*slots.shape, num_kv_heads, head_dim] each.
+    """
+    rows = layer_cache.view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, elements of a row]
+    found = rows.index_select(1, slots.flatten()).view(2, *slots.shape, *rows.shape[2:])
+    if found.dtype == torch.int8:
+        scales = found[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+        found = found[..., :-SCALE_BYTES].to(torch.float32).mul_(scales)
+    return found[0], found[1]
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

@@ -7,22 +7,25 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.attention.backend import attention_shape
+from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionPlace, select_backend
+from engine.checkpoint import open_checkpoint
 from engine.cpu.decoder import CompiledDecoder, why_not_compiled
 from engine.cpu.vectors import KEYS
 from engine.kv_cache import KVCache, num_blocks_for_memory
 from engine.masks import TokenMasks
 from engine.memory import available_bytes
-from engine.model_runner import ModelRunner
-from engine.models.config import ModelConfig, load_config
+from engine.model_runner import Model, ModelRunner
+from engine.models.config import AnyConfig, EncoderDecoderConfig, ModelConfig, load_config
 from engine.models.decoder import Decoder, DecoderMemory
+from engine.models.encoder_decoder.model import EncoderDecoder
+from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.fingerprint import fingerprint
 from engine.models.int8 import Int8Ops
 from engine.models.layers import FloatOps
 from engine.models.ops import Ops
-from engine.models.parameters import parameter_specs
+from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
@@ -74,30 +77,43 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     settings = replace(settings, device=str(device), dtype=_dtype(settings, config))
     if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
         raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
+    if isinstance(config, EncoderDecoderConfig) and settings.dtype == "float16":
+        raise ConfigurationError(f"{config.architecture} overflows in float16: use bfloat16 or float32")
     layout = kv_layout(config, settings)
     parameters = _parameters(settings, config, device, on_progress)
     cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
-    decoder = _decoder(settings, config, parameters, cache)
+    model = _model(settings, config, parameters, cache)
     masks = TokenMasks(GrammarCompiler(settings.model_dir), config.vocab_size)
-    return ModelRunner(decoder, cache, masks, layers_per_group=settings.layers_per_group)
+    return ModelRunner(model, cache, masks, layers_per_group=settings.layers_per_group)
 
 
-def _decoder(
-    settings: RunnerSettings, config: ModelConfig, parameters: dict[str, Tensor], cache: KVCache
-) -> Decoder | CompiledDecoder:
+def _model(settings: RunnerSettings, config: AnyConfig, parameters: dict[str, Tensor], cache: KVCache) -> Model:
+    if isinstance(config, EncoderDecoderConfig):
+        return EncoderDecoder(config, parameters, _ops(settings), _memory(settings, config, cache))
     int8 = settings.quantize == "int8"
     reason = _why_eager(settings, config, cache.layout, int8=int8)
     if reason is None:
         return CompiledDecoder(config, parameters, cache, int8=int8)
     log.info("decoder not compiled", reason=reason)
+    return Decoder(config, parameters, _ops(settings), _memory(settings, config, cache))
+
+
+def _memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) -> DecoderMemory:
+    """The cache, with what attends to it, compiled."""
     attention = select_backend(
-        attention_shape(config),
+        _attention_shape(config),
         AttentionPlace(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
         settings.attention,
     )
     if isinstance(attention, CpuAttention):
         attention.compile(cache.layer(0))
-    return Decoder(config, parameters, _ops(settings), DecoderMemory(cache, attention))
+    return DecoderMemory(cache, attention)
+
+
+def _attention_shape(config: AnyConfig) -> AttentionShape:
+    if isinstance(config, EncoderDecoderConfig):
+        return AttentionShape(config.num_heads, config.num_heads, config.head_dim, given_scale=1.0)
+    return attention_shape(config)
 
 
 def _why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
@@ -110,7 +126,7 @@ def _why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout, 
     return why_not_compiled(config, layout, int8=int8)
 
 
-def kv_layout(config: ModelConfig, settings: RunnerSettings) -> KVLayout:
+def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
     """The KV layout that a runner with these settings will have."""
     return KVLayout(
         model_fingerprint=fingerprint(settings.model_dir, settings.load_format, settings.seed, settings.quantize),
@@ -129,13 +145,21 @@ def _ops(settings: RunnerSettings) -> Ops:
 
 
 def _parameters(
-    settings: RunnerSettings, config: ModelConfig, device: torch.device, on_progress: Progress | None
+    settings: RunnerSettings, config: AnyConfig, device: torch.device, on_progress: Progress | None
 ) -> dict[str, Tensor]:
-    specs = parameter_specs(config)
+    specs = _parameter_specs(settings, config)
     target = WeightsTarget(device, getattr(torch, settings.dtype))
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     return load_weights(settings.model_dir, specs, target, on_progress)
+
+
+def _parameter_specs(settings: RunnerSettings, config: AnyConfig) -> list[ParameterSpec]:
+    if not isinstance(config, EncoderDecoderConfig):
+        return parameter_specs(config)
+    # config.json does not say it reliably.
+    own_lm_head = settings.load_format != "dummy" and "lm_head.weight" in open_checkpoint(settings.model_dir)
+    return encoder_decoder_specs(config, own_lm_head=own_lm_head)
 
 
 def _device(name: str) -> torch.device:
@@ -150,19 +174,19 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(settings: RunnerSettings, config: ModelConfig) -> str:
+def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if settings.dtype != "auto":
         return settings.dtype
     return "float32" if _device(settings.device).type == "cpu" else config.dtype
 
 
-def _kv_dtype(settings: RunnerSettings, config: ModelConfig) -> str:
+def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if settings.kv_dtype != "auto":
         return settings.kv_dtype
     if settings.quantize != "int8":
         return _dtype(settings, config)
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0
-    return "int8" if fits and attention_shape(config).is_plain else "float16"
+    return "int8" if fits and _attention_shape(config).is_plain else "float16"
 
 
 def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.device) -> int:

@@ -16,49 +16,50 @@ from engine.cpu.decoder import CompiledDecoder
 from engine.kv_cache import KVCache
 from engine.layer_groups import LayerGroups
 from engine.masks import TokenMasks
-from engine.models.config import ModelConfig
+from engine.models.config import AnyConfig
 from engine.models.decoder import Decoder
+from engine.models.encoder_decoder.model import EncoderDecoder
 from engine.sampler import Sampler, score
 from engine.sequence import Sequence
 from mesh.cores import Cores
 from mesh.domain.tokens import PromptLogprob, SampledToken
+
+Model = Decoder | CompiledDecoder | EncoderDecoder
 
 # Prompt log-probs compute so many fp32 logits at a time (64 MiB).
 _MAX_LOGITS = 2**24
 
 
 class ModelRunner:
-    """Runs the decoder over a batch, then samples; implements `engine.batch.Runner`.
+    """Runs the model over a batch, then samples; implements `engine.batch.Runner`.
 
     `layers_per_group` is how many layers' KV each call of the layer hook announces; the last group may be smaller. It
     computes with as many threads as torch was set to when it was made.
     """
 
-    def __init__(
-        self, decoder: Decoder | CompiledDecoder, kv_cache: KVCache, masks: TokenMasks, *, layers_per_group: int = 4
-    ) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, masks: TokenMasks, *, layers_per_group: int = 4) -> None:
         self.kv_cache = kv_cache
-        self._decoder = decoder
+        self._model = model
         self._layers_per_group = layers_per_group
         self._masks = masks
-        self._sampler = Sampler(masks)
+        self._sampler = Sampler(masks, encoded_prompts=model.config.whole_prompts)
         self._device = kv_cache.tensor.device
-        self._num_torch_threads = decoder.num_torch_threads
+        self._num_torch_threads = model.num_torch_threads
 
     @property
-    def config(self) -> ModelConfig:
+    def config(self) -> AnyConfig:
         """Facts of the model."""
-        return self._decoder.config
+        return self._model.config
 
     @property
     def attention_backend(self) -> str:
         """Name of the attention backend in use."""
-        return self._decoder.attention_backend
+        return self._model.attention_backend
 
     @property
     def laps(self) -> NDArray[np.int64] | None:
         """Cycles of each phase of the compiled loop so far (engine.cpu.laps); None if the decoder is not compiled."""
-        return self._decoder.threads.laps if isinstance(self._decoder, CompiledDecoder) else None
+        return self._model.threads.laps if isinstance(self._model, CompiledDecoder) else None
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
@@ -72,7 +73,7 @@ class ModelRunner:
         inputs = build_inputs(batch, self.kv_cache.layout.block_size, self._device)
         announce = partial(on_layers, batch) if on_layers is not None else None
         groups = LayerGroups(self.config.num_layers, self._layers_per_group, announce)
-        hidden = self._decoder.forward(inputs.token_ids, inputs.metadata, groups)
+        hidden = self._model.forward(inputs.token_ids, inputs.metadata, groups)
         tokens = self._sample(batch, sequences, hidden, inputs.starts)
         return [
             RunnerOutput(
@@ -93,7 +94,7 @@ class ModelRunner:
 
     def use_cores(self, lent: Cores) -> None:
         """See Runner.use_cores."""
-        self._decoder.use_cores(lent)
+        self._model.use_cores(lent)
 
     def forget(self, sequence: Sequence) -> None:
         """See Runner.forget."""
@@ -111,7 +112,7 @@ class ModelRunner:
         if not rows:
             return [()] * len(batch.items)
         chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
-        sampled = iter(self._sampler.sample(self._decoder.logits(chosen), sequences))
+        sampled = iter(self._sampler.sample(self._model.logits(chosen), sequences))
         return [_holding(item.drafts, sampled) if item.samples else () for item in batch.items]
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:
@@ -124,7 +125,7 @@ class ModelRunner:
         scores: list[PromptLogprob] = []
         for start in range(0, len(targets), rows_at_once):
             piece = targets[start : start + rows_at_once]
-            logits = self._decoder.logits(hidden[start : start + len(piece)])
+            logits = self._model.logits(hidden[start : start + len(piece)])
             tokens = torch.tensor(piece, device=self._device)
             scored = score(logits, tokens, [sequence.request.top_logprobs] * len(piece))
             scores += map(PromptLogprob, scored.logprobs, scored.top)

@@ -1,7 +1,8 @@
 """What a sequence's own tokens, its logit bias, its minimum length and its bad words do to its logits.
 
 Order as in vLLM: tokens that may not come now, logit bias, then repetition, frequency and presence penalties.
-Repetition looks at prompt and output, the other two at the output only. All state can be rebuilt from the token ids.
+Repetition looks at prompt and output, the other two at the output only. A prompt that an encoder reads is not looked
+at: the decoder's text does not continue it. All state can be rebuilt from the token ids.
 """
 
 from collections.abc import Iterator
@@ -17,17 +18,17 @@ from engine.sequence import Sequence, SequenceKey
 
 
 class TokenCounts:
-    """The distinct tokens of one sequence, and how often each was generated."""
+    """The distinct tokens of one sequence from position `first` on, and how often each was generated."""
 
-    def __init__(self, sequence: Sequence) -> None:
-        tokens = np.asarray(sequence.token_ids, np.int64)
+    def __init__(self, sequence: Sequence, first: int = 0) -> None:
+        tokens = np.asarray(sequence.token_ids[first:], np.int64)
         ids, inverse = np.unique(tokens, return_inverse=True)
         self._size = len(ids)
         self._ids = _grown(ids)
-        counts = np.bincount(inverse[sequence.num_prompt_tokens :], minlength=self._size)
+        counts = np.bincount(inverse[sequence.num_prompt_tokens - first :], minlength=self._size)
         self._counts = _grown(counts.astype(np.int64))
         self._rows = {int(token): row for row, token in enumerate(ids)}
-        self._num_seen = len(tokens)
+        self._num_seen = sequence.num_tokens
 
     def catch_up(self, sequence: Sequence) -> None:
         """Count the tokens generated since the last time."""
@@ -53,9 +54,12 @@ class TokenCounts:
 
 
 class Penalties:
-    """Applies all of it to rows of logits; keeps counts for sequences that need them."""
+    """Applies all of it to rows of logits; keeps counts for sequences that need them. With `encoded_prompts`, all of a
+    prompt but its last token, with which the decoder begins, is not the decoder's.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, encoded_prompts: bool = False) -> None:
+        self._encoded_prompts = encoded_prompts
         self._counts: dict[SequenceKey, TokenCounts] = {}
 
     def forget(self, sequence: Sequence) -> None:
@@ -97,11 +101,12 @@ class Penalties:
         logits[at] = values
 
     def _count(self, sequence: Sequence) -> TokenCounts:
+        first = sequence.num_prompt_tokens - 1 if self._encoded_prompts else 0
         if sequence.num_guessed:  # guesses may be wrong, so they are not kept
-            return TokenCounts(sequence)
+            return TokenCounts(sequence, first)
         counts = self._counts.get(sequence.key)
         if counts is None:
-            counts = self._counts[sequence.key] = TokenCounts(sequence)
+            counts = self._counts[sequence.key] = TokenCounts(sequence, first)
         counts.catch_up(sequence)
         return counts
 

@@ -32,12 +32,12 @@ class ScoredTokens(NamedTuple):
 
 class Sampler:
     """Chooses the next token of each sequence. Not shared between threads. `masks` are for sequences that must keep to
-    a structure; `masks.begin` comes before `sample`.
+    a structure; `masks.begin` comes before `sample`. `encoded_prompts`: see Penalties.
     """
 
-    def __init__(self, masks: TokenMasks | None = None) -> None:
+    def __init__(self, masks: TokenMasks | None = None, *, encoded_prompts: bool = False) -> None:
         self._masks = masks
-        self._penalties = Penalties()
+        self._penalties = Penalties(encoded_prompts=encoded_prompts)
 
     def sample(self, logits: Tensor, sequences: Rows[Sequence]) -> list[SampledToken]:
         """One token per row of fp32 logits [num_seqs, vocab_size], which are left as they are."""

@@ -12,7 +12,8 @@ Life of a sequence here:
     forks    -> other choices of its prompt; they wait with it, share its blocks, and are RUNNING once it is computed
 
 A step first serves sequences that need one token (decodes), so that chunks of long prompts never hold them up; what is
-left of the token budget goes to chunks, oldest first, then to waiting sequences.
+left of the token budget goes to chunks, oldest first, then to waiting sequences. Where an encoder reads prompts
+(`whole_prompts`) they are not cut: one may go over the budget if it is its step's first.
 """
 
 from dataclasses import dataclass, field
@@ -20,9 +21,10 @@ from dataclasses import dataclass, field
 from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.block_pool import BlockPool
 from engine.forks import Forks
+from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, SequenceKey, SequenceStatus
 from mesh.domain.errors import ConfigurationError, InvalidRequest, WorkerBusy
-from mesh.domain.prefix import BlockHash, block_hashes, next_hash, root_hash
+from mesh.domain.prefix import BlockHash
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput
 from mesh.domain.worker import WorkerLoad
 
@@ -30,7 +32,8 @@ from mesh.domain.worker import WorkerLoad
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one engine. `max_batch_tokens` bounds the tokens of a step, `max_num_seqs` the sequences with a
-    seat.
+    seat. With `whole_prompts` a prompt's tokens see each other: it is computed in one step, and shares KV with equal
+    prompts only.
     """
 
     block_size: int
@@ -38,6 +41,7 @@ class SchedulerConfig:
     max_num_seqs: int
     max_model_len: int
     prefix_caching: bool = True
+    whole_prompts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len"):
@@ -70,6 +74,7 @@ class Scheduler:
         self._seated: dict[SequenceKey, Sequence] = {}  # RUNNING and WAITING_FOR_KV, oldest first
         self._held: dict[SequenceKey, Sequence] = {}
         self._forks = Forks(pool, config.block_size)
+        self._prefixes = PrefixCache(pool, config.block_size, config.prefix_caching, config.whole_prompts)
         self._counters = _Counters()
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -91,7 +96,7 @@ class Scheduler:
         oldest = next(iter(self._waiting.values()), None)
         spare = 0 if oldest is None else self._num_blocks_for(oldest)
         num_seats = self.config.max_num_seqs - (oldest is not None)
-        hashes = self._all_hashes(sequence)
+        hashes = self._prefixes.hashes(sequence)
         if len(self._seated) >= num_seats or not self._seat(sequence, hashes, spare=spare):
             raise WorkerBusy(f"no room for {sequence.num_tokens} tokens now")
         sequence.status = SequenceStatus.WAITING_FOR_KV
@@ -105,7 +110,7 @@ class Scheduler:
         if sequence is None or sequence.status is not SequenceStatus.WAITING_FOR_KV:
             return
         sequence.num_computed_tokens = sequence.num_tokens
-        self._publish(sequence)
+        self._prefixes.publish(sequence)
         sequence.token_ids.append(first_token.id)
         sequence.status = SequenceStatus.RUNNING
         self._start_forks(sequence)
@@ -169,10 +174,10 @@ class Scheduler:
         chunks: list[ScheduledSequence] = []
         for sequence in running:
             if sequence.status is SequenceStatus.RUNNING and sequence.num_uncomputed_tokens > 1 and budget > 0:
-                chunks.append(_chunk(sequence, budget))
+                chunks.append(self._chunk(sequence, budget))
                 budget -= chunks[-1].num_tokens
-        while budget > 0 and (admitted := self._admit()) is not None:
-            chunks.append(_chunk(admitted, budget))
+        while budget > 0 and (admitted := self._admit(budget, is_first=not chunks)) is not None:
+            chunks.append(self._chunk(admitted, budget))
             budget -= chunks[-1].num_tokens
         # A one-token chunk (a prompt's last token) belongs with the decodes: attention treats it alike.
         chunks.sort(key=lambda item: item.num_tokens > 1)
@@ -215,15 +220,21 @@ class Scheduler:
         self._free(victim)
         self._counters.preempted.append(victim)
 
-    def _admit(self) -> Sequence | None:
+    def _chunk(self, sequence: Sequence, budget: int) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        if self.config.whole_prompts:
+            num_tokens = max(num_tokens, sequence.num_prompt_tokens - start)
+        return ScheduledSequence(sequence, start, num_tokens)
+
+    def _admit(self, budget: int, *, is_first: bool) -> Sequence | None:
         """Seat the oldest waiting sequence, or None if there is none or no room: later ones do not overtake it."""
         sequence = next(iter(self._waiting.values()), None)
         if sequence is None or len(self._seated) >= self.config.max_num_seqs:
             return None
-        # The last token is always computed: its logits are what the first sample is drawn from.
-        reusable = (sequence.num_tokens - 1) // self.config.block_size
-        hashes = [] if sequence.request.prompt_logprobs else self._all_hashes(sequence)[:reusable]
-        if not self._seat(sequence, hashes):
+        if self.config.whole_prompts and not is_first and sequence.num_prompt_tokens > budget:
+            return None
+        if not self._seat(sequence, self._prefixes.reusable(sequence)):
             return None
         del self._waiting[sequence.key]
         sequence.status = SequenceStatus.RUNNING
@@ -276,11 +287,8 @@ class Scheduler:
         needed = sequence.num_tokens + (not sequence.hand_over)
         if needed > most:
             raise InvalidRequest(f"{sequence.num_tokens} tokens and one more do not fit into {most}")
-
-    def _all_hashes(self, sequence: Sequence) -> list[BlockHash]:
-        if not self.config.prefix_caching:
-            return []
-        return block_hashes(sequence.token_ids, self.config.block_size, sequence.request.cache_namespace)
+        if self.config.whole_prompts and sequence.request.prompt_logprobs:
+            raise InvalidRequest("an encoder gives its prompt no log-probs")
 
     # -- consequences -----------------------------------------------------------------------------------------------
 
@@ -300,7 +308,7 @@ class Scheduler:
                 results.append(self._append(sequence, output.tokens))
             else:
                 sequence.num_computed_tokens = item.end
-                self._publish(sequence)
+                self._prefixes.publish(sequence)
         return results
 
     def _count(self, item: ScheduledSequence, output: RunnerOutput) -> None:
@@ -314,7 +322,7 @@ class Scheduler:
         is_first = index == sequence.request.num_generated
         tokens, reason = self._extend(sequence, sampled)
         sequence.num_computed_tokens = sequence.num_tokens - 1
-        self._publish(sequence)
+        self._prefixes.publish(sequence)
         result = StepOutput(
             *sequence.key,
             first_index=index,
@@ -367,27 +375,11 @@ class Scheduler:
             return FinishReason.LENGTH
         return None
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Make the sequence's newly full blocks findable."""
-        if not self.config.prefix_caching:
-            return
-        size = self.config.block_size
-        hashes = sequence.block_hashes
-        while (len(hashes) + 1) * size <= sequence.num_computed_tokens:
-            first = len(hashes) * size
-            parent = hashes[-1] if hashes else root_hash(sequence.request.cache_namespace)
-            hashes.append(next_hash(parent, sequence.token_ids[first : first + size]))
-            self.pool.publish(sequence.block_table[len(hashes) - 1], hashes[-1])
-
     def _free(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.FINISHED
         self._forks.drop(sequence)
         self.pool.free(sequence.block_table)
         sequence.block_table.clear()
-
-
-def _chunk(sequence: Sequence, budget: int) -> ScheduledSequence:
-    return ScheduledSequence(sequence, sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget))
 
 
 def _prompt_logprobs(sequence: Sequence) -> tuple[PromptLogprob, ...]:

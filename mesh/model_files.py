@@ -28,12 +28,15 @@ _VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What router and workers must agree on. `max_position_embeddings` is None where the model sets no limit."""
+    """What router and workers must agree on. `max_position_embeddings` is None where the model sets no limit,
+    `decoder_start_token_id` unless the model is an encoder-decoder: then its decoder begins with that token.
+    """
 
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_position_embeddings: int | None
     tokenizer_fingerprint: str
+    decoder_start_token_id: int | None = None
 
 
 def read_model_facts(model_dir: Path) -> ModelFacts:
@@ -47,12 +50,25 @@ def read_model_facts(model_dir: Path) -> ModelFacts:
     vocab_size = _integer(config, _VOCAB_KEYS, path)
     if vocab_size is None:
         raise ConfigurationError(f"{path} has no vocab_size")
+    decoder_start = _decoder_start(config, generation, path)
     return ModelFacts(
         vocab_size=vocab_size,
         eos_token_ids=_eos_ids(config, path) | _eos_ids(generation, model_dir / "generation_config.json"),
-        max_position_embeddings=_integer(config, _POSITION_KEYS, path),
+        # Encoder-decoder models have relative positions; their n_positions is what they were trained with.
+        max_position_embeddings=None if decoder_start is not None else _integer(config, _POSITION_KEYS, path),
         tokenizer_fingerprint=tokenizer_fingerprint(model_dir),
+        decoder_start_token_id=decoder_start,
     )
+
+
+def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> int | None:
+    if not config.get("is_encoder_decoder"):
+        return None
+    key = "decoder_start_token_id"
+    token_id = config.get(key) if generation.get(key) is None else generation[key]
+    if token_id is None or not _is_index(token_id):
+        raise ConfigurationError(f"{path}: an encoder-decoder model needs {key}, got {token_id!r}")
+    return int(token_id)
 
 
 def tokenizer_source(model_dir: Path) -> str:

@@ -62,7 +62,7 @@ class CanaryRunner:
         timeline.begin_attempt()
         dispatched = Dispatched(
             replace(request, time_left_s=self._timeout_s),
-            self._ledger.book(placement, choice.num_prompt_tokens),
+            self._ledger.book(placement, choice.num_tokens),
             link,
             timeline,
         )
@@ -72,8 +72,9 @@ class CanaryRunner:
     def _request(self, placement: Placement) -> ValidRequest:
         """More than a block of prompt, so that whole and partly filled blocks move; less where a worker is tiny."""
         workers = [info for info in (placement.prefill, placement.decode) if info is not None]
-        most = min(map(capacity_tokens, workers)) - _NUM_GENERATED
+        decoder_prompt = self._model.decoder_prompt
+        most = min(map(capacity_tokens, workers)) - _NUM_GENERATED - len(decoder_prompt)
         num_tokens = max(1, min(placement.decode.layout.block_size + 2, most))
         ids = tuple(place % self._model.facts.vocab_size for place in range(num_tokens))
         sampling = SamplingParams(max_new_tokens=_NUM_GENERATED, seed=0, temperature=0.0, ignore_eos=True)
-        return ValidRequest(mint_id(), ids, sampling, GenerateInput(prompt=None))
+        return ValidRequest(mint_id(), ids, sampling, GenerateInput(prompt=None), decoder_prompt=decoder_prompt)

@@ -98,13 +98,8 @@ class Choice:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
-        return len(self._valid.prompt_ids) + len(self.token_ids)
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Length at which the choice ends."""
-        return len(self._valid.prompt_ids) + self._max_new_tokens
+        """Prompt and generated tokens, as workers count them."""
+        return len(self._valid.worker_prompt) + len(self.token_ids)
 
     @property
     def num_pending(self) -> int:
@@ -134,8 +129,8 @@ class Choice:
         return Request(
             request_id=self.request_id,
             attempt=attempt,
-            token_ids=(*self._valid.prompt_ids, *self.token_ids),
-            num_prompt_tokens=len(self._valid.prompt_ids),
+            token_ids=(*self._valid.worker_prompt, *self.token_ids),
+            num_prompt_tokens=len(self._valid.worker_prompt),
             sampling=self._sampling,
             eos_token_ids=eos_token_ids,
             top_logprobs=asked.top_logprobs,

@@ -156,7 +156,7 @@ class Dispatcher:
         return PlacementQuery(
             num_tokens=len(request.token_ids),
             max_total_tokens=request.max_total_tokens,
-            chain=PrefixChain(request.token_ids, request.cache_namespace),
+            chain=PrefixChain(request.token_ids, request.cache_namespace, self._model.whole_prompt(request)),
             num_seqs=choice.siblings.num_seqs if choice.siblings is not None and choice.index == 0 else 1,
             avoid=replay.avoid,
             prefill_locally=replay.prefill_locally,

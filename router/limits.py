@@ -36,10 +36,13 @@ class LimitPolicy:
                 f"max_total_tokens must be <= the model's max_position_embeddings, got {wanted} and {positions}"
             )
         self._max_total = wanted or positions or _UNLIMITED_TOKENS
+        # An encoder-decoder model's decoder begins with a token that takes room, and that clients know nothing of.
+        self._num_hidden = 0 if facts.decoder_start_token_id is None else 1
         self._max_input = settings.max_input_length or self._max_total - 1
         require_input_below_total(self._max_input, self._max_total)
 
     def resolve(self, decode_workers: Iterable[WorkerInfo]) -> Limits:
         """Limits with these workers; the roomiest one counts. Without workers, what settings and model allow."""
-        max_total = min(self._max_total, max(map(capacity_tokens, decode_workers), default=self._max_total))
+        room = max((capacity_tokens(info) - self._num_hidden for info in decode_workers), default=self._max_total)
+        max_total = min(self._max_total, room)
         return Limits(min(self._max_input, max_total - 1), max_total)

@@ -54,9 +54,9 @@ class Candidate:
 class PrefixChain:
     """Block hashes of a prompt, computed as far as somebody has them cached, and only once."""
 
-    def __init__(self, token_ids: Sequence[int], namespace: str) -> None:
+    def __init__(self, token_ids: Sequence[int], namespace: str, whole_prompt: Sequence[int] = ()) -> None:
         self._token_ids = token_ids
-        self._root = root_hash(namespace)
+        self._root = root_hash(namespace, whole_prompt)
         self._hashes: list[BlockHash] = []
 
     def num_cached_tokens(self, view: WorkerView) -> int:

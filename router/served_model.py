@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.domain.errors import LayoutMismatch
+from mesh.domain.request import Request
 from mesh.domain.worker import WorkerInfo
 from mesh.model_files import ModelFacts, read_model_facts
 from router.text.chat import ChatTemplate
@@ -18,6 +19,16 @@ class ServedModel:
     facts: ModelFacts
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+
+    @property
+    def decoder_prompt(self) -> tuple[int, ...]:
+        """What the decoder of an encoder-decoder model begins with, after the prompt; nothing for other models."""
+        start = self.facts.decoder_start_token_id
+        return () if start is None else (start,)
+
+    def whole_prompt(self, request: Request) -> tuple[int, ...]:
+        """The part of a request that each of its tokens' KV depends on: an encoder's prompt; nothing for others."""
+        return request.token_ids[: request.num_prompt_tokens] if self.decoder_prompt else ()
 
     def require_fits(self, info: WorkerInfo) -> None:
         """Raise LayoutMismatch, with both values, for a worker of another tokenizer."""

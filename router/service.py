@@ -40,6 +40,7 @@ from router.turns import Lane
 from router.validation import (
     GenerateInput,
     ValidRequest,
+    check_for_encoder,
     check_prompt_ids,
     check_ranked,
     check_shape,
@@ -115,6 +116,8 @@ class GenerationService:
         claim = self._claim(asked, time_left_s)
         most = claim.lane.priority.share_of(self._parts.permits.max_permits)
         check_shape(asked, max_choices=most)
+        if self._parts.model.decoder_prompt:
+            check_for_encoder(asked)
         asked.sampling.validate(self._parts.model.facts.vocab_size)
         permits = await self._admit(asked, most)
         try:
@@ -196,7 +199,8 @@ class GenerationService:
             vocab_size=self._parts.model.facts.vocab_size,
             limits=limits,
         )
-        valid = ValidRequest(mint_id(), tuple(prompt.ids), sampling, asked, claim)
+        decoder_prompt = self._parts.model.decoder_prompt
+        valid = ValidRequest(mint_id(), tuple(prompt.ids), sampling, asked, claim, decoder_prompt)
         check_ranked(valid)
         return valid
 

@@ -51,13 +51,22 @@ class GenerateInput:
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """A request that keeps every rule. `sampling.max_new_tokens` and `sampling.seed` are set."""
+    """A request that keeps every rule. `sampling.max_new_tokens` and `sampling.seed` are set.
+
+    For workers `decoder_prompt` follows the prompt: what an encoder-decoder model's decoder begins with.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     asked: GenerateInput
     claim: Claim = field(default_factory=Claim)
+    decoder_prompt: tuple[int, ...] = ()
+
+    @property
+    def worker_prompt(self) -> tuple[int, ...]:
+        """The prompt as workers get it."""
+        return self.prompt_ids + self.decoder_prompt
 
     @property
     def text_rules(self) -> TextRules:
@@ -82,6 +91,14 @@ def check_shape(asked: GenerateInput, *, max_choices: int) -> None:
         raise InvalidRequest(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {asked.top_logprobs}")
     if asked.ttft_target_s is not None and not 0 < asked.ttft_target_s < math.inf:
         raise InvalidRequest(f"ttft_target must be > 0, got {asked.ttft_target_s:g} s")
+
+
+def check_for_encoder(asked: GenerateInput) -> None:
+    """What makes no sense where the prompt is read by an encoder. Raises InvalidRequest."""
+    if asked.prompt_logprobs:
+        raise InvalidRequest("prompt_logprobs: an encoder-decoder model does not predict its prompt")
+    if asked.echo:
+        raise InvalidRequest("echo: an encoder-decoder model's text does not continue its prompt")
 
 
 def require_prompt(prompt: Prompt | None) -> Prompt:

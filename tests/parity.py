@@ -3,10 +3,11 @@
     python -m tests.parity                  all families: some minutes
     python -m tests.parity bloom gemma2     these
 
-Each family has a small random checkpoint (tests/component/checkpoints.py). A router, a prefill and a decode worker
-serve it in this process, over real sockets with KV really moving; then a router and a decode worker alone (colocated).
-Prompts of many lengths run at once, in chunks, longer than windows and blocks. Every token must be transformers' own
-greedy choice after those before it; shown is the largest difference of a log-prob, which has a tolerance.
+Each family has a small random checkpoint (checkpoints.py and encoder_decoders.py in tests/component). A router, a
+prefill and a decode worker serve it in this process, over real sockets with KV really moving; then a router and a
+decode worker alone (colocated). Prompts of many lengths run at once, in chunks, longer than windows and blocks. Every
+token must be transformers' own greedy choice after those before it; shown is the largest difference of a log-prob,
+which has a tolerance.
 """
 
 import asyncio
@@ -42,6 +43,7 @@ from router.proving import Proof
 from router.settings import RouterSettings
 from tests.component.arms import settings as runner_settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
+from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
 from tests.component.parity import expect
 from tests.e2e.reference import TOLERANCE, Reference
 from tests.service.worker_rig import until
@@ -65,9 +67,13 @@ def _decoder_only(model_dir: Path) -> Scores:
     return lambda prompt, ids: expect(theirs.model, prompt, len(ids)).logprobs[len(prompt) - 1 :]
 
 
+def _encoder_decoder(model_dir: Path) -> Scores:
+    return EncoderDecoderReference.load(model_dir).logprobs
+
+
 ROWS: dict[str, Row] = {
     family: Row(partial(build_checkpoint, family), _decoder_only) for family in (*FAMILIES, *OTHER_FAMILIES)
-}
+} | {form: Row(partial(build_encoder_decoder, form), _encoder_decoder) for form in FORMS}
 PROMPT_LENGTHS = (1, 9, 16, 17, 28, 45, 64, 100, 150)
 NUM_NEW = 24
 _SMALL_STEPS = 64
@@ -177,12 +183,12 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
         attention = load_model_runner(runner_settings(model_dir)).attention_backend
     ok = apart.ok and together.ok
     architecture = load_config(model_dir).architecture
-    return f"{family:24}{architecture:24}{attention:10}{apart!s:34}{together!s:34}{'ok' if ok else 'NOT EQUAL'}", ok
+    return f"{family:24}{architecture:28}{attention:10}{apart!s:34}{together!s:34}{'ok' if ok else 'NOT EQUAL'}", ok
 
 
 async def run_all(families: Sequence[str]) -> int:
     """Print the table; how many rows are not as they should be."""
-    columns = ("family", 24), ("architecture", 24), ("attention", 10), ("separated", 34), ("colocated", 34)
+    columns = ("family", 24), ("architecture", 28), ("attention", 10), ("separated", 34), ("colocated", 34)
     sys.stdout.write("".join(title.ljust(width) for title, width in columns) + "\n")
     num_wrong = 0
     with tempfile.TemporaryDirectory() as folder:

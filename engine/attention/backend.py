@@ -67,6 +67,12 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Put keys and values [num_tokens, num_kv_heads, head_dim], perhaps not contiguous, into their slots
+        [num_tokens] of layer_cache; see `attend`.
+        """
+        ...
+
     def attend(
         self,
         queries: Tensor,

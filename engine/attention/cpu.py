@@ -32,6 +32,11 @@ class CpuAttention:
         keys = torch.zeros(1, self._shape.num_kv_heads, self._shape.head_dim)
         self.attend(queries, keys, keys, layer_cache, None, one_token())
 
+    def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
+        """See AttentionBackend.write."""
+        shape, cache = head_shape(self._shape, layer_cache), elements(layer_cache)
+        write_tokens(keys.contiguous().numpy(), values.contiguous().numpy(), slot_mapping.numpy(), cache, shape)
+
     def attend(
         self,
         queries: Tensor,
@@ -43,8 +48,7 @@ class CpuAttention:
     ) -> Tensor:
         """See AttentionBackend.attend."""
         shape, cache = head_shape(self._shape, layer_cache), elements(layer_cache)
-        new = (keys.contiguous().numpy(), values.contiguous().numpy())
-        write_tokens(*new, metadata.slot_mapping.numpy(), cache, shape)
+        self.write(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape)
         rows, step = queries.shape[0], shape.num_heads * shape.head_dim
         padded = self._buffers[0].get("queries", (rows + TILE_ROWS) * step)

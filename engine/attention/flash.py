@@ -29,6 +29,10 @@ class FlashAttention:
         self._shape = shape
         self._library: Any = import_module("flash_attn")
 
+    def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
+        """See AttentionBackend.write."""
+        write_slots(keys, values, layer_cache, slot_mapping)
+
     def attend(
         self,
         queries: Tensor,

@@ -22,6 +22,10 @@ class TorchAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
 
+    def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
+        """See AttentionBackend.write."""
+        write_slots(keys, values, layer_cache, slot_mapping)
+
     def attend(
         self,
         queries: Tensor,

@@ -1,27 +1,44 @@
-"""From a checkpoint's config.json to its ModelConfig: what families share, then what this family changes."""
+"""From a checkpoint's config.json to its facts: what families share, then what this family changes.
+
+Decoder-only models have a ModelConfig, encoder-decoder models an EncoderDecoderConfig.
+"""
 
 import json
 from pathlib import Path
 
+from engine.models.encoder_decoder.config import ARCHITECTURES, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.facts import ModelConfig, RawConfig
 from engine.models.families import FAMILIES
 from engine.models.families.family import Family
 from engine.models.reading import plain_config
 from mesh.domain.errors import ConfigurationError
 
-__all__ = ["ModelConfig", "load_config"]
+__all__ = ["AnyConfig", "EncoderDecoderConfig", "ModelConfig", "load_config", "load_decoder_config"]
+
+AnyConfig = ModelConfig | EncoderDecoderConfig
 
 SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
 
-def load_config(model_dir: Path) -> ModelConfig:
+def load_config(model_dir: Path) -> AnyConfig:
     """Read `config.json` of a Hugging Face checkpoint; ConfigurationError if it is absent or not supported."""
     raw = _read(Path(model_dir) / "config.json")
-    name, family = _family_of(raw)
     if raw.get("quantization_config"):
         raise ConfigurationError(f"{model_dir}: quantised checkpoints are not supported")
+    for architecture in raw.get("architectures") or []:
+        if architecture in ARCHITECTURES:
+            return parse_encoder_decoder(raw, architecture)
+    name, family = _family_of(raw)
     config = family.facts(plain_config(raw, name), raw)
     _check(config)
+    return config
+
+
+def load_decoder_config(model_dir: Path) -> ModelConfig:
+    """`load_config` of a decoder-only model; ConfigurationError for another."""
+    config = load_config(model_dir)
+    if isinstance(config, EncoderDecoderConfig):
+        raise ConfigurationError(f"{model_dir}: this is for decoder-only models, not for {config.architecture}")
     return config
 
 
@@ -40,8 +57,9 @@ def _family_of(raw: RawConfig) -> tuple[str, Family]:
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]
+    supported = ", ".join((*FAMILIES, *ARCHITECTURES))
     raise ConfigurationError(
-        f"architecture {', '.join(names) or '(none given)'} is not supported; supported: {', '.join(FAMILIES)}"
+        f"architecture {', '.join(names) or '(none given)'} is not supported; supported: {supported}"
     )
 
 

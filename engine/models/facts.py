@@ -104,6 +104,11 @@ class ModelConfig:
         return self.rope.max_positions(self.max_position_embeddings)
 
     @property
+    def whole_prompts(self) -> bool:
+        """True if a prompt must be computed at once because its tokens see those after them."""
+        return False
+
+    @property
     def shareable_prefixes(self) -> bool:
         """True if equal leading tokens have equal KV whatever follows, as prefix caching requires."""
         return self.positions != "rotary" or not self.rope.depends_on_prompt_length

@@ -5,7 +5,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from engine.checkpoint import StoredTensor, open_checkpoint
-from engine.models.config import ModelConfig, load_config
+from engine.models.config import AnyConfig, load_config
 
 _SAMPLE_BYTES = 64
 
@@ -21,7 +21,7 @@ def fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0, quant
     return digest if quantize == "none" else f"{digest}-{quantize}"  # for people who read why two workers differ
 
 
-def _digest(config: ModelConfig, weights: bytes) -> str:
+def _digest(config: AnyConfig, weights: bytes) -> str:
     return blake2b(repr(config).encode() + weights, digest_size=16, person=b"tandem-model").hexdigest()
 
 

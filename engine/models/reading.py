@@ -69,10 +69,11 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
         rope=parse_rope(raw, max_positions, head_dim),
         windows=(None,) * num_layers,
         tied=bool(raw.get("tie_word_embeddings", False)),
-        dtype=_dtype(raw),
+        dtype=weights_dtype(raw),
     )
 
 
-def _dtype(raw: RawConfig) -> str:
+def weights_dtype(raw: RawConfig) -> str:
+    """The weights' type, as far as we know it."""
     name = raw.get("dtype") or raw.get("torch_dtype")
     return name if name in DTYPE_BYTES else "float32"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from engine.batch import Runner
 from engine.load import RunnerSettings, kv_layout
-from engine.models.config import load_config
+from engine.models.config import load_decoder_config
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import NgramDrafter
@@ -20,7 +20,7 @@ LoadRunner = Callable[[RunnerSettings], Runner]
 def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
     """Memory that each KV block of `model` takes in the draft model's cache. ConfigurationError if they do not fit."""
     settings = _draft_settings(speculation, model)
-    return 0 if settings is None else kv_layout(load_config(settings.model_dir), settings).block_bytes
+    return 0 if settings is None else kv_layout(load_decoder_config(settings.model_dir), settings).block_bytes
 
 
 def load_speculator(
@@ -32,7 +32,7 @@ def load_speculator(
     settings = _draft_settings(speculation, model)
     drafter: Drafter = NgramDrafter()
     if settings is not None:
-        max_model_len = load_config(settings.model_dir).max_position_embeddings
+        max_model_len = load_decoder_config(settings.model_dir).max_position_embeddings
         drafter = DraftModel(load(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
     return Speculator(drafter, speculation.max_drafts)
 
@@ -41,6 +41,8 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
     """How the draft model is loaded beside `model`; None without one."""
     if speculation.draft_model is None:
         return None
+    for model_dir in (model.model_dir, speculation.draft_model):
+        load_decoder_config(model_dir)
     facts, own = read_model_facts(model.model_dir), read_model_facts(speculation.draft_model)
     for name in ("vocab_size", "tokenizer_fingerprint"):
         theirs, ours = getattr(own, name), getattr(facts, name)

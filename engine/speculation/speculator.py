@@ -42,7 +42,7 @@ class Speculator:
         prices = Prices(self._fit.cost, self.drafter.round_cost())
         sequences = [item.sequence for item in batch.items if _decodes(item)]
         lengths = self._plan(sequences, scheduler, prices) if sequences else []
-        left = scheduler.config.max_batch_tokens - batch.num_tokens
+        left = max(0, scheduler.config.max_batch_tokens - batch.num_tokens)
         for place, length in enumerate(lengths):
             lengths[place] = scheduler.make_room(sequences[place], min(length, left)) if length else 0
             left -= lengths[place]

@@ -8,7 +8,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types of weights."""
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1}
 """Types of KV. An int8 row (one head of one token) is followed by its scale, in fp32."""
-_SCALE_BYTES = 4
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class KVLayout:
     def row_bytes(self) -> int:
         """Bytes of one head of one token, keys or values."""
         row_bytes = self.head_dim * KV_DTYPE_BYTES[self.dtype]
-        return row_bytes + _SCALE_BYTES if self.dtype == "int8" else row_bytes
+        return row_bytes + SCALE_BYTES if self.dtype == "int8" else row_bytes
 
     @property
     def block_bytes(self) -> int:

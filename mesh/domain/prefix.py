@@ -2,6 +2,9 @@
 
 A block's hash covers its own tokens and, through its parent's hash, every token before it, and the namespace (model and
 tenant). Equal hashes therefore mean equal KV. (Automatic prefix caching as in vLLM; Kwon et al. 2023.)
+
+An encoder's tokens see those after them, too: there the whole prompt belongs to every hash, and only equal prompts
+share KV.
 """
 
 from array import array
@@ -13,9 +16,10 @@ BlockHash = bytes
 _HASH_BYTES = 16
 
 
-def root_hash(namespace: str) -> BlockHash:
-    """Hash that stands before the first block of a namespace."""
-    return blake2b(namespace.encode(), digest_size=_HASH_BYTES, person=b"tandem-prefix").digest()
+def root_hash(namespace: str, whole_prompt: Sequence[int] = ()) -> BlockHash:
+    """Hash that stands before the first block of a namespace; or of a prompt, where KV depends on all of it."""
+    root = blake2b(namespace.encode(), digest_size=_HASH_BYTES, person=b"tandem-prefix").digest()
+    return next_hash(root, whole_prompt) if whole_prompt else root
 
 
 def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
@@ -23,10 +27,12 @@ def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_HASH_BYTES).digest()
 
 
-def block_hashes(token_ids: Sequence[int], block_size: int, namespace: str) -> list[BlockHash]:
-    """Hashes of all full blocks of `token_ids`, first to last."""
+def block_hashes(
+    token_ids: Sequence[int], block_size: int, namespace: str, whole_prompt: Sequence[int] = ()
+) -> list[BlockHash]:
+    """Hashes of all full blocks of `token_ids`, first to last. `whole_prompt`: see `root_hash`."""
     hashes: list[BlockHash] = []
-    parent = root_hash(namespace)
+    parent = root_hash(namespace, whole_prompt)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = next_hash(parent, token_ids[start : start + block_size])
         hashes.append(parent)

@@ -7,7 +7,7 @@ import pytest
 from engine.cpu.decoder import why_not_compiled
 from engine.load import RunnerSettings, kv_layout, load_model_runner
 from engine.model_runner import ModelRunner
-from engine.models.config import load_config
+from engine.models.config import load_decoder_config
 
 ARMS: dict[str, dict[str, object]] = {
     "compiled": {},
@@ -26,7 +26,7 @@ def load_arm(model_dir: Path, arm: str, **changes: object) -> ModelRunner:
     """A runner that computes in this way and no other; skips the test where the CPU cannot."""
     wanted = settings(model_dir, **ARMS[arm] | changes)
     if arm == "compiled":
-        config = load_config(model_dir)
+        config = load_decoder_config(model_dir)
         reason = why_not_compiled(config, kv_layout(config, wanted), int8=wanted.quantize == "int8") or ""
         if reason.startswith("the CPU has no"):
             pytest.skip(reason)

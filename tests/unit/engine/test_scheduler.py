@@ -58,10 +58,11 @@ class SchedulerLife(RuleBasedStateMachine):
     """Adds, reserves, forks, commits, aborts and steps in any order."""
 
     live = Bundle("live")
+    whole_prompts = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = new_scheduler()
+        self.scheduler = new_scheduler(whole_prompts=self.whole_prompts)
         self.speculator = eager_speculator(NgramDrafter(), 3)
         self.count = 0
 
@@ -125,7 +126,11 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(token_id=st.sampled_from([EOS, 1, 2]), guess=st.booleans())
     def step(self, token_id: int, guess: bool) -> None:
         batch, outputs = run_step(self.scheduler, token_id, self.speculator if guess else None)
-        assert batch.num_tokens <= MAX_BATCH_TOKENS
+        over = batch.num_tokens > MAX_BATCH_TOKENS
+        assert not over or (self.whole_prompts and sum(item.num_tokens > 1 for item in batch.items) == 1)
+        for item in batch.items if self.whole_prompts else ():
+            encoded = item.sequence.num_prompt_tokens - 1
+            assert item.start >= encoded or (item.start == 0 and item.end > encoded)
         sizes = [item.num_tokens for item in batch.items]
         assert all(size == 1 for size in sizes[: batch.num_decodes])
         assert all(size > 1 for size in sizes[batch.num_decodes :])
@@ -161,6 +166,16 @@ class SchedulerLife(RuleBasedStateMachine):
 
 SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestSchedulerLife = SchedulerLife.TestCase
+
+
+class WholePromptsLife(SchedulerLife):
+    """The same where an encoder reads prompts."""
+
+    whole_prompts = True
+
+
+WholePromptsLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWholePromptsLife = WholePromptsLife.TestCase
 
 
 def test_prompt_is_computed_in_chunks_then_decoded() -> None:
@@ -234,6 +249,48 @@ def test_handed_over_sequence_holds_its_blocks_until_released() -> None:
     assert scheduler.pool.num_free == NUM_BLOCKS - 2
     scheduler.abort(sequence)
     assert scheduler.pool.num_free == NUM_BLOCKS
+
+
+def test_whole_prompts_go_over_the_budget_one_by_one() -> None:
+    scheduler = new_scheduler(whole_prompts=True)
+    first, second = (Sequence(make_request(name, range(1, 11), max_new_tokens=3)) for name in "ab")
+    third = Sequence(make_request("c", range(1, 4), max_new_tokens=3))
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    steps = []
+    for _ in range(3):
+        batch, _ = run_step(scheduler)
+        steps.append([(item.sequence.key[0], item.start, item.num_tokens) for item in batch.items])
+    assert steps[0] == [("a", 0, 10)]
+    assert steps[1] == [("a", 10, 1), ("b", 0, 10)]
+    assert steps[2] == [("a", 11, 1), ("b", 10, 1), ("c", 0, 3)]
+
+
+def test_whole_prompts_share_blocks_with_equal_prompts_only() -> None:
+    scheduler = new_scheduler(whole_prompts=True, max_batch_tokens=40)
+    prompt = list(range(1, 10))  # two blocks are the encoder's, one token is the decoder's first
+    for name, ids, start in (("a", prompt, 0), ("same", prompt, 8), ("longer", [*prompt[:8], 99, 9], 0)):
+        scheduler.add(Sequence(make_request(name, ids, max_new_tokens=1)))
+        batch, _ = run_step(scheduler)
+        assert batch.items[0].start == start
+    # A part of an encoder's prompt is of no use here; over there it need not be sent again.
+    unaligned = [*prompt, 10]
+    scheduler.add(Sequence(make_request("b", unaligned, max_new_tokens=1)))
+    run_step(scheduler)
+    scheduler.add(Sequence(make_request("c", unaligned, max_new_tokens=1)))
+    assert scheduler.schedule().items[0].start == 0
+    assert scheduler.reserve(Sequence(make_request("d", unaligned))) == 8
+
+
+def test_a_replay_after_preemption_need_not_encode_again() -> None:
+    scheduler = new_scheduler(whole_prompts=True)
+    scheduler.add(first := Sequence(make_request("a", range(1, 8), max_new_tokens=9)))
+    for _ in range(4):
+        run_step(scheduler)
+    scheduler.abort(first)
+    ids = [*range(1, 8), 1, 1, 1, 1]
+    scheduler.add(Sequence(make_request("a", ids, max_new_tokens=9, attempt=1, num_prompt_tokens=7)))
+    assert [(item.start, item.num_tokens) for item in scheduler.schedule().items] == [(8, 3)]
 
 
 def test_cache_log_leaves_a_gap_instead_of_growing() -> None:

@@ -40,6 +40,17 @@ def events_of(choice: Choice) -> list[TokenEvent]:
     return [] if chunk is None else chunk.tokens
 
 
+def test_workers_get_the_decoders_first_token_behind_the_prompt() -> None:
+    sampling = SamplingParams(max_new_tokens=9, seed=7)
+    valid = ValidRequest("r", (5, 6, 7), sampling, GenerateInput(TokenPrompt((5, 6, 7))), decoder_prompt=(3,))
+    choice = Choice(0, valid, tokenizer())
+    choice.accept(output(0, [100, 101]))
+    request = choice.next_request(1, eos_token_ids=frozenset(), namespace="m")
+    assert (request.token_ids, request.num_prompt_tokens) == ((5, 6, 7, 3, 100, 101), 4)
+    assert (request.max_total_tokens, choice.num_tokens) == (13, 6)
+    assert (choice.num_prompt_tokens, choice.usage().prompt_tokens) == (3, 3)
+
+
 @given(st.integers(1, 12), st.data())
 def test_any_order_of_messages_gives_every_token_once(count: int, data: st.DataObject) -> None:
     ids = list(range(100, 100 + count))

@@ -36,6 +36,13 @@ def test_a_decoder_inside_a_multimodal_config(tmp_path: Path) -> None:
     assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (7, frozenset({1}), 32)
 
 
+def test_an_encoder_decoder_begins_with_a_token_and_has_no_longest_length(tmp_path: Path) -> None:
+    config = {"vocab_size": 7, "n_positions": 512, "is_encoder_decoder": True, "decoder_start_token_id": 0}
+    facts = read_model_facts(write(tmp_path, config))
+    assert (facts.decoder_start_token_id, facts.max_position_embeddings) == (0, None)
+    assert read_model_facts(write(tmp_path, config, {"decoder_start_token_id": 3})).decoder_start_token_id == 3
+
+
 def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
     first = tokenizer_fingerprint(write(tmp_path, {}, tokenizer="{}"))
     assert first == tokenizer_fingerprint(tmp_path)
@@ -50,6 +57,7 @@ def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
         ({"vocab_size": "9"}, None, "{}", "config.json: vocab_size must be a positive integer"),
         ({"vocab_size": 9, "eos_token_id": [-1]}, None, "{}", "config.json: eos_token_id"),
         ({"vocab_size": 9}, {"eos_token_id": True}, "{}", "generation_config.json: eos_token_id"),
+        ({"vocab_size": 9, "is_encoder_decoder": True}, None, "{}", "needs decoder_start_token_id, got None"),
         ({"vocab_size": 9}, None, None, "tokenizer.json"),
     ],
 )

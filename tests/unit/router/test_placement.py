@@ -159,6 +159,14 @@ def test_cached_tokens_are_the_common_blocks(prompt: list[int], cached: list[int
     assert PrefixChain(prompt, "another tenant").num_cached_tokens(decode(cached=cached)) == 0
 
 
+def test_an_encoders_prefix_is_worth_nothing_to_another_prompt() -> None:
+    view = decode(cached=())
+    view.cached.update(block_hashes(range(12), BLOCK, "m", range(9)))
+    assert PrefixChain(range(12), "m", range(9)).num_cached_tokens(view) == 12 // BLOCK * BLOCK
+    assert PrefixChain(range(12), "m", range(10)).num_cached_tokens(view) == 0
+    assert PrefixChain(range(12), "m").num_cached_tokens(view) == 0
+
+
 def test_a_chain_hashes_only_what_somebody_has() -> None:
     chain = PrefixChain(range(4000), "m")
     assert chain.num_cached_tokens(decode(cached=range(8))) == 8

@@ -74,6 +74,12 @@ def test_limits(tmp_path: Path, changes: dict[str, Any], positions: int, workers
     assert (limits.max_input_tokens, limits.max_total_tokens) == expected
 
 
+def test_a_decoders_first_token_takes_room_at_workers(tmp_path: Path) -> None:
+    policy = LimitPolicy(settings(tmp_path), ModelFacts(10, frozenset(), None, "t", decoder_start_token_id=0))
+    limits = policy.resolve([decode().info])
+    assert (limits.max_input_tokens, limits.max_total_tokens) == (62, 63)
+
+
 @pytest.mark.parametrize("changes", [{"max_total_tokens": 101}, {"max_input_length": 100}])
 def test_limits_beyond_the_model_are_contradictory(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="100"):

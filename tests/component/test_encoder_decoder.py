@@ -1,0 +1,192 @@
+"""Encoder-decoder models say what transformers says: in mixed batches, in every way they compute, and after replays."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.load import load_model_runner
+from engine.model_runner import ModelRunner
+from engine.models.config import load_config, load_decoder_config
+from engine.speculation.load import draft_block_bytes
+from engine.speculation.settings import Speculation
+from mesh.domain.errors import ConfigurationError
+from tests.component.arms import ARMS, settings
+from tests.component.driving import Driver, Run
+from tests.component.encoder_decoders import FORMS, START_TOKEN_ID, EncoderDecoderReference, build_encoder_decoder
+from tests.component.test_speculation import answer, ids
+from tests.fakes.drafters import FakeDrafter, known
+from tests.fakes.requests import make_request
+
+TOLERANCE = 1e-4
+NUM_NEW = 40
+LENGTHS = (1, 15, 16, 33, 70)
+PROMPTS = tuple(tuple((7 * i + 31 * j) % 260 + 3 for j in range(length)) for i, length in enumerate(LENGTHS))
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def encoder_decoder(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return lru_cache(lambda form: build_encoder_decoder(form, tmp_path_factory.mktemp(form)))
+
+
+@pytest.fixture(scope="session")
+def reference(encoder_decoder: Checkpoint) -> Callable[[str], EncoderDecoderReference]:
+    return lru_cache(lambda form: EncoderDecoderReference.load(encoder_decoder(form)))
+
+
+def runner_of(model_dir: Path, arm: str = "cpu", **changes: object) -> ModelRunner:
+    runner = load_model_runner(settings(model_dir, **{"num_blocks": 160} | ARMS[arm] | changes))
+    assert runner.attention_backend == arm
+    return runner
+
+
+def add(driver: Driver, name: str, prompt: tuple[int, ...], generated: tuple[int, ...] = (), **options: object) -> Run:
+    ids = (*prompt, START_TOKEN_ID, *generated)
+    options = {"max_new_tokens": NUM_NEW, "num_prompt_tokens": len(prompt) + 1, "top_logprobs": 3} | options
+    return driver.add(make_request(name, ids, **options))
+
+
+def run_mixed(runner: ModelRunner) -> list[Run]:
+    """Prompts of different lengths, alone and two in a step, beside decodes, which join and leave."""
+    driver = Driver(runner)
+    runs = [add(driver, f"r{i}", prompt, max_new_tokens=NUM_NEW - 3 * i) for i, prompt in enumerate(PROMPTS)]
+    driver.step((runs[0], 2))
+    driver.step((runs[0], 1), (runs[1], 16), (runs[2], 17))
+    driver.step((runs[0], 1), (runs[1], 1), (runs[2], 1), (runs[3], 34))
+    driver.step((runs[2], 1), (runs[0], 1))
+    driver.finish(*runs)
+    return runs
+
+
+def require_same(run: Run, theirs: EncoderDecoderReference) -> None:
+    request = run.sequence.request
+    prompt, before = request.token_ids[: request.num_prompt_tokens - 1], request.token_ids[request.num_prompt_tokens :]
+    rows = theirs.logprobs(prompt, [*before, *run.token_ids])[len(before) :]
+    for token, row in zip(run.tokens, rows, strict=True):
+        assert token.id == int(row.argmax())
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=TOLERANCE)
+        assert [top.logprob for top in token.top] == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("arm", ["cpu", "torch"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(
+    encoder_decoder: Checkpoint, reference: Callable[[str], EncoderDecoderReference], form: str, arm: str
+) -> None:
+    for run in run_mixed(runner_of(encoder_decoder(form), arm)):
+        require_same(run, reference(form))
+
+
+def test_tokens_are_those_of_generate(
+    encoder_decoder: Checkpoint, reference: Callable[[str], EncoderDecoderReference]
+) -> None:
+    driver = Driver(runner_of(encoder_decoder("t5-1.1")))
+    run = add(driver, "r", PROMPTS[3])
+    driver.finish(run)
+    theirs = reference("t5-1.1").generate(PROMPTS[3], NUM_NEW, eos_token_id=None, use_cache=False)
+    assert run.token_ids == theirs
+    assert len(set(theirs)) > 5
+
+
+def test_penalties_look_at_the_decoders_tokens_only(
+    encoder_decoder: Checkpoint, reference: Callable[[str], EncoderDecoderReference]
+) -> None:
+    driver = Driver(runner_of(encoder_decoder("t5-1.1")))
+    run = add(driver, "r", PROMPTS[3], sampling={"repetition_penalty": 1.5})
+    driver.finish(run)
+    options = {"eos_token_id": None, "use_cache": False, "repetition_penalty": 1.5}
+    assert run.token_ids == reference("t5-1.1").generate(PROMPTS[3], NUM_NEW, **options)
+
+
+def test_tiles_of_long_prompts(
+    encoder_decoder: Checkpoint,
+    reference: Callable[[str], EncoderDecoderReference],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.models.encoder_decoder.attention._MAX_BIAS_ELEMENTS", 1000)
+    driver = Driver(runner_of(encoder_decoder("t5")))
+    run = add(driver, "r", PROMPTS[4], max_new_tokens=3)
+    driver.finish(run)
+    require_same(run, reference("t5"))
+
+
+@pytest.mark.parametrize("cut", [1, 7, 30])
+def test_a_replay_goes_on_the_same(encoder_decoder: Checkpoint, cut: int) -> None:
+    driver = Driver(runner_of(encoder_decoder("t5")))
+    whole = add(driver, "whole", PROMPTS[3])
+    driver.finish(whole)
+    again = add(driver, "again", PROMPTS[3], tuple(whole.token_ids[:cut]))
+    beside = add(driver, "beside", PROMPTS[1])
+    driver.finish(again, beside)
+    assert again.token_ids == whole.token_ids[cut:]
+    for ours, theirs in zip(again.tokens, whole.tokens[cut:], strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+
+
+def test_guesses_change_no_token(encoder_decoder: Checkpoint) -> None:
+    runner = runner_of(encoder_decoder("t5-1.1"))
+    asked = [
+        make_request(f"r{i}", (*prompt, START_TOKEN_ID), max_new_tokens=30) for i, prompt in enumerate(PROMPTS[:4])
+    ]
+    plain, _ = answer(runner, None, asked, whole_prompts=True)
+    guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain)), mistakes=0.3), asked, whole_prompts=True)
+    assert ids(guessed) == ids(plain)
+    assert scheduler.load().accepted_tokens > 10
+
+
+def test_layer_groups_are_announced(encoder_decoder: Checkpoint) -> None:
+    driver = Driver(runner_of(encoder_decoder("t5")))
+    driver.step((add(driver, "r", PROMPTS[1]), 16))
+    assert driver.announced == [(0, 2), (2, 1)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+def test_kv_in_fewer_bits(
+    encoder_decoder: Checkpoint, reference: Callable[[str], EncoderDecoderReference], kv_dtype: str
+) -> None:
+    driver = Driver(runner_of(encoder_decoder("t5"), kv_dtype=kv_dtype))
+    run = add(driver, "r", PROMPTS[3], max_new_tokens=12)
+    driver.finish(run)
+    rows = reference("t5").logprobs(PROMPTS[3], run.token_ids)
+    differences = [abs(token.logprob - float(row[token.id])) for token, row in zip(run.tokens, rows, strict=True)]
+    assert 0 < max(differences) < (0.01 if kv_dtype == "float16" else 0.3)
+
+
+@pytest.mark.parametrize("form", ["t5", "t5-1.1"])
+def test_int8_stays_close(
+    encoder_decoder: Checkpoint, reference: Callable[[str], EncoderDecoderReference], form: str
+) -> None:
+    driver = Driver(runner_of(encoder_decoder(form), quantize="int8", kv_dtype="float32"))
+    run = add(driver, "r", PROMPTS[3], max_new_tokens=12)
+    driver.finish(run)
+    rows = reference(form).logprobs(PROMPTS[3], run.token_ids)
+    differences = [abs(token.logprob - float(row[token.id])) for token, row in zip(run.tokens, rows, strict=True)]
+    assert 0 < max(differences) < 0.5
+
+
+def test_what_is_refused(encoder_decoder: Checkpoint) -> None:
+    model_dir = encoder_decoder("t5")
+    with pytest.raises(ConfigurationError, match="overflows in float16"):
+        load_model_runner(settings(model_dir, dtype="float16"))
+    with pytest.raises(ConfigurationError, match="decoder-only"):
+        load_decoder_config(model_dir)
+    assert load_config(model_dir).whole_prompts
+    with pytest.raises(ConfigurationError, match="decoder-only"):
+        draft_block_bytes(Speculation("draft", 4, model_dir), settings(model_dir))
+    driver = Driver(runner_of(model_dir))
+    with pytest.raises(ValueError, match="in one step"):
+        driver.step((add(driver, "r", PROMPTS[3]), 10))
+
+
+def test_bfloat16_is_near(encoder_decoder: Checkpoint, reference: Callable[[str], EncoderDecoderReference]) -> None:
+    driver = Driver(runner_of(encoder_decoder("t5"), "torch", dtype="bfloat16"))
+    run = add(driver, "r", PROMPTS[1], max_new_tokens=4)
+    driver.finish(run)
+    rows = reference("t5").logprobs(PROMPTS[1], run.token_ids)
+    for token, row in zip(run.tokens, rows, strict=True):
+        assert token.logprob == pytest.approx(float(row[token.id]), abs=0.5)
+    assert not torch.isnan(rows).any()

@@ -43,7 +43,8 @@ def _fit(key: str) -> str | None:
 class Gate:
     """Lets known keys by. `open_to_all`: callers of other machines need no key, if the router asks for none.
 
-    `served_name` is the model's, as the router has told it last.
+    `served_name` is the model that is meant by those who name none, `tool_call_formats` each model's by its name, as
+    the router has told it last.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Gate:
         self._open_to_all = open_to_all
         self._clock = clock
         self.served_name = ""
+        self.tool_call_formats: dict[str, str] = {}
         self._trusted: OrderedDict[bytes, float] = OrderedDict()
         self._checks: dict[bytes, asyncio.Task[None]] = {}
 
@@ -74,6 +76,7 @@ class Gate:
     async def _ask(self, key: str | None) -> None:
         models = await self._client.acting_for(key).models(timeout=_CHECK_TIMEOUT_S)
         self.served_name = models[0].name if models else ""
+        self.tool_call_formats = {model.name: model.tool_call_format for model in models}
         if not self._open_to_all:
             await self._require_closed()
 

@@ -86,6 +86,13 @@ class Exchange:
         """The model that answers requests which name none."""
         return self.arrival.backend.gate.served_name
 
+    def tool_call_format(self, model: str) -> str:
+        """How a model writes calls of functions: as configured, or else as its template says; "" if nobody knows."""
+        if self.settings.tool_call_parser != "auto":
+            return self.settings.tool_call_parser
+        formats = self.arrival.backend.gate.tool_call_formats
+        return formats.get(model, formats.get(self.served_name, ""))
+
     def feed(self, arguments: Sequence[tandem.GenerateArguments], num_choices: int = 1) -> Feed:
         """Start generating: one call for each of `arguments`, of `num_choices` choices each."""
         progress = self.arrival.progress

@@ -7,6 +7,7 @@ from mesh.process import ProcessSettings
 from mesh.settings import setting
 
 LMI_SCHEMAS = ("rolling", "0.26", "async")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 OUTPUT_FORMATTERS = ("auto", "json", "jsonlines", "sse")
 
 _POSITIVE = (
@@ -52,6 +53,9 @@ class GatewaySettings(ProcessSettings):
         f"answers of /invocations: {', '.join(OUTPUT_FORMATTERS)}; auto: as the request's stream says",
         env=("OPTION_OUTPUT_FORMATTER",),
     )
+    tool_call_parser: str = setting(
+        "auto", f"how the model writes calls of functions: {', '.join(TOOL_CALL_PARSERS)}; auto: as its template does"
+    )
     tgi_compat: bool = setting(False, "/invocations answers as TGI does", env=("OPTION_TGI_COMPAT", "COMPAT_TGI"))
 
     def __post_init__(self) -> None:
@@ -68,6 +72,9 @@ class GatewaySettings(ProcessSettings):
         if self.output_formatter not in OUTPUT_FORMATTERS:
             known = ", ".join(OUTPUT_FORMATTERS)
             raise ConfigurationError(f"output_formatter must be one of {known}, got {self.output_formatter!r}")
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            known = ", ".join(TOOL_CALL_PARSERS)
+            raise ConfigurationError(f"tool_call_parser must be one of {known}, got {self.tool_call_parser!r}")
         if not self.router_tls and (self.router_tls_ca or self.router_tls_name):
             raise ConfigurationError("router_tls_ca and router_tls_name need router_tls")
 

@@ -218,5 +218,6 @@ def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:
         vocab_size=model.facts.vocab_size,
         eos_token_ids=sorted(model.facts.eos_token_ids),
         has_chat_template=model.chat_template is not None,
+        tool_call_format=model.chat_template.tool_call_format if model.chat_template is not None else "",
         ready=info.ready,
     )

@@ -134,6 +134,7 @@ def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
             vocab_size=message.vocab_size,
             eos_token_ids=tuple(message.eos_token_ids),
             has_chat_template=message.has_chat_template,
+            tool_call_format=message.tool_call_format,
             ready=message.ready,
         )
         for message in messages

@@ -195,6 +195,7 @@ class Model:
     eos_token_ids: tuple[int, ...]
     has_chat_template: bool
     ready: bool
+    tool_call_format: str = ""
 
 
 def confidence(tokens: Sequence[Token]) -> float | None:

@@ -126,6 +126,8 @@ KNOBS = (
     Knob("option.max_waiting_tokens", env=("MAX_WAITING_TOKENS",), note=_SEPARATE),
     Knob("option.waiting_steps", note=_SEPARATE),
     Knob("option.enable_chunked_prefill", note="prompts are always computed in chunks"),
+    Knob("option.enable_auto_tool_choice", note="calls are read where their format is known"),
+    Knob("option.disable_grammar_support", ("router.disable_grammar_support",), env=("DISABLE_GRAMMAR_SUPPORT",)),
     Knob("option.enforce_eager", note="the engine decides"),
     Knob("option.enable_streaming", note="each request says whether it streams"),
     Knob("option.parallel_loading", note="workers load side by side"),

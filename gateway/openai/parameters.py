@@ -1,8 +1,10 @@
 """OpenAI requests to arguments of the SDK."""
 
+import json
 from typing import Any
 
 from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
+from gateway.openai.tool_choice import ToolUse
 from gateway.structures import structure_arguments
 from tandem import GenerateArguments, InvalidRequest
 
@@ -34,8 +36,8 @@ def completion_arguments(body: CompletionBody, max_prompts: int) -> list[Generat
     return [shared | prompt for prompt in prompts]
 
 
-def chat_arguments(body: ChatBody) -> GenerateArguments:
-    """Raises InvalidRequest."""
+def chat_arguments(body: ChatBody, use: ToolUse | None = None) -> GenerateArguments:
+    """`use`: what tool_use_of says of the body. Raises InvalidRequest."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs")
     arguments = _sampling(body)
@@ -43,6 +45,10 @@ def chat_arguments(body: ChatBody) -> GenerateArguments:
     arguments["tools"] = tools_of(body)
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
+    if use is not None and use.is_forced:
+        if structure_arguments(body):
+            raise InvalidRequest("an answer that must be a call cannot have another structure: leave tool_choice auto")
+        arguments |= use.structure()
     return arguments
 
 
@@ -91,9 +97,7 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Gene
 
 
 def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
-    """What the chat template is shown. Raises InvalidRequest where a call would have to be forced."""
-    if body.tool_choice not in (None, "auto", "none"):
-        raise InvalidRequest("tool_choice may be auto or none: calls cannot be forced")
+    """What the chat template is shown."""
     return None if body.tool_choice == "none" else body.tools
 
 
@@ -104,7 +108,21 @@ def messages_of(body: ChatBody) -> list[dict[str, Any]]:
 
 def _message(message: Message) -> dict[str, Any]:
     extra = message.model_dump(include={"tool_calls", "tool_call_id", "name"}, exclude_none=True)
+    for call in extra.get("tool_calls", ()):
+        _read_arguments(call)
     return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
+
+
+def _read_arguments(call: dict[str, Any]) -> None:
+    """Templates write arguments as JSON themselves, so they are shown the object."""
+    function = call.get("function")
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        try:
+            value = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            return
+        if isinstance(value, dict):
+            call["function"] = {**function, "arguments": value}
 
 
 def _text(content: str | list[ContentPart] | None) -> str:

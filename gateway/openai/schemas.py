@@ -91,3 +91,4 @@ class ChatBody(SamplingBody):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None

@@ -6,10 +6,11 @@ Rendering is bounded in time and size (`sandbox.py`), because messages come from
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -26,6 +27,14 @@ _MAX_RENDER_S = 1.0
 _MAX_INDENT = 16
 # What a template's code can raise beside Jinja's own errors.
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+# By what is in the templates of each format's models.
+_TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
+    {
+        "hermes": lambda source: "<tool_call>" in source and "<function=" not in source,
+        "mistral": lambda source: "[TOOL_CALLS]" in source,
+        "llama3_json": lambda source: "<|python_tag|>" in source,
+    }
+)
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -70,6 +79,8 @@ class ChatTemplate:
         Raises ConfigurationError if a template has a syntax error.
         """
         self._special_tokens = dict(special_tokens)
+        self.tool_call_format = next((name for name, marks in _TOOL_CALLS.items() if marks(source)), "")
+        """How the model writes calls of functions: a key of _TOOL_CALLS, or "" if the template does not say."""
         try:
             self._sandbox = _environment()
             self._template = self._sandbox.from_string(source)

@@ -24,7 +24,18 @@ SCHEMA: dict[str, Any] = {
     "required": ["animal", "names", "age"],
     "additionalProperties": False,
 }
-CHAT = [{"role": "user", "content": "Tell me about your pet."}]
+FEEDS: dict[str, Any] = {
+    "feed": {
+        "type": "object",
+        "properties": {"food": {"$ref": "#/$defs/food"}},
+        "required": ["food"],
+        "additionalProperties": False,
+        "$defs": {"food": {"enum": ["fish", "cheese"]}},
+    },
+    "walk": {"type": "object", "properties": {"minutes": {"type": "integer"}}, "additionalProperties": False},
+}
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": FEEDS[name]}} for name in FEEDS]
+CHAT: Any = [{"role": "user", "content": "Tell me about your pet."}]
 
 
 def requests() -> list[dict[str, Any]]:
@@ -78,6 +89,14 @@ async def over_http(url: str) -> None:
         )
         for choice in answer.choices:
             jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+        called = await client.chat.completions.create(
+            model="tandem-small", messages=CHAT, tools=TOOLS, tool_choice="required", seed=9, n=2
+        )
+        for each in called.choices:
+            assert each.finish_reason == "tool_calls"
+            for call in each.message.tool_calls or ():
+                function: Any = call.function  # type: ignore[union-attr]
+                jsonschema.validate(json.loads(function.arguments), FEEDS[function.name])
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
         with pytest.raises(openai.BadRequestError, match="uniqueItems"):
             await client.chat.completions.create(model="tandem-small", messages=CHAT, response_format=bad)

@@ -45,6 +45,7 @@ class Script:
     hold_after_messages: int | None = None
     omit_finish: bool = False
     max_total_tokens: int = 1000
+    tool_call_format: str = ""
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     on_holding: Callable[[], object] = lambda: None
@@ -98,6 +99,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             vocab_size=257,
             eos_token_ids=[EOS],
             has_chat_template=True,
+            tool_call_format=self._script.tool_call_format,
             ready=True,
         )
 

@@ -153,7 +153,7 @@ async def test_tools_and_what_they_gave_reach_the_template(gateway: RunningGatew
     assert json.loads(chat.tools_json) == tools
     assert [json.loads(turn.extra_json or "{}") for turn in chat.messages] == [
         {},
-        {"tool_calls": calls},
+        {"tool_calls": [calls[0] | {"function": {"name": "add", "arguments": {}}}]},  # as templates want them
         {"tool_call_id": "1"},
     ]
     assert (await gateway.post("/v1/chat/completions", body | {"tool_choice": "none"})).status_code == 200
@@ -223,7 +223,7 @@ async def test_an_error_later_is_one_event_and_the_stream_is_closed_properly(gat
         ("chat/completions", {"model": "fake"}, "messages"),
         ("chat/completions", {"messages": MESSAGES, "temperature": "hot"}, "temperature"),
         ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
-        ("chat/completions", {"messages": MESSAGES, "tools": [{}], "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{}], "tool_choice": "required"}, "tools.0.function"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ("completions", {"prompt": "a", "best_of": 3, "stream": True}, "best_of"),
         ("completions", {"prompt": ["a"] * 100}, "prompt"),

@@ -126,3 +126,17 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert template.render(TURNS) == "file"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '<tool_call>\\n<function=' }}", ""),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3_json"),
+        ("{{ messages }}", ""),
+    ],
+)
+def test_templates_tell_how_calls_are_written(source: str, expected: str) -> None:
+    assert ChatTemplate(source, {}).tool_call_format == expected

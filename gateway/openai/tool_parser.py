@@ -1,0 +1,162 @@
+"""Calls of functions in what a model writes, piece by piece as it comes.
+
+    text ─▶ TEXT ──marker──▶ BETWEEN ──{──▶ CALL ──}──▶ BETWEEN ──end marker, or anything else──▶ TEXT
+
+A call is a JSON object with `name` and `arguments` (or `parameters`). It goes out as soon as its function is known and
+its arguments begin. What looks like a call and is none, because it names no function that there is or has other
+members, is text like any other: nothing a model writes is lost.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import MappingProxyType
+
+from gateway.openai.call_reader import CallReader, NotACall, Piece, Text
+
+_BETWEEN_CALLS = " \t\r\n,;[]"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes calls. With `bare`, a text that begins with JSON may be calls without a marker."""
+
+    start: str
+    end: str = ""
+    bare: bool = False
+    arguments_key: str = "arguments"
+    num_id_chars: int = 24
+
+
+FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+    {
+        "hermes": ToolFormat("<tool_call>", "</tool_call>"),
+        "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters"),
+        "mistral": ToolFormat("[TOOL_CALLS]", bare=True, num_id_chars=9),
+    }
+)
+"""By the names that vLLM has for its parsers."""
+
+FORCED = ToolFormat("", bare=True)
+"""Nothing but calls: what a structure has forced."""
+
+
+class _State(Enum):
+    TEXT = auto()
+    BETWEEN = auto()
+    CALL = auto()
+
+
+class ToolCallParser:
+    """Reads one answer. `names`: functions that there are."""
+
+    def __init__(self, style: ToolFormat, names: Collection[str]) -> None:
+        self._style = style
+        self._names = frozenset(names)
+        self._state = _State.TEXT
+        self._buffer = ""
+        self._raw = ""  # since the marker, until a call has begun
+        self._may_be_bare = style.bare
+        self._reader = CallReader(0, self._names)
+        self.num_calls = 0
+        """Calls that have begun."""
+
+    def push(self, text: str) -> list[Piece]:
+        """What the text completes."""
+        self._buffer += text
+        return list(self._read())
+
+    def finish(self) -> list[Piece]:
+        """Whatever is still held back: there will be no more text."""
+        held = self._raw + self._buffer
+        is_call = self._state is _State.CALL and self._reader.has_begun
+        is_rest = self._state is _State.BETWEEN and not self._raw
+        is_blank = self.num_calls > 0 and not held.strip()
+        self._buffer = self._raw = ""
+        return [] if is_call or is_rest or is_blank or not held else [Text(held)]
+
+    def _read(self) -> Iterator[Piece]:
+        """Until the buffer is empty, or its rest has to wait."""
+        before = None
+        while before != (self._state, len(self._buffer)):
+            before = self._state, len(self._buffer)
+            if self._state is _State.TEXT:
+                yield from self._read_text()
+            elif self._state is _State.BETWEEN:
+                yield from self._read_between()
+            else:
+                yield from self._read_call()
+
+    def _read_text(self) -> Iterator[Piece]:
+        start = self._style.start
+        if self._may_be_bare:
+            first = self._buffer.lstrip()
+            if start.startswith(first):
+                return  # nothing yet, or what may become the marker
+            self._may_be_bare = False
+            if first[0] in "{[" and not (start and first.startswith(start)):
+                self._state = _State.BETWEEN
+                return
+        text, marker, rest = self._buffer.partition(start) if start else (self._buffer, "", "")
+        if marker:
+            blank = text[len(text.rstrip()) :]
+            self._state, self._raw, self._buffer = _State.BETWEEN, blank + marker, rest
+            text = text.rstrip()
+        else:
+            num_held = _num_held(text, start)
+            self._buffer = text[len(text) - num_held :]
+            text = text[: len(text) - num_held]
+        if text:
+            yield Text(text)
+
+    def _read_between(self) -> Iterator[Piece]:
+        end = self._style.end
+        self._skip(len(self._buffer) - len(self._buffer.lstrip(_BETWEEN_CALLS)))
+        if end and self._buffer.startswith(end) and not self._raw:
+            self._state, self._buffer = _State.TEXT, self._buffer[len(end) :]
+        elif self._buffer.startswith("{"):
+            self._reader = CallReader(self.num_calls, self._names)
+            self._state = _State.CALL
+        elif self._buffer and not end.startswith(self._buffer):
+            yield from self._give_up()
+
+    def _read_call(self) -> Iterator[Piece]:
+        has_begun = self._reader.has_begun
+        for place, char in enumerate(self._buffer):
+            try:
+                yield from self._reader.push(char)
+            except NotACall:
+                if not self._reader.has_begun:
+                    yield from self._give_up()
+                    return
+                self._state = _State.BETWEEN
+            if self._reader.has_begun and not has_begun:
+                has_begun = True
+                self.num_calls += 1
+            if self._reader.is_done or self._state is _State.BETWEEN:
+                self._state, self._raw, self._buffer = _State.BETWEEN, "", self._buffer[place + 1 :]
+                return
+        self._raw = "" if has_begun else self._raw + self._buffer
+        self._buffer = ""
+
+    def _skip(self, count: int) -> None:
+        """Past what separates calls, which is lost only if there are any."""
+        if self._raw or not self.num_calls:
+            self._raw += self._buffer[:count]
+        self._buffer = self._buffer[count:]
+
+    def _give_up(self) -> Iterator[Piece]:
+        """What was taken for the beginning of a call is text."""
+        self._state = _State.TEXT
+        if self._raw:
+            yield Text(self._raw)
+        self._raw = ""
+
+
+def _num_held(text: str, marker: str) -> int:
+    """Characters at the end of a text that may belong to a marker: its beginning, and the space in front of it."""
+    if not marker:
+        return 0
+    longest = next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
+    before = text[: len(text) - longest]
+    return longest + len(before) - len(before.rstrip())

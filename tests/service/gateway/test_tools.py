@@ -1,0 +1,105 @@
+"""Tools with OpenAI's own Python client, unmodified."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fakes.sdk_router import Script
+from tests.service.gateway.http import RunningGateway, running_gateway
+
+MESSAGES: Any = [{"role": "user", "content": "weather?"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CALL = '{"name": "weather", "arguments": {"city": "Zürich"}}'
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    script = Script(story=f"I look.\n<tool_call>\n{CALL}\n</tool_call>", tool_call_format="hermes")
+    async with running_gateway(script) as running:
+        yield running
+
+
+def client_of(gateway: RunningGateway) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0)
+
+
+async def test_calls_and_what_comes_of_them(gateway: RunningGateway) -> None:
+    async with client_of(gateway) as client:
+        answer = await client.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
+        choice = answer.choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look.")
+        assert choice.message.tool_calls is not None
+        [call] = choice.message.tool_calls
+        assert call.type == "function"
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Zürich"})
+        turns = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "fine"}]
+        await client.chat.completions.create(model="fake", messages=turns, tools=TOOLS)
+    chat = gateway.script.requests[-1].chat
+    assert json.loads(chat.tools_json) == TOOLS
+    shown = json.loads(chat.messages[1].extra_json)["tool_calls"][0]
+    assert shown["function"] == {"name": "weather", "arguments": {"city": "Zürich"}}, "an object, for the template"
+    assert json.loads(chat.messages[2].extra_json) == {"tool_call_id": call.id}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_streams(gateway: RunningGateway, n: int) -> None:
+    """Read as applications do: parts of a call are put together by its index."""
+    async with client_of(gateway) as client:
+        stream = await client.chat.completions.create(
+            model="fake", messages=MESSAGES, tools=TOOLS, stream=True, n=n, logprobs=True
+        )
+        deltas = [chunk.choices[0] async for chunk in stream]
+    for index in range(n):
+        own = [each for each in deltas if each.index == index]
+        assert "".join(each.delta.content or "" for each in own) == "I look."
+        parts = [part for each in own for part in each.delta.tool_calls or ()]
+        first, *rest = parts
+        assert (first.index, first.type, first.function and first.function.name) == (0, "function", "weather")
+        assert first.id
+        assert len(rest) > 5, "arguments come as they are written"
+        arguments = "".join(part.function.arguments or "" for part in parts if part.function)
+        assert json.loads(arguments) == {"city": "Zürich"}
+        assert [each.finish_reason for each in own if each.finish_reason] == ["tool_calls"]
+        scored = sum(len(each.logprobs.content or ()) for each in own if each.logprobs)
+        assert scored == len(gateway.script.story.encode())
+
+
+async def test_forced_calls(gateway: RunningGateway) -> None:
+    """The model is held to a schema; the answer has nothing but the call."""
+    gateway.script.story = CALL
+    forced: Any = {"type": "function", "function": {"name": "weather"}}
+    async with client_of(gateway) as client:
+        answer = await client.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS, tool_choice=forced)
+        assert answer.choices[0].message.content is None
+        assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]  # type: ignore[union-attr]
+        schema = json.loads(gateway.script.requests[-1].sampling.structure.json_schema)
+        assert schema["properties"]["name"] == {"const": "weather"}
+        with pytest.raises(openai.BadRequestError, match="another structure"):
+            await client.chat.completions.create(
+                model="fake",
+                messages=MESSAGES,
+                tools=TOOLS,
+                tool_choice="required",
+                response_format={"type": "json_object"},
+            )
+
+
+@pytest.mark.parametrize(("parser", "calls"), [("auto", True), ("none", False), ("hermes", True), ("mistral", False)])
+async def test_the_format_is_the_templates_or_the_operators(parser: str, calls: bool) -> None:
+    script = Script(story=f"<tool_call>{CALL}</tool_call>", tool_call_format="hermes")
+    async with running_gateway(script, tool_call_parser=parser) as gateway, client_of(gateway) as client:
+        answer = await client.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
+    message = answer.choices[0].message
+    assert bool(message.tool_calls) == calls
+    assert (message.content or "") == ("" if calls else script.story)

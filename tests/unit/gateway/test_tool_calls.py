@@ -1,0 +1,186 @@
+"""Calls of functions, found in what models write, however it is cut into pieces."""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.openai.messages import CallDeltas, message_of
+from gateway.openai.schemas import ChatBody
+from gateway.openai.tool_choice import ToolUse, tool_use_of
+from gateway.openai.tool_parser import FORCED, FORMATS, ToolCallParser, ToolFormat
+from tandem import FinishReason, InvalidRequest
+
+NAMES = ("add", "look_up")
+ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}\\"{"}]}}'
+SUM = ("add", '{"a": 1, "b": [2, {"c": "}\\"{"}]}')
+LOOK = '{"name": "look_up", "parameters": {"q": "für"}}'
+LOOKED = ("look_up", '{"q": "für"}')
+UNKNOWN = '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'
+JSON = '{"weather": "fine", "name": "add"}'
+
+Found = tuple[str | None, list[tuple[str, str]]]
+
+
+def read(style: ToolFormat, text: str, size: int = 10_000) -> Found:
+    """Content and calls, where the text comes in pieces of so many characters."""
+    deltas = CallDeltas(ToolCallParser(style, NAMES), style.num_id_chars)
+    parts = [delta for at in range(0, len(text), size) for delta in deltas.push(text[at : at + size])]
+    message = message_of([*parts, *deltas.finish()])
+    calls = message.get("tool_calls", [])
+    assert (deltas.reason(FinishReason.EOS_TOKEN) == "tool_calls") == bool(calls)
+    assert deltas.reason(FinishReason.LENGTH) == "length"
+    assert len({call["id"] for call in calls}) == len(calls)
+    assert all(call["type"] == "function" for call in calls)
+    return message["content"], [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+CASES: list[tuple[str, str, Found]] = [
+    ("hermes", f"<tool_call>\n{ADD}\n</tool_call>", (None, [SUM])),
+    ("hermes", f"I see.\n<tool_call>{ADD}</tool_call>\n<tool_call>\n{LOOK}\n</tool_call>\n", ("I see.", [SUM, LOOKED])),
+    ("hermes", f"<tool_call>{ADD}</tool_call> Done.", (" Done.", [SUM])),
+    ("hermes", f"<tool_call>{ADD}", (None, [SUM])),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', (None, [("add", '{"a": 1')])),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', (None, [("add", "{}")])),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', (None, [("add", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', (None, [("add", '{"a": 1}')])),
+    ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', (None, [("add", "{}")])),
+    ("hermes", "1 < 2, <tool, <tool_call", ("1 < 2, <tool, <tool_call", [])),
+    ("hermes", UNKNOWN, (UNKNOWN, [])),
+    ("hermes", "<tool_call>nonsense</tool_call> x", ("<tool_call>nonsense</tool_call> x", [])),
+    ("hermes", JSON, (JSON, [])),
+    ("hermes", "plain \n", ("plain \n", [])),
+    ("hermes", "", ("", [])),
+    ("llama3_json", LOOK, (None, [LOOKED])),
+    ("llama3_json", f"\n<|python_tag|>{LOOK}; {ADD}", (None, [LOOKED, SUM])),
+    ("llama3_json", '{"type": "function", "name": "look_up", "parameters": {"q": "für"}}', (None, [LOOKED])),
+    ("llama3_json", JSON, (JSON, [])),
+    ("llama3_json", '{"name": "add", "arguments": 3}', ('{"name": "add", "arguments": 3}', [])),
+    ("llama3_json", f"Use {LOOK}", (f"Use {LOOK}", [])),
+    ("mistral", f"[TOOL_CALLS] [{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
+    ("mistral", f"[{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
+    ("mistral", "[1] is a note", ("[1] is a note", [])),
+    ("mistral", "[TOOL", ("[TOOL", [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), CASES)
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+def test_calls(name: str, text: str, expected: Found, size: int) -> None:
+    assert read(FORMATS[name], text, size) == expected
+
+
+@pytest.mark.parametrize("text", [f"[{ADD}, {LOOK}]", f"{ADD}"])
+def test_what_is_forced_is_nothing_but_calls(text: str) -> None:
+    assert read(FORCED, text, 3) == (None, [SUM, LOOKED] if text[0] == "[" else [SUM])
+
+
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<",
+    "{",
+    "}",
+    "[",
+    '"',
+    "\\",
+    " ",
+    "\n",
+    ",",
+    ":",
+]
+pieces = st.sampled_from([*MARKS, "x", '"name"', '"add"', '"arguments"', "{}"])
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.lists(pieces, max_size=14).map("".join), st.integers(1, 9))
+def test_nothing_is_lost_that_is_no_call(name: str, text: str, size: int) -> None:
+    content, calls = read(FORMATS[name], text, size)
+    assert (content, calls) == read(FORMATS[name], text)
+    if not calls:
+        assert content == text
+
+
+def body(**members: Any) -> ChatBody:
+    tools = [
+        {"type": "function", "function": {"name": "add", "parameters": _NODE}},
+        {"type": "function", "function": {"name": "look_up"}},
+    ]
+    return ChatBody.model_validate({"messages": [], "tools": tools, **members})
+
+
+_NODE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"$ref": "#"}, "kind": {"$ref": "#/$defs/kind"}},
+    "required": ["v"],
+    "$defs": {"kind": {"enum": ["a", "b"]}},
+}
+LOOKUP: dict[str, Any] = {"name": "look_up", "arguments": {}}
+HERMES = FORMATS["hermes"]
+
+
+def forced_schema(use: ToolUse | None) -> dict[str, Any]:
+    assert use is not None
+    schema = use.structure()["json_schema"]
+    assert isinstance(schema, dict)
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("members", "good", "bad"),
+    [
+        (
+            {"tool_choice": "required"},
+            [
+                {"name": "add", "arguments": {"v": 1, "next": {"v": 2, "kind": "a"}}},
+                {"name": "look_up", "arguments": {}},
+            ],
+            [{"name": "add", "arguments": {"v": 1, "next": {"kind": "a"}}}],
+        ),
+        ({"tool_choice": "required"}, [{"name": "look_up", "arguments": {"x": 1}}], []),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            {"name": "add", "arguments": {"v": 1, "kind": "b"}},
+            {"name": "add", "arguments": {"v": 1, "kind": "c"}},
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "look_up"}}},
+            {"name": "look_up", "arguments": {}},
+            {"name": "add", "arguments": {"v": 1}},
+        ),
+    ],
+)
+def test_forced_calls_fit_their_functions(members: dict[str, Any], good: Any, bad: Any) -> None:
+    validator = jsonschema.Draft202012Validator(forced_schema(tool_use_of(body(**members), HERMES)))
+    assert validator.is_valid(good)
+    assert not validator.is_valid(bad)
+
+
+def test_arguments_have_the_name_that_the_model_knows() -> None:
+    schema = forced_schema(tool_use_of(body(tool_choice="required", parallel_tool_calls=False), FORMATS["llama3_json"]))
+    assert json.dumps(schema).count('"required": ["name", "parameters"]') == 2
+
+
+@pytest.mark.parametrize(
+    ("members", "complaint"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "no function 'nobody'"),
+        ({"tool_choice": "always"}, "tool_choice must be"),
+        ({"tool_choice": {"type": "function"}}, "function"),
+        ({"tools": [{"type": "function"}]}, "function"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice needs tools"),
+    ],
+)
+def test_what_makes_no_sense(members: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(InvalidRequest, match=complaint):
+        tool_use_of(body(**members), HERMES)
+
+
+def test_nothing_is_read_where_nothing_may_be_called_or_the_format_is_not_known() -> None:
+    assert tool_use_of(body(tool_choice="none"), HERMES) is None
+    assert tool_use_of(body(), None) is None
+    assert tool_use_of(body(tools=None), HERMES) is None

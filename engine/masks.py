@@ -22,8 +22,11 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.structure import Structure
 from mesh.grammar import GrammarCompiler
 
-Forbidden = NDArray[np.bool_]
-"""[num_rows, vocab_size]: True where a token may not come."""
+Places = NDArray[np.int64]
+"""Indices into logits [num_seqs, vocab_size], row behind row."""
+
+
+_NOWHERE: Places = np.empty(0, np.int64)
 
 
 @dataclass(eq=False, slots=True)
@@ -46,11 +49,34 @@ class _Step:
 
 
 @dataclass(frozen=True, slots=True)
+class _Masks:
+    """Of each row the shorter of two lists. In `few_rows` nothing may come but what is at `allowed`; in other rows
+    everything may but what is at `forbidden`.
+    """
+
+    few_rows: Places
+    allowed: Places
+    forbidden: Places
+
+    def put_on(self, logits: Tensor) -> Tensor:
+        """Change `logits`, contiguous, in place."""
+        few_rows, allowed, forbidden = (
+            torch.from_numpy(each).to(logits.device) for each in (self.few_rows, self.allowed, self.forbidden)
+        )
+        flat = logits.view(-1)
+        kept = flat[allowed]
+        logits.index_fill_(0, few_rows, float("-inf"))
+        flat[allowed] = kept
+        flat[forbidden] = float("-inf")
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
 class _Pending:
     """Masks that are being made for these rows."""
 
     rows: list[int]
-    forbidden: "Future[Forbidden]"
+    masks: "Future[_Masks]"
 
 
 class TokenMasks:
@@ -73,11 +99,16 @@ class TokenMasks:
         """Start making the masks for the next token of each sequence: one row of logits each."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.structure is not None]
         if rows:
-            steps = [self._step(sequences[row]) for row in rows]
+            steps = [(row, self._step(sequences[row])) for row in rows]
             self._pending = _Pending(rows, self._masking.submit(self._make, steps))
 
+    def wait(self) -> None:
+        """Return when the masks that were begun are there. `apply` does so by itself."""
+        if self._pending is not None:
+            self._pending.masks.result()
+
     def apply(self, logits: Tensor, adjusted: Tensor) -> Tensor:
-        """`adjusted` logits [num_seqs, vocab_size] without what may not come; itself if nothing is forbidden.
+        """Logits [num_seqs, vocab_size] without what may not come: `adjusted`, changed in place unless it is `logits`.
 
         A structure comes before all other wishes: where bias, minimum length and the like leave no token that may
         come, the model's own `logits` decide among those that may.
@@ -85,15 +116,14 @@ class TokenMasks:
         pending, self._pending = self._pending, None
         if pending is None:
             return adjusted
-        forbidden = torch.from_numpy(pending.forbidden.result()).to(logits.device)
-        rows = torch.tensor(pending.rows, device=logits.device)
-        masked = adjusted[rows].masked_fill_(forbidden, float("-inf"))
+        masks = pending.masks.result()
         if adjusted is logits:
-            adjusted = logits.clone()
-        else:
-            hopeless = masked.amax(1) == float("-inf")
-            masked[hopeless] = logits[rows[hopeless]].masked_fill_(forbidden[hopeless], float("-inf"))
-        adjusted[rows] = masked
+            return masks.put_on(logits.clone())
+        adjusted = masks.put_on(adjusted)
+        rows = torch.tensor(pending.rows, device=logits.device)
+        hopeless = rows[adjusted[rows].amax(1) == float("-inf")]
+        if len(hopeless):
+            adjusted[hopeless] = masks.put_on(logits.clone())[hopeless]
         return adjusted
 
     def failure(self, sequence: Sequence) -> str:
@@ -117,15 +147,23 @@ class TokenMasks:
         grammar.num_followed += len(new_tokens)
         return _Step(grammar, new_tokens, sequence.token_ids[held:])
 
-    def _make(self, steps: list[_Step]) -> Forbidden:
-        forbidden = np.zeros((len(steps), self._vocab_size), np.bool_)  # nothing, where there is no mask
-        for row, step in enumerate(steps):
+    def _make(self, steps: list[tuple[int, _Step]]) -> _Masks:
+        few_rows: list[int] = []
+        allowed: list[Places] = [_NOWHERE]
+        forbidden: list[Places] = [_NOWHERE]
+        for row, step in steps:
             bits = self._follow(step) if not step.grammar.failure else None
             if bits is None:
                 continue
-            allowed = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._vocab_size, bitorder="little")
-            np.equal(allowed, 0, out=forbidden[row])
-        return forbidden
+            packed = np.frombuffer(bits, np.uint8)
+            may_come = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
+            tokens = np.flatnonzero(may_come)
+            if 2 * len(tokens) < self._vocab_size:
+                few_rows.append(row)
+                allowed.append(tokens + row * self._vocab_size)
+            else:
+                forbidden.append(np.flatnonzero(~may_come) + row * self._vocab_size)
+        return _Masks(np.array(few_rows, np.int64), np.concatenate(allowed), np.concatenate(forbidden))
 
     def _follow(self, step: _Step) -> bytes | None:
         """The mask after the tokens, one bit for each token of the vocabulary. None if there is no such mask: after

@@ -79,7 +79,7 @@ class ChatTemplate:
         Raises ConfigurationError if a template has a syntax error.
         """
         self._special_tokens = dict(special_tokens)
-        self.tool_call_format = next((name for name, marks in _TOOL_CALLS.items() if marks(source)), "")
+        self.tool_call_format = next((name for name, marks in _TOOL_CALLS.items() if marks(tool_source or source)), "")
         """How the model writes calls of functions: a key of _TOOL_CALLS, or "" if the template does not say."""
         try:
             self._sandbox = _environment()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from bench.masks import measure, write_vocabulary
 from engine.masks import TokenMasks
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampler
@@ -187,3 +188,11 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_sequence_only(runner: Mod
     for run in runs:
         runner.forget(run.sequence)
     assert runner._masks._grammars == {}
+
+
+def test_what_it_costs_can_be_measured(tmp_path: Path) -> None:
+    """On a vocabulary too large for a list of bytes; sequences that end begin anew."""
+    end = write_vocabulary(tmp_path, 700)
+    costs = measure(tmp_path, 700, end, num_seqs=3, num_steps=40)
+    assert len(costs.make_s) == len(costs.apply_s) == 40
+    assert all(seconds > 0 for seconds in costs.make_s)

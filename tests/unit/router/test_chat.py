@@ -140,3 +140,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
 )
 def test_templates_tell_how_calls_are_written(source: str, expected: str) -> None:
     assert ChatTemplate(source, {}).tool_call_format == expected
+
+
+def test_a_template_for_tools_tells_before_the_other() -> None:
+    assert ChatTemplate("{{ messages }}", {}, "{{ '[TOOL_CALLS]' }}").tool_call_format == "mistral"

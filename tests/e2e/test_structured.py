@@ -32,7 +32,11 @@ FEEDS: dict[str, Any] = {
         "additionalProperties": False,
         "$defs": {"food": {"enum": ["fish", "cheese"]}},
     },
-    "walk": {"type": "object", "properties": {"minutes": {"type": "integer"}}, "additionalProperties": False},
+    "walk": {
+        "type": "object",
+        "properties": {"minutes": {"type": "integer", "minimum": 0, "maximum": 90}},
+        "additionalProperties": False,
+    },
 }
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": FEEDS[name]}} for name in FEEDS]
 CHAT: Any = [{"role": "user", "content": "Tell me about your pet."}]
@@ -90,7 +94,13 @@ async def over_http(url: str) -> None:
         for choice in answer.choices:
             jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
         called = await client.chat.completions.create(
-            model="tandem-small", messages=CHAT, tools=TOOLS, tool_choice="required", seed=9, n=2
+            model="tandem-small",
+            messages=CHAT,
+            tools=TOOLS,
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=9,
+            n=2,
         )
         for each in called.choices:
             assert each.finish_reason == "tool_calls"

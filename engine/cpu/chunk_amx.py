@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.cpu.jit import jit
-from engine.cpu.tiles import multiply_amx_tile
+from engine.cpu.amx import multiply_bf16_tile
 from engine.cpu.vectors import (
     FLOAT_BYTES,
     HALF_BYTES,
@@ -75,9 +75,11 @@ def attend_block(block: Any, head: Any, span: Any, window: Any, attending: Any) 
     for i in range(count):
         at = address(queries.rows) + ((row + i) * queries.step + head * dim) * FLOAT_BYTES
         to_bf16(at, dim // 16, address(scratch.rows16) + i * dim * HALF_BYTES)
+    rows = address(scratch.rows16)
     for key in range(0, width, KEY_TILE):
-        keys = (scratch.keys16, (begin + key) * dim, KEYS * dim)
-        multiply_amx_tile((scratch.rows16, 0, dim), keys, (scores, key, width), dim // DEPTH, 2)
+        keys = (address(scratch.keys16) + (begin + key) * dim * HALF_BYTES, KEYS * dim * HALF_BYTES)
+        out = (address(scores) + key * FLOAT_BYTES, width * FLOAT_BYTES)
+        multiply_bf16_tile(((rows, dim * HALF_BYTES), keys, out), dim // DEPTH)
     for i in range(count):
         end = position + i + 1 - first - begin
         at = address(scores) + i * width * FLOAT_BYTES
@@ -85,8 +87,9 @@ def attend_block(block: Any, head: Any, span: Any, window: Any, attending: Any) 
         to_bf16(at, width // 16, address(scratch.rows16) + i * width * HALF_BYTES)
     num_packed = padded(span[1] - first)
     for p in range(0, dim // 16, 2):
-        values = (scratch.values16, (p * num_packed + begin) * 16, num_packed * 16)
-        multiply_amx_tile((scratch.rows16, 0, width), values, (scratch.tile, 0, KEY_TILE), width // DEPTH, 2)
+        at = address(scratch.values16) + (p * num_packed + begin) * 16 * HALF_BYTES
+        values, sums = (at, num_packed * 16 * HALF_BYTES), (address(scratch.tile), KEY_TILE * FLOAT_BYTES)
+        multiply_bf16_tile(((rows, width * HALF_BYTES), values, sums), width // DEPTH)
         for r in range(count):
             at = ((row + r) * shape.num_heads + head) * dim + p * 16
             tile = address(scratch.tile) + r * KEY_TILE * FLOAT_BYTES

@@ -13,6 +13,7 @@ TILE_ROWS = 12
 QUERY_BLOCK = 4 * TILE_ROWS
 """Queries that share one pass over the keys."""
 KEY_TILE = 2 * KEYS
+_VECTOR_BYTES = 64
 
 
 @jit
@@ -86,12 +87,14 @@ def _attend_block(block: Any, head: Any, span: Any, window: Any, attending: Any)
     first, scores, dim = span[0], scratch.scores, shape.head_dim
     begin = max(0, position + 1 - window - first) // KEY_TILE * KEY_TILE
     width = _padded(position + count - first) - begin
+    rows, step = address(queries.rows) + (row * queries.step + head * dim) * FLOAT_BYTES, queries.step * FLOAT_BYTES
     for i in range(0, count, TILE_ROWS):
-        left = (queries.rows, (row + i) * queries.step + head * dim, queries.step)
+        left = (rows + i * step, step)
         # Keys behind a tile's last query are hidden from all of it.
         for key in range(0, _seen(i, position, first + begin, width), KEY_TILE):
-            keys = (scratch.keys, (begin + key) * dim, KEYS * dim)
-            multiply_tile(left, keys, (scores, i * width + key, width), dim, 12, 2)
+            keys = (address(scratch.keys) + (begin + key) * dim * FLOAT_BYTES, KEYS * dim * FLOAT_BYTES)
+            out = (address(scores) + (i * width + key) * FLOAT_BYTES, width * FLOAT_BYTES)
+            multiply_tile((left, keys, out), dim, 12, 2, scores[0])
     for i in range(count):
         end = position + i + 1 - first - begin
         seen = (max(0, end - window), end)
@@ -99,13 +102,15 @@ def _attend_block(block: Any, head: Any, span: Any, window: Any, attending: Any)
         scratch.factors[i] = np.float32(1.0) / total
     num_packed = _padded(span[1] - first)
     for i in range(0, count, TILE_ROWS):
-        weights, depth = (scores, i * width, width), _seen(i, position, first + begin, width)
+        weights = (address(scores) + i * width * FLOAT_BYTES, width * FLOAT_BYTES)
+        depth = _seen(i, position, first + begin, width)
         for p in range(0, dim // 16, 2):
-            values, sums = (scratch.values, (p * num_packed + begin) * 16, num_packed * 16), (scratch.tile, 0, KEY_TILE)
+            values = (address(scratch.values) + (p * num_packed + begin) * _VECTOR_BYTES, num_packed * _VECTOR_BYTES)
+            places = (weights, values, (address(scratch.tile), KEY_TILE * FLOAT_BYTES))
             if p + 1 < dim // 16:
-                multiply_tile(weights, values, sums, depth, 12, 2)
+                multiply_tile(places, depth, 12, 2, scores[0])
             else:
-                multiply_tile(weights, values, sums, depth, 12, 1)
+                multiply_tile(places, depth, 12, 1, scores[0])
             at = ((row + i) * shape.num_heads + head) * dim + p * 16
             _put(scratch, queries.out, (i, min(TILE_ROWS, count - i), min(KEY_TILE, dim - p * 16)), at, shape)
 

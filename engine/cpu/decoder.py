@@ -173,7 +173,7 @@ class CompiledDecoder:
         while len(self._thread_buffers) < self.threads.count:
             self._thread_buffers.append(Buffers())
         own = self._thread_buffers[: self.threads.count]
-        return [Operand(a, factors, buffers.get("sums", TILE_ROWS * UNIT, kind), amx) for buffers in own]
+        return [Operand(a, factors, buffers.get("sums", 2 * TILE_ROWS * UNIT, kind), amx) for buffers in own]
 
 
 def _run_layers(model: Model, work: list[Work], layers: tuple[int, int], team: Team) -> None:

@@ -23,6 +23,8 @@ _POWERS = tuple(
     for c in (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 )
 _ZEROS = ir.Constant(INTS, [0] * LANES)
+ALL_LANES = ir.Constant(ir.IntType(LANES), -1)
+_CURRENT_ROUNDING = 4
 
 
 def constant(vector: Any, value: float) -> Any:
@@ -37,11 +39,10 @@ class Emitter:
     context: Any
     builder: Any
 
-    def place(self, kind: Any, value: Any) -> tuple[Any, Any]:
-        """Byte pointer and step in bytes of a place: a tuple of an array, an offset and a step in elements."""
-        array, offset, step = (self.builder.extract_value(value, i) for i in range(3))
-        width = INT64(kind[0].dtype.bitwidth // 8)
-        return self.at(self.array(kind[0], array), self.builder.mul(offset, width)), self.builder.mul(step, width)
+    def place(self, places: Any, index: int) -> tuple[Any, Any]:
+        """Byte pointer and step of one of several places: (address, step in bytes)."""
+        place = self.builder.extract_value(places, index)
+        return self.pointer(self.builder.extract_value(place, 0)), self.builder.extract_value(place, 1)
 
     def array(self, kind: Any, value: Any) -> Any:
         """Byte pointer of an array's first element."""
@@ -66,6 +67,20 @@ class Emitter:
         """A value to a byte pointer."""
         self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer())).align = align
 
+    def load_if(self, condition: Any, pointer: Any) -> Any:
+        """16 fp32 lanes, or zeros."""
+        at = self.builder.bitcast(pointer, FLOATS.as_pointer())
+        return self.call("llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), self._mask(condition), constant(FLOATS, 0.0))
+
+    def store_if(self, condition: Any, value: Any, pointer: Any) -> None:
+        """16 fp32 lanes to a byte pointer, or nothing."""
+        at = self.builder.bitcast(pointer, FLOATS.as_pointer())
+        self.call("llvm.masked.store.v16f32.p0", VOID, value, at, INT32(4), self._mask(condition))
+
+    def _mask(self, condition: Any) -> Any:
+        bits = self.builder.sext(condition, ir.IntType(LANES))
+        return self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
+
     def floats(self, pointer: Any, element: Any) -> Any:
         """16 fp32 lanes from a byte pointer to fp32, to fp16 kept in arrays of uint16, or to int8."""
         if element.bitwidth == 16:
@@ -82,30 +97,32 @@ class Emitter:
         return self.builder.shuffle_vector(first, undefined, _ZEROS)
 
     def call(self, name: str, result: Any, *values: Any) -> Any:
-        """An intrinsic of LLVM; sums may be reordered."""
+        """An intrinsic of LLVM; sums may be reordered, and no fp32 vector holds NaNs."""
         kind = ir.FunctionType(result, [value.type for value in values])
         function = _declare(self.builder.module, kind, name)
-        return self.builder.call(function, values, fastmath=("reassoc",) if result in (FLOAT, FLOATS) else ())
+        return self.builder.call(function, values, fastmath=("reassoc", "nnan") if result in (FLOAT, FLOATS) else ())
 
     def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         """x * y + total of fp32 vectors."""
         return self.call("llvm.fma.v16f32", FLOATS, x, y, total)
 
-    def power_of_two(self, x: Any) -> Any:
-        """2^x of a vector, for x in [-126, 126], beyond which it stays.
+    def smaller(self, x: Any, y: Any) -> Any:
+        """The smaller of two integers."""
+        return self.builder.select(self.builder.icmp_signed("<", x, y), x, y)
 
-        The whole part goes into the exponent's bits, and a polynomial gives the rest, in [-0.5, 0.5].
+    def power_of_two(self, x: Any) -> Any:
+        """2^x of a vector, for x up to 127; below -125 it stays, as smaller numbers would be slow.
+
+        A polynomial gives the part in [-0.5, 0.5], and the whole part is added to the exponent.
         """
-        builder = self.builder
-        x = self.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, -126.0))
-        x = self.call("llvm.minnum.v16f32", FLOATS, x, constant(FLOATS, 126.0))
+        x = self.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, -125.0))
         whole = self.call("llvm.rint.v16f32", FLOATS, x)
-        rest = builder.fsub(x, whole)
+        rest = self.builder.fsub(x, whole)
         power = constant(FLOATS, _POWERS[0])
         for coefficient in _POWERS[1:]:
             power = self.multiply_add(power, rest, constant(FLOATS, coefficient))
-        exponent = builder.shl(builder.fptosi(whole, INTS), constant(INTS, 23))
-        return builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
+        scale = "llvm.x86.avx512.mask.scalef.ps.512"
+        return self.call(scale, FLOATS, power, whole, power, ALL_LANES, INT32(_CURRENT_ROUNDING))
 
     @contextmanager
     def loop(self, count: Any, carried: list[Any]) -> Iterator["Loop"]:

@@ -1,25 +1,27 @@
 """Matrix products over packed weights, each with what follows it: store, add to the residual, or gate.
 
-Columns are worked on in units of 64, rows in tiles; a unit's weights come from memory once and stay in the cache while
+Columns are worked on in units of 32, rows in tiles; a unit's weights come from memory once and stay in the cache while
 the rows pass by. In int8 sums are exact integers and in fp32 always added in the same order, so a row's result does not
 depend on the batch it is in.
 """
 
 from typing import Any, NamedTuple
 
-from numba import types
-from numba.extending import overload
-
-from engine.cpu.finish import finish, finish_gated
-from engine.cpu.jit import OPTIONS, jit
-from engine.cpu.tiles import PANEL, configure_amx, multiply_amx_tile, multiply_tile, release_amx
+from engine.cpu.amx import configure_amx, multiply_and_finish, release_amx
+from engine.cpu.finish import ADD, GATE, STORE, finish_rows
+from engine.cpu.jit import jit
+from engine.cpu.tiles import PANEL, multiply_tile
 from engine.cpu.vectors import FLOAT_BYTES, address
 
-UNIT = 64
-"""Columns of a unit."""
+UNIT = 32
+"""Columns of a unit: two panels."""
 TILE_ROWS = 32
 """Most rows of a tile; rows beyond the last are read, and their results dropped."""
 _AMX_MIN_ROWS = 5
+_AMX_DEPTH = 64
+_FETCH_MIN_TILES = 4
+_SUM_BYTES = UNIT * FLOAT_BYTES
+_TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
 
 class Weights(NamedTuple):
@@ -39,75 +41,15 @@ class Operand(NamedTuple):
 
     a: Any  # flat uint8 or fp32; TILE_ROWS rows beyond the last may be read
     factors: Any  # [rows]
-    sums: Any  # a thread's own [TILE_ROWS, UNIT], int32 or fp32
+    sums: Any  # a thread's own, [2 * TILE_ROWS, UNIT], int32 or fp32
     amx: Any  # 64 bytes that configure the tile registers; empty: no AMX
 
 
-def _sum_tile(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
-    """Fill `operand.sums` for rows from `row` on, at most `rows`, and one unit of columns; returns how many it did."""
-    raise NotImplementedError
+class Target(NamedTuple):
+    """Where a product goes, and how: finish.STORE, ADD or GATE."""
 
-
-@overload(_sum_tile, jit_options=OPTIONS)
-def _overload_sum_tile(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
-    return _sum_int8 if operand.types[0].dtype == types.uint8 else _sum_float
-
-
-def _sum_int8(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
-    b_at, depth = at
-    panel = PANEL * depth
-    a, sums = (operand.a, row * depth, depth), (operand.sums, 0, UNIT)
-    b, other = (weights.packed, b_at, panel), (weights.packed, b_at + 2 * panel, panel)
-    if len(operand.amx) and rows >= _AMX_MIN_ROWS:
-        right = (operand.sums, 32, UNIT)
-        if rows > 16:
-            multiply_amx_tile(a, b, sums, depth // 64, 2)
-            multiply_amx_tile(a, other, right, depth // 64, 2)
-            return 32
-        multiply_amx_tile(a, b, sums, depth // 64, 1)
-        multiply_amx_tile(a, other, right, depth // 64, 1)
-        return 16
-    if rows >= 5:
-        multiply_tile(a, b, sums, depth // 4, 6, 4)
-        return 6
-    if rows >= 3:
-        multiply_tile(a, b, sums, depth // 4, 4, 4)
-        return 4
-    if rows == 2:
-        multiply_tile(a, b, sums, depth // 4, 2, 4)
-        return 2
-    multiply_tile(a, b, sums, depth // 4, 1, 4)
-    return 1
-
-
-def _sum_float(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
-    b_at, depth = at
-    panel = PANEL * depth
-    a, sums = (operand.a, row * depth, depth), (operand.sums, 0, UNIT)
-    b = (weights.packed, b_at, panel)
-    if rows >= 5:
-        other, right = (weights.packed, b_at + 2 * panel, panel), (operand.sums, 32, UNIT)
-        if rows >= 9:
-            multiply_tile(a, b, sums, depth, 12, 2)
-            multiply_tile(a, other, right, depth, 12, 2)
-            return 12
-        multiply_tile(a, b, sums, depth, 8, 2)
-        multiply_tile(a, other, right, depth, 8, 2)
-        return 8
-    if rows >= 3:
-        multiply_tile(a, b, sums, depth, 4, 4)
-        return 4
-    if rows == 2:
-        multiply_tile(a, b, sums, depth, 2, 4)
-        return 2
-    multiply_tile(a, b, sums, depth, 1, 4)
-    return 1
-
-
-@jit
-def sum_tile(operand: Any, row: Any, rows: Any, weights: Any, at: Any) -> Any:
-    """See `_sum_tile`; compiled once for all products."""
-    return _sum_tile(operand, row, rows, weights, at)
+    out: Any  # [rows, columns], or [rows, columns / 2] if gated
+    how: int
 
 
 @jit
@@ -124,61 +66,154 @@ def end_products(operand: Any) -> None:
         release_amx()
 
 
-@jit
-def _units(columns: Any, share: Any) -> Any:
-    """The thread's units of a matrix: first, and the one after the last."""
-    count = (columns + UNIT - 1) // UNIT
-    return count * share[0] // share[1], count * (share[0] + 1) // share[1]
+class _Rows(NamedTuple):
+    """A product in addresses, and steps in bytes: arrays would be counted references in the innermost loops."""
+
+    a: int
+    a_step: int
+    factors: int
+    sums: int
+    out: int
+    out_step: int
+    count: int
+
+
+class _Columns(NamedTuple):
+    """A matrix, likewise."""
+
+    packed: int
+    unit_bytes: int
+    offsets: int
+    scales: int
+    biases: int
+    count: int
 
 
 @jit
-def _columns(weights: Any, at: Any) -> Any:
-    """Addresses of the columns' offsets, scales and biases from column `at` on."""
-    skipped = at * FLOAT_BYTES
-    return address(weights.offsets) + skipped, address(weights.scales) + skipped, address(weights.biases) + skipped
-
-
-@jit
-def product(operand: Any, weights: Any, matrix: Any, out: Any, adds: Any, share: Any) -> None:
-    """out [rows, columns] = operand @ matrix + bias, or out += that if `adds`.
+def product(operand: Any, weights: Any, matrix: Any, target: Any, share: Any) -> None:
+    """out = operand @ matrix + bias, out += that, or out = silu(gate) * up for a matrix whose panels of 16 columns are
+    gate and up by turns; see Target.
 
     `share` (index, count) says which columns are this thread's.
     """
-    weight_at, column_at, depth, columns = weights.matrices[matrix]
-    rows = len(out)
-    first, end = _units(columns, share)
-    sums, kind, out_at, out_step = address(operand.sums), operand.sums[0], address(out), out.shape[1] * FLOAT_BYTES
-    for unit in range(first, end):
-        columns_at = _columns(weights, column_at + unit * UNIT)
-        num_vectors = min(UNIT, columns - unit * UNIT) // PANEL
+    rows, columns = _rows(operand, weights, matrix, target), _columns(weights, matrix)
+    num_units = (columns.count + UNIT - 1) // UNIT
+    units = (num_units * share[0] // share[1], num_units * (share[0] + 1) // share[1])
+    if len(operand.amx) and rows.count >= _AMX_MIN_ROWS:
+        _amx_product(rows, columns, target.how, units, operand.sums[0])
+    else:
+        _vector_product(rows, columns, target.how, units, operand.sums[0])
+
+
+@jit
+def _rows(operand: Any, weights: Any, matrix: Any, target: Any) -> Any:
+    step = weights.matrices[matrix, 2] * operand.a.itemsize
+    out, sums = target.out, address(operand.sums)
+    return _Rows(
+        address(operand.a), step, address(operand.factors), sums, address(out), out.shape[1] * FLOAT_BYTES, len(out)
+    )
+
+
+@jit
+def _columns(weights: Any, matrix: Any) -> Any:
+    weight_at, column_at, depth, count = weights.matrices[matrix]
+    width, skipped = weights.packed.itemsize, column_at * FLOAT_BYTES
+    return _Columns(
+        address(weights.packed) + weight_at * width,
+        UNIT * depth * width,
+        address(weights.offsets) + skipped,
+        address(weights.scales) + skipped,
+        address(weights.biases) + skipped,
+        count,
+    )
+
+
+@jit
+def _vector_product(rows: Any, columns: Any, how: Any, units: Any, kind: Any) -> None:
+    panel = columns.unit_bytes // 2
+    sums = (rows.sums, _SUM_BYTES)
+    for unit in range(units[0], units[1]):
+        b = (columns.packed + unit * columns.unit_bytes, panel)
         row = 0
-        while row < rows:
-            done = sum_tile(operand, row, rows - row, weights, (weight_at + unit * UNIT * depth, depth))
-            for r in range(min(done, rows - row)):
-                to = out_at + (row + r) * out_step + unit * UNIT * FLOAT_BYTES
-                found = (sums + r * UNIT * FLOAT_BYTES, operand.factors[row + r], to, num_vectors)
-                if adds:
-                    finish(found, columns_at, 1, kind)
-                else:
-                    finish(found, columns_at, 0, kind)
+        while row < rows.count:
+            places = ((rows.a + row * rows.a_step, rows.a_step), b, sums)
+            done = _sum_tile(places, rows.a_step // 4, rows.count - row, kind)
+            _finish(_tile(rows, columns, (rows.sums, row, min(done, rows.count - row)), unit, how), how, kind)
             row += done
 
 
 @jit
-def gated_product(operand: Any, weights: Any, matrix: Any, out: Any, share: Any) -> None:
-    """out [rows, columns / 2] = silu(gate) * up, for a matrix whose panels of 16 columns are gate and up by turns."""
-    weight_at, column_at, depth, columns = weights.matrices[matrix]
-    rows = len(out)
-    first, end = _units(columns, share)
-    sums, kind, out_at, out_step = address(operand.sums), operand.sums[0], address(out), out.shape[1] * FLOAT_BYTES
-    for unit in range(first, end):
-        columns_at = _columns(weights, column_at + unit * UNIT)
-        num_vectors = min(UNIT, columns - unit * UNIT) // (2 * PANEL)
-        row = 0
-        while row < rows:
-            done = sum_tile(operand, row, rows - row, weights, (weight_at + unit * UNIT * depth, depth))
-            for r in range(min(done, rows - row)):
-                to = out_at + (row + r) * out_step + unit * UNIT // 2 * FLOAT_BYTES
-                found = (sums + r * UNIT * FLOAT_BYTES, operand.factors[row + r], to, num_vectors)
-                finish_gated(found, columns_at, kind)
-            row += done
+def _sum_tile(places: Any, depth: Any, rows: Any, kind: Any) -> Any:
+    """Multiply at most `rows` rows; returns how many. `depth` counts 4 bytes of a row: one fp32, or 4 int8."""
+    if rows >= 9:
+        multiply_tile(places, depth, 12, 2, kind)
+        return 12
+    if rows >= 5:
+        multiply_tile(places, depth, 8, 2, kind)
+        return 8
+    if rows >= 3:
+        multiply_tile(places, depth, 4, 2, kind)
+        return 4
+    if rows == 2:
+        multiply_tile(places, depth, 2, 2, kind)
+        return 2
+    multiply_tile(places, depth, 1, 2, kind)
+    return 1
+
+
+@jit
+def _amx_product(rows: Any, columns: Any, how: Any, units: Any, kind: Any) -> None:
+    """The sums of a tile are ended while the next is multiplied; they take turns in two places."""
+    depth, panel = rows.a_step // _AMX_DEPTH, columns.unit_bytes // 2
+    num_tiles = (rows.count + TILE_ROWS - 1) // TILE_ROWS
+    # A single tile leaves the next weights to the CPU's own prefetching.
+    lines = UNIT // num_tiles if num_tiles >= _FETCH_MIN_TILES else 0
+    before, turn = _tile(rows, columns, (rows.sums, 0, 0), units[0], how), 0
+    for unit in range(units[0], units[1]):
+        b = (columns.packed + unit * columns.unit_bytes, panel)
+        for row in range(0, rows.count, TILE_ROWS):
+            sums = rows.sums + turn * _TILE_BYTES
+            places = ((rows.a + row * rows.a_step, rows.a_step), b, (sums, _SUM_BYTES), depth)
+            ahead = (b[0] + columns.unit_bytes + row // TILE_ROWS * lines * rows.a_step, lines)
+            _multiply_and_finish(places, rows.count - row, before, how, ahead)
+            before = _tile(rows, columns, (sums, row, min(TILE_ROWS, rows.count - row)), unit, how)
+            turn = 1 - turn
+    _finish(before, how, kind)
+
+
+@jit
+def _multiply_and_finish(places: Any, rows: Any, before: Any, how: Any, ahead: Any) -> None:
+    if rows > TILE_ROWS // 2:
+        if how == GATE:
+            multiply_and_finish(places, 2, before, GATE, ahead)
+        elif how == ADD:
+            multiply_and_finish(places, 2, before, ADD, ahead)
+        else:
+            multiply_and_finish(places, 2, before, STORE, ahead)
+    elif how == GATE:
+        multiply_and_finish(places, 1, before, GATE, ahead)
+    elif how == ADD:
+        multiply_and_finish(places, 1, before, ADD, ahead)
+    else:
+        multiply_and_finish(places, 1, before, STORE, ahead)
+
+
+@jit
+def _tile(rows: Any, columns: Any, span: Any, unit: Any, how: Any) -> Any:
+    """What finish.Finish calls a tile; span: (address of the sums, first row, how many)."""
+    sums, row, count = span
+    out = rows.out + row * rows.out_step + unit * (_SUM_BYTES // 2 if how == GATE else _SUM_BYTES)
+    skipped = unit * _SUM_BYTES
+    of_columns = (columns.offsets + skipped, columns.scales + skipped, columns.biases + skipped)
+    of_rows = (sums, rows.factors + row * FLOAT_BYTES, out, rows.out_step, count)
+    return of_rows, of_columns, (columns.count - unit * UNIT) // PANEL
+
+
+@jit
+def _finish(tile: Any, how: Any, kind: Any) -> None:
+    if how == GATE:
+        finish_rows(tile, GATE, kind)
+    elif how == ADD:
+        finish_rows(tile, ADD, kind)
+    else:
+        finish_rows(tile, STORE, kind)

@@ -6,7 +6,8 @@ from engine.cpu.attention import attend
 from engine.cpu.barrier import meet
 from engine.cpu.jit import jit
 from engine.cpu.laps import ATTENTION, DOWN, GATE_UP, LOGITS, NORM, OUTPUT, PLACE, QKV, QUANTISE, lap, start_laps
-from engine.cpu.matmul import begin_products, end_products, gated_product, product
+from engine.cpu.finish import ADD, GATE, STORE
+from engine.cpu.matmul import Target, begin_products, end_products, product
 from engine.cpu.rows import norm_rows, place_heads, put_rows
 
 MATRICES_PER_LAYER = 4
@@ -65,7 +66,7 @@ def run_layers(model: Any, work: Any, team: Any, layers: Any) -> None:
         qkv, output, gate_up, down = _matrices(layer)
         norm_rows(acts.residual, (model.input_norms[layer], model.eps), weights.matrices[qkv, 2], operand, span)
         _meet(team, NORM)
-        product(operand, weights, qkv, acts.qkv, False, share)
+        product(operand, weights, qkv, Target(acts.qkv, STORE), share)
         _meet(team, QKV)
         place_heads(acts.queries.rows, (model.head_norms[layer], model.eps), attending, cache, layer, span)
         _meet(team, PLACE)
@@ -73,15 +74,15 @@ def run_layers(model: Any, work: Any, team: Any, layers: Any) -> None:
         _meet(team, ATTENTION)
         put_rows(acts.mixed, weights.matrices[output, 2], operand, span)
         _meet(team, QUANTISE)
-        product(operand, weights, output, acts.residual, True, share)
+        product(operand, weights, output, Target(acts.residual, ADD), share)
         _meet(team, OUTPUT)
         norm_rows(acts.residual, (model.post_norms[layer], model.eps), weights.matrices[gate_up, 2], operand, span)
         _meet(team, NORM)
-        gated_product(operand, weights, gate_up, acts.inner, share)
+        product(operand, weights, gate_up, Target(acts.inner, GATE), share)
         _meet(team, GATE_UP)
         put_rows(acts.inner, weights.matrices[down, 2], operand, span)
         _meet(team, QUANTISE)
-        product(operand, weights, down, acts.residual, True, share)
+        product(operand, weights, down, Target(acts.residual, ADD), share)
         _meet(team, DOWN)
     end_products(operand)
 
@@ -113,6 +114,6 @@ def output_rows(model: Any, hidden: Any, logits: Any, operand: Any, team: Any) -
     start_laps(team.laps)
     norm_rows(hidden, (model.final_norm, model.eps), weights.matrices[matrix, 2], operand, _span(hidden, team))
     meet(team.counter, team.num_threads)
-    product(operand, weights, matrix, logits, False, (team.thread, team.num_threads))
+    product(operand, weights, matrix, Target(logits, STORE), (team.thread, team.num_threads))
     _meet(team, LOGITS)
     end_products(operand)

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.cpu.features import amx_shapes, cpu_flags, has_amx
-from engine.cpu.matmul import TILE_ROWS, UNIT, Operand, begin_products, end_products, gated_product, product
+from engine.cpu.finish import ADD, GATE, STORE
+from engine.cpu.matmul import TILE_ROWS, UNIT, Operand, Target, begin_products, end_products, product
 from engine.cpu.packing import MatrixShape, Packer
 from engine.cpu.rows import norm_rows, put_rows
 
@@ -56,7 +57,7 @@ class Products:
         """Room for so many rows; what is beyond their inputs is not zero."""
         is_int8 = self.kind != "float"
         a = np.full((rows + TILE_ROWS) * 640, 77, np.uint8 if is_int8 else np.float32)
-        sums = np.empty(TILE_ROWS * UNIT, np.int32 if is_int8 else np.float32)
+        sums = np.empty(2 * TILE_ROWS * UNIT, np.int32 if is_int8 else np.float32)
         amx = amx_shapes() if self.kind == "amx" else np.empty(0, np.uint8)
         return Operand(a, np.empty(rows, np.float32), sums, amx)
 
@@ -68,9 +69,8 @@ class Products:
         for share in range(num_shares):
             if self.shapes[index].gated:
                 operand.factors[:] = GATED_FACTOR
-                gated_product(operand, self.weights, index, out, (share, num_shares))
-            else:
-                product(operand, self.weights, index, out, adds, (share, num_shares))
+            how = GATE if self.shapes[index].gated else ADD if adds else STORE
+            product(operand, self.weights, index, Target(out, how), (share, num_shares))
         end_products(operand)
         return out
 

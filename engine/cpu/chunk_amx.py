@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from engine.cpu.jit import jit
 from engine.cpu.amx import multiply_bf16_tile
+from engine.cpu.jit import jit
 from engine.cpu.vectors import (
     FLOAT_BYTES,
     HALF_BYTES,

@@ -46,11 +46,11 @@ def _score_parts(query: Any, heads: Any, attending: Any, keys: Any, parts: Any) 
     """Scores [query heads, keys] of all parts; `parts`: (their first slots, a number of the cache's dtype)."""
     shape = attending.shape
     slots, kind = parts
-    group, head_bytes, step = _steps(shape)
+    num_heads, (group, head_bytes, step) = heads[1] - heads[0], _steps(shape)
     row_bytes, scores = len(slots) * KEYS * FLOAT_BYTES, address(attending.scratch.scores)
     for i in range(len(slots)):
-        prefetch(keys + slots[min(i + _AHEAD, len(slots) - 1)] * step, KEYS * step)
-        for head in range(heads[1] - heads[0]):
+        for head in range(num_heads):
+            _fetch(keys + slots[min(i + _AHEAD, len(slots) - 1)] * step, KEYS * step, (head, num_heads))
             at = (keys + slots[i] * step + (heads[0] + head) * shape.row_bytes, step, shape.head_dim // 16)
             for g in range(0, group, MAX_ROWS):
                 row = head * group + g
@@ -69,11 +69,11 @@ def _add_parts(out: Any, heads: Any, attending: Any, values: Any, parts: Any) ->
     """Add all parts' values, weighted by what the scores have become, to `out`."""
     shape = attending.shape
     slots, kind = parts
-    group, head_bytes, step = _steps(shape)
+    num_heads, (group, head_bytes, step) = heads[1] - heads[0], _steps(shape)
     row_bytes, scores = len(slots) * KEYS * FLOAT_BYTES, address(attending.scratch.scores)
     for i in range(len(slots)):
-        prefetch(values + slots[min(i + _AHEAD, len(slots) - 1)] * step, KEYS * step)
-        for head in range(heads[1] - heads[0]):
+        for head in range(num_heads):
+            _fetch(values + slots[min(i + _AHEAD, len(slots) - 1)] * step, KEYS * step, (head, num_heads))
             at = (values + slots[i] * step + (heads[0] + head) * shape.row_bytes, step, shape.head_dim // 16)
             for g in range(0, group, MAX_ROWS):
                 row = head * group + g
@@ -85,6 +85,12 @@ def _add_parts(out: Any, heads: Any, attending: Any, values: Any, parts: Any) ->
                     add_values(weights, at, target, 2, kind)
                 else:
                     add_values(weights, at, target, 1, kind)
+
+
+@jit
+def _fetch(at: Any, num_bytes: Any, share: Any) -> None:
+    """Ask for a share (index, count) of these bytes: few at a time, as what is read now waits in the same queue."""
+    prefetch(at + num_bytes * share[0] // share[1], num_bytes // share[1])
 
 
 @jit

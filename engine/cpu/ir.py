@@ -70,7 +70,9 @@ class Emitter:
     def load_if(self, condition: Any, pointer: Any) -> Any:
         """16 fp32 lanes, or zeros."""
         at = self.builder.bitcast(pointer, FLOATS.as_pointer())
-        return self.call("llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), self._mask(condition), constant(FLOATS, 0.0))
+        return self.call(
+            "llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), self._mask(condition), constant(FLOATS, 0.0)
+        )
 
     def store_if(self, condition: Any, value: Any, pointer: Any) -> None:
         """16 fp32 lanes to a byte pointer, or nothing."""
@@ -105,6 +107,11 @@ class Emitter:
     def multiply_add(self, x: Any, y: Any, total: Any) -> Any:
         """x * y + total of fp32 vectors."""
         return self.call("llvm.fma.v16f32", FLOATS, x, y, total)
+
+    def rounded(self, x: Any) -> Any:
+        """The nearest integers of an fp32 vector, to even."""
+        convert = "llvm.x86.avx512.mask.cvtps2dq.512"
+        return self.call(convert, INTS, x, constant(INTS, 0), ALL_LANES, INT32(_CURRENT_ROUNDING))
 
     def smaller(self, x: Any, y: Any) -> Any:
         """The smaller of two integers."""

@@ -11,55 +11,61 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
+from engine.cpu.ir import LANES
 from engine.cpu.jit import OPTIONS, jit
-from engine.cpu.vectors import FLOAT_BYTES, address, largest_magnitude, quantise_vectors, rotate_halves, write_row
+from engine.cpu.vectors import (
+    FLOAT_BYTES,
+    address,
+    largest_magnitude,
+    quantise_vectors,
+    rotate_halves,
+    scale_row,
+    weigh_row,
+    write_row,
+)
 
 _LEVELS = np.float32(127)
 
 
-def put_row(values: Any, out: Any) -> Any:
-    """Write fp32 values, a multiple of 16 of them, as a row of `a`; returns its factor."""
+def put_row(values: Any, num_vectors: Any, out: Any, kind: Any) -> Any:
+    """Write fp32 values as a row of `a`, of whose dtype `kind` is any number; returns its factor."""
     raise NotImplementedError
 
 
 @overload(put_row, jit_options=OPTIONS)
-def _put_row(values: Any, out: Any) -> Any:
-    return _quantise_row if out.dtype == types.uint8 else _copy_row
+def _put_row(values: Any, num_vectors: Any, out: Any, kind: Any) -> Any:
+    return _quantise_row if kind == types.uint8 else _copy_row
 
 
-def _copy_row(values: Any, out: Any) -> Any:
-    for i in range(len(values)):
-        out[i] = values[i]
+def _copy_row(values: Any, num_vectors: Any, out: Any, kind: Any) -> Any:
+    scale_row(values, num_vectors, np.float32(1.0), out)
     return np.float32(1.0)
 
 
-def _quantise_row(values: Any, out: Any) -> Any:
-    num_vectors = len(values) // 16
-    largest = largest_magnitude(address(values), num_vectors)
-    quantise_vectors(address(values), num_vectors, _LEVELS / largest, address(out))
+def _quantise_row(values: Any, num_vectors: Any, out: Any, kind: Any) -> Any:
+    largest = largest_magnitude(values, num_vectors)
+    quantise_vectors(values, num_vectors, _LEVELS / largest, out)
     return largest / _LEVELS
 
 
 @jit
 def put_rows(x: Any, depth: Any, operand: Any, span: Any) -> None:
     """Rows [span[0], span[1]) of x [rows, width] into the operand, whose rows have `depth` elements."""
-    width = x.shape[1]
+    num_vectors, step, a = x.shape[1] // LANES, x.shape[1] * FLOAT_BYTES, operand.a
     for r in range(span[0], span[1]):
-        operand.factors[r] = put_row(x[r], operand.a[r * depth : r * depth + width])
+        out = address(a) + r * depth * a.itemsize
+        operand.factors[r] = put_row(address(x) + r * step, num_vectors, out, a[0])
 
 
 @jit
 def norm_rows(x: Any, norm: Any, depth: Any, operand: Any, span: Any) -> None:
     """As `put_rows`, after the root-mean-square norm: (weight [width], epsilon)."""
-    width, weight = x.shape[1], norm[0]
-    weighted = np.empty(width, np.float32)
+    width, a = x.shape[1], operand.a
+    weighted, weight = np.empty(width, np.float32), address(norm[0])
     for r in range(span[0], span[1]):
-        row = x[r]
-        total = np.float32(0.0)
-        for i in range(width):
-            total += row[i] * row[i]
-            weighted[i] = row[i] * weight[i]
-        factor = put_row(weighted, operand.a[r * depth : r * depth + width])
+        total = weigh_row(address(x) + r * width * FLOAT_BYTES, weight, width // LANES, address(weighted))
+        out = address(a) + r * depth * a.itemsize
+        factor = put_row(address(weighted), width // LANES, out, a[0])
         operand.factors[r] = factor / np.sqrt(total / np.float32(width) + norm[1])
 
 
@@ -74,16 +80,18 @@ def _norm_head(head: Any, weight: Any, eps: Any) -> None:
 
 
 @jit
-def _rotate(head: Any, cos: Any, sin: Any) -> None:
-    """Halves are paired as in GPT-NeoX; the sine of the first half comes negated."""
-    half = len(head) // 2
-    if half % 16 == 0:
-        rotate_halves(address(head), address(cos), address(sin), half // 16)
+def _rotate(heads: Any, cos: Any, sin: Any) -> None:
+    """Heads, one behind the other. Halves are paired as in GPT-NeoX; the sine of the first half comes negated."""
+    dim = len(cos)
+    half = dim // 2
+    if half % LANES == 0:
+        rotate_halves(address(heads), len(heads) // dim, address(cos), address(sin), half // LANES)
         return
-    for i in range(half):
-        low, high = head[i], head[i + half]
-        head[i] = low * cos[i] + high * sin[i]
-        head[i + half] = high * cos[i + half] + low * sin[i + half]
+    for at in range(0, len(heads), dim):
+        for i in range(half):
+            low, high = heads[at + i], heads[at + i + half]
+            heads[at + i] = low * cos[i] + high * sin[i]
+            heads[at + i + half] = high * cos[i + half] + low * sin[i + half]
 
 
 @jit
@@ -97,12 +105,12 @@ def place_heads(qkv: Any, norms: Any, attending: Any, cache: Any, layer: Any, sp
     row_step = (num_heads + 2 * num_kv_heads) * dim
     layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(span[0], span[1]):
-        for head in range(num_heads + num_kv_heads):
-            at = r * row_step + head * dim
-            values = qkv[at : at + dim]
-            if len(norms[0]):
-                _norm_head(values, norms[0][0 if head < num_heads else 1], norms[1])
-            _rotate(values, batch.cos[r], batch.sin[r])
+        heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
+        if len(norms[0]):
+            for head in range(num_heads + num_kv_heads):
+                weight = norms[0][0 if head < num_heads else 1]
+                _norm_head(heads[head * dim : (head + 1) * dim], weight, norms[1])
+        _rotate(heads, batch.cos[r], batch.sin[r])
         keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
         slot = layer_at + batch.slots[r] * num_kv_heads * shape.row_bytes
         _write_heads(keys, keys + num_kv_heads * dim * FLOAT_BYTES, slot, cache[0], shape)

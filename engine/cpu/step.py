@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 from engine.cpu.attention import attend
 from engine.cpu.barrier import meet
+from engine.cpu.finish import ADD, GATE, STORE
 from engine.cpu.jit import jit
 from engine.cpu.laps import ATTENTION, DOWN, GATE_UP, LOGITS, NORM, OUTPUT, PLACE, QKV, QUANTISE, lap, start_laps
-from engine.cpu.finish import ADD, GATE, STORE
 from engine.cpu.matmul import Target, begin_products, end_products, product
 from engine.cpu.rows import norm_rows, place_heads, put_rows
 

@@ -81,8 +81,7 @@ def quantise_vectors(typing: Any, values: Any, num_vectors: Any, factor: Any, ou
         values_at, factor, out_at = emit.pointer(args[0]), emit.splat(args[2]), emit.pointer(args[3])
         with emit.loop(args[1], []) as loop:
             read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
-            rounded = emit.call("llvm.rint.v16f32", FLOATS, builder.fmul(read, factor))
-            levels = builder.add(builder.fptosi(rounded, INTS), constant(INTS, ZERO_POINT))
+            levels = builder.add(emit.rounded(builder.fmul(read, factor)), constant(INTS, ZERO_POINT))
             emit.store(builder.trunc(levels, BYTES), emit.at(out_at, builder.mul(loop.index, INT64(LANES))), 1)
         return context.get_dummy_value()
 
@@ -90,23 +89,43 @@ def quantise_vectors(typing: Any, values: Any, num_vectors: Any, factor: Any, ou
 
 
 @_emit
-def rotate_halves(typing: Any, head: Any, cos: Any, sin: Any, num_vectors: Any) -> Any:
-    """Rotate a head in place, its first half against its second, each of `num_vectors`; see engine/models/rope.py."""
+def weigh_row(typing: Any, values: Any, weights: Any, num_vectors: Any, out: Any) -> Any:
+    """out = values * weights, fp32; returns the sum of the values' squares."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        low_at, *factors_at = (emit.pointer(arg) for arg in args[:3])
-        half = builder.mul(args[3], INT64(_VECTOR_BYTES))
-        with emit.loop(args[3], []) as loop:
-            first = builder.mul(loop.index, INT64(_VECTOR_BYTES))
-            second = builder.add(first, half)
-            low, high = (emit.load(emit.at(low_at, at), FLOATS) for at in (first, second))
-            for at, own, other in ((first, low, high), (second, high, low)):
-                cos, sin = (emit.load(emit.at(factors, at), FLOATS) for factors in factors_at)
-                emit.store(emit.multiply_add(own, cos, builder.fmul(other, sin)), emit.at(low_at, at))
+        values_at, weights_at, out_at = (emit.pointer(args[i]) for i in (0, 1, 3))
+        with emit.loop(args[2], [constant(FLOATS, 0.0)]) as loop:
+            at = builder.mul(loop.index, INT64(_VECTOR_BYTES))
+            read, weight = (emit.load(emit.at(row, at), FLOATS) for row in (values_at, weights_at))
+            emit.store(builder.fmul(read, weight), emit.at(out_at, at))
+            loop.next.append(emit.multiply_add(read, read, loop.carried[0]))
+        return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), loop.next[0])
+
+    return types.float32(*[_INTP] * 4), generate
+
+
+@_emit
+def rotate_halves(typing: Any, heads: Any, num_heads: Any, cos: Any, sin: Any, num_vectors: Any) -> Any:
+    """Rotate heads in place, their first halves of `num_vectors` against their second; see engine/models/rope.py."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        heads_at, *factors_at = (emit.pointer(args[i]) for i in (0, 2, 3))
+        half = builder.mul(args[4], INT64(_VECTOR_BYTES))
+        with emit.loop(args[4], []) as column:
+            first = builder.mul(column.index, INT64(_VECTOR_BYTES))
+            places = (first, builder.add(first, half))
+            cos, sin = ([emit.load(emit.at(factors, at), FLOATS) for at in places] for factors in factors_at)
+            with emit.loop(args[1], []) as head:
+                at = emit.at(heads_at, builder.mul(head.index, builder.shl(half, INT64(1))))
+                low, high = (emit.load(emit.at(at, place), FLOATS) for place in places)
+                for i, (own, other) in enumerate(((low, high), (high, low))):
+                    turned = emit.multiply_add(own, cos[i], builder.fmul(other, sin[i]))
+                    emit.store(turned, emit.at(at, places[i]))
         return context.get_dummy_value()
 
-    return types.void(*[_INTP] * 4), generate
+    return types.void(*[_INTP] * 5), generate
 
 
 @_emit
@@ -149,8 +168,7 @@ def write_row(typing: Any, values: Any, num_vectors: Any, row: Any, kind: Any) -
             if bits == 16:
                 read = builder.fptrunc(read, HALVES)
             elif bits == 8:
-                rounded = emit.call("llvm.rint.v16f32", FLOATS, builder.fmul(read, factor))
-                read = builder.trunc(builder.fptosi(rounded, INTS), BYTES)
+                read = builder.trunc(emit.rounded(builder.fmul(read, factor)), BYTES)
             emit.store(read, emit.at(row_at, builder.mul(loop.index, INT64(LANES * bits // 8))), bits // 8)
         return context.get_dummy_value()
 

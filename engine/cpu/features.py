@@ -32,6 +32,11 @@ def knows_amx() -> bool:
     return {"amx_tile", "amx_int8", "amx_bf16"} <= cpu_flags()
 
 
+def knows_bf16() -> bool:
+    """True if the CPU rounds fp32 to bf16 itself."""
+    return "avx512_bf16" in cpu_flags()
+
+
 @lru_cache(maxsize=1)
 def has_amx() -> bool:
     """True if the CPU has AMX and the kernel lets this process use it (asked for now)."""

@@ -9,6 +9,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from engine.cpu.features import knows_bf16
+
 INT8, INT32, INT64, FLOAT, HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
 _declare: Any = cgutils.get_or_insert_function
 VOID, BYTE_POINTER = ir.VoidType(), INT8.as_pointer()
@@ -112,6 +114,17 @@ class Emitter:
         """The nearest integers of an fp32 vector, to even."""
         convert = "llvm.x86.avx512.mask.cvtps2dq.512"
         return self.call(convert, INTS, x, constant(INTS, 0), ALL_LANES, INT32(_CURRENT_ROUNDING))
+
+    def bf16(self, x: Any) -> Any:
+        """An fp32 vector as bf16, rounded to nearest, ties to even: the bits of 16 numbers."""
+        builder = self.builder
+        if knows_bf16():
+            kind = ir.FunctionType(SHORTS, [FLOATS])
+            return builder.asm(kind, "vcvtneps2bf16 $1, $0", "=v,v", [x], False)
+        bits = builder.bitcast(x, INTS)
+        odd = builder.and_(builder.lshr(bits, constant(INTS, 16)), constant(INTS, 1))
+        rounded = builder.add(builder.add(bits, constant(INTS, 0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, constant(INTS, 16)), SHORTS)
 
     def smaller(self, x: Any, y: Any) -> Any:
         """The smaller of two integers."""

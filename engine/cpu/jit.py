@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from llvmlite import binding
 from numba.core import config
 
 _config: Any = config
+_binding: Any = binding
+_binding.initialize_native_asmparser()  # for the few instructions that LLVM has no name for
 OPTIONS: Any = {"nogil": True, "fastmath": True, "error_model": "numpy"}
 
 

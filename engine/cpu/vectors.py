@@ -195,10 +195,8 @@ def to_bf16(typing: Any, values: Any, num_vectors: Any, out: Any) -> Any:
         emit = Emitter(context, builder)
         values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
         with emit.loop(args[1], []) as loop:
-            bits = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(_VECTOR_BYTES))), INTS)
-            odd = builder.and_(builder.lshr(bits, constant(INTS, 16)), constant(INTS, 1))
-            rounded = builder.add(builder.add(bits, constant(INTS, 0x7FFF)), odd)
-            half = builder.trunc(builder.lshr(rounded, constant(INTS, 16)), SHORTS)
+            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
+            half = emit.bf16(read)
             emit.store(half, emit.at(out_at, builder.mul(loop.index, INT64(_VECTOR_BYTES // 2))), 2)
         return context.get_dummy_value()
 
@@ -223,6 +221,37 @@ def pair_rows(typing: Any, low: Any, high: Any, num_vectors: Any, out: Any, out_
     return types.void(*[_INTP] * 5), generate
 
 
+class _Row:
+    """Scores of one query, of which those in [span[0], span[1]) count."""
+
+    def __init__(self, emit: Emitter, at: Any, num_vectors: Any, span: Any) -> None:
+        self._emit, self._at, self._num_vectors = emit, emit.pointer(at), num_vectors
+        self._start, self._end = (emit.builder.extract_value(span, i) for i in range(2))
+
+    def at(self, index: Any) -> Any:
+        """Where a vector is."""
+        return self._emit.at(self._at, self._emit.builder.mul(index, INT64(_VECTOR_BYTES)))
+
+    def hide(self, value: float) -> None:
+        """Write code that sets those that do not count: only the row's ends are looked at."""
+        builder = self._emit.builder
+        whole = builder.sdiv(builder.add(self._start, INT64(LANES - 1)), INT64(LANES))
+        self._hide_in(INT64(0), whole, value)
+        self._hide_in(builder.sdiv(self._end, INT64(LANES)), self._num_vectors, value)
+
+    def _hide_in(self, first: Any, end: Any, value: float) -> None:
+        emit, builder = self._emit, self._emit.builder
+        count = builder.sub(end, first)
+        with builder.if_then(builder.icmp_signed(">", count, INT64(0))), emit.loop(count, []) as loop:
+            index = builder.add(first, loop.index)
+            lane = emit.splat(builder.trunc(builder.mul(index, INT64(LANES)), INT32))
+            lanes = builder.add(lane, ir.Constant(INTS, list(range(LANES))))
+            start, end = (emit.splat(builder.trunc(bound, INT32)) for bound in (self._start, self._end))
+            counts = builder.and_(builder.icmp_signed(">=", lanes, start), builder.icmp_signed("<", lanes, end))
+            at = self.at(index)
+            emit.store(builder.select(counts, emit.load(at, FLOATS), constant(FLOATS, value)), at)
+
+
 @_emit
 def exponents(typing: Any, scores: Any, num_vectors: Any, span: Any, scale: Any) -> Any:
     """scores = 2^((scores - their largest) * scale), in place, for those in [span[0], span[1]), which are not none; 0
@@ -231,29 +260,18 @@ def exponents(typing: Any, scores: Any, num_vectors: Any, span: Any, scale: Any)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        at, scale = emit.pointer(args[0]), emit.splat(args[3])
-        start, end = (emit.splat(builder.trunc(builder.extract_value(args[2], i), INT32)) for i in range(2))
-        lowest = constant(FLOATS, float("-inf"))
-
-        def seen(index: Any) -> tuple[Any, Any, Any]:
-            """A vector's place, its scores, and which of them count."""
-            place = emit.at(at, builder.mul(index, INT64(_VECTOR_BYTES)))
-            first = emit.splat(builder.trunc(builder.mul(index, INT64(LANES)), INT32))
-            lanes = builder.add(first, ir.Constant(INTS, list(range(LANES))))
-            above, below = builder.icmp_signed(">=", lanes, start), builder.icmp_signed("<", lanes, end)
-            return place, emit.load(place, FLOATS), builder.and_(above, below)
-
-        with emit.loop(args[1], [lowest]) as highest:
-            _, read, counts = seen(highest.index)
-            read = builder.select(counts, read, lowest)
+        row, scale = _Row(emit, args[0], args[1], args[2]), emit.splat(args[3])
+        row.hide(float("-inf"))
+        with emit.loop(args[1], [constant(FLOATS, float("-inf"))]) as highest:
+            read = emit.load(row.at(highest.index), FLOATS)
             highest.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, highest.carried[0], read))
         largest = emit.splat(emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, highest.next[0]))
         with emit.loop(args[1], [constant(FLOATS, 0.0)]) as total:
-            place, read, counts = seen(total.index)
+            read = emit.load(row.at(total.index), FLOATS)
             power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), scale))
-            power = builder.select(counts, power, constant(FLOATS, 0.0))
-            emit.store(power, place)
+            emit.store(power, row.at(total.index))
             total.next.append(builder.fadd(total.carried[0], power))
+        row.hide(0.0)
         return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])
 
     return types.float32(_INTP, _INTP, span, types.float32), generate

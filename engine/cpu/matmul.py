@@ -75,7 +75,7 @@ class _Rows(NamedTuple):
     sums: int
     out: int
     out_step: int
-    count: int
+    num_rows: int
 
 
 class _Columns(NamedTuple):
@@ -86,7 +86,7 @@ class _Columns(NamedTuple):
     offsets: int
     scales: int
     biases: int
-    count: int
+    num_columns: int
 
 
 @jit
@@ -97,9 +97,9 @@ def product(operand: Any, weights: Any, matrix: Any, target: Any, share: Any) ->
     `share` (index, count) says which columns are this thread's.
     """
     rows, columns = _rows(operand, weights, matrix, target), _columns(weights, matrix)
-    num_units = (columns.count + UNIT - 1) // UNIT
+    num_units = (columns.num_columns + UNIT - 1) // UNIT
     units = (num_units * share[0] // share[1], num_units * (share[0] + 1) // share[1])
-    if len(operand.amx) and rows.count >= _AMX_MIN_ROWS:
+    if len(operand.amx) and rows.num_rows >= _AMX_MIN_ROWS:
         _amx_product(rows, columns, target.how, units, operand.sums[0])
     else:
         _vector_product(rows, columns, target.how, units, operand.sums[0])
@@ -135,10 +135,10 @@ def _vector_product(rows: Any, columns: Any, how: Any, units: Any, kind: Any) ->
     for unit in range(units[0], units[1]):
         b = (columns.packed + unit * columns.unit_bytes, panel)
         row = 0
-        while row < rows.count:
+        while row < rows.num_rows:
             places = ((rows.a + row * rows.a_step, rows.a_step), b, sums)
-            done = _sum_tile(places, rows.a_step // 4, rows.count - row, kind)
-            _finish(_tile(rows, columns, (rows.sums, row, min(done, rows.count - row)), unit, how), how, kind)
+            done = _sum_tile(places, rows.a_step // 4, rows.num_rows - row, kind)
+            _finish(_tile(rows, columns, (rows.sums, row, min(done, rows.num_rows - row)), unit, how), how, kind)
             row += done
 
 
@@ -165,18 +165,18 @@ def _sum_tile(places: Any, depth: Any, rows: Any, kind: Any) -> Any:
 def _amx_product(rows: Any, columns: Any, how: Any, units: Any, kind: Any) -> None:
     """The sums of a tile are ended while the next is multiplied; they take turns in two places."""
     depth, panel = rows.a_step // _AMX_DEPTH, columns.unit_bytes // 2
-    num_tiles = (rows.count + TILE_ROWS - 1) // TILE_ROWS
+    num_tiles = (rows.num_rows + TILE_ROWS - 1) // TILE_ROWS
     # A single tile leaves the next weights to the CPU's own prefetching.
     lines = UNIT // num_tiles if num_tiles >= _FETCH_MIN_TILES else 0
     before, turn = _tile(rows, columns, (rows.sums, 0, 0), units[0], how), 0
     for unit in range(units[0], units[1]):
         b = (columns.packed + unit * columns.unit_bytes, panel)
-        for row in range(0, rows.count, TILE_ROWS):
+        for row in range(0, rows.num_rows, TILE_ROWS):
             sums = rows.sums + turn * _TILE_BYTES
             places = ((rows.a + row * rows.a_step, rows.a_step), b, (sums, _SUM_BYTES), depth)
             ahead = (b[0] + columns.unit_bytes + row // TILE_ROWS * lines * rows.a_step, lines)
-            _multiply_and_finish(places, rows.count - row, before, how, ahead)
-            before = _tile(rows, columns, (sums, row, min(TILE_ROWS, rows.count - row)), unit, how)
+            _multiply_and_finish(places, rows.num_rows - row, before, how, ahead)
+            before = _tile(rows, columns, (sums, row, min(TILE_ROWS, rows.num_rows - row)), unit, how)
             turn = 1 - turn
     _finish(before, how, kind)
 
@@ -206,7 +206,7 @@ def _tile(rows: Any, columns: Any, span: Any, unit: Any, how: Any) -> Any:
     skipped = unit * _SUM_BYTES
     of_columns = (columns.offsets + skipped, columns.scales + skipped, columns.biases + skipped)
     of_rows = (sums, rows.factors + row * FLOAT_BYTES, out, rows.out_step, count)
-    return of_rows, of_columns, (columns.count - unit * UNIT) // PANEL
+    return of_rows, of_columns, (columns.num_columns - unit * UNIT) // PANEL
 
 
 @jit

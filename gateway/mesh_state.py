@@ -85,7 +85,13 @@ def _waiting(mesh: Mesh) -> str:
 def _decode_load(workers: list[Worker]) -> str:
     running = sum(worker.load.num_running for worker in workers)
     seats = sum(worker.max_num_seqs for worker in workers)
-    return f"{running} of {seats} seats taken, {100 * _kv(workers):.0f} % of KV memory in use"
+    return f"{running} of {seats} seats taken, {100 * _kv(workers):.0f} % of KV memory in use{_guesses(workers)}"
+
+
+def _guesses(workers: list[Worker]) -> str:
+    drafted = sum(worker.load.drafted_tokens for worker in workers)
+    accepted = sum(worker.load.accepted_tokens for worker in workers)
+    return f", {100 * accepted / drafted:.0f} % of guessed tokens right" if drafted else ""
 
 
 def _prefill_load(workers: list[Worker]) -> str:

@@ -46,6 +46,7 @@ _WAYS: Mapping[str, dict[str, object]] = {
     "structure": {
         "sampling": _DRAWS | {"structure": Structure(StructureKind.REGEX, r"(to and fro |[a-z]{1,4} ){5,9}")}
     },
+    "bad words": {"sampling": _DRAWS | {"typical_p": 0.8, "bad_word_ids": ((116, 111), (32,), (97, 110, 100))}},
     "stops": {"sampling": {"stop_token_ids": tuple(range(0, 257, 9)), "min_new_tokens": 9}},
 }
 """One request of each: they run in one batch."""

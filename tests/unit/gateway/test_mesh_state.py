@@ -45,6 +45,11 @@ PREFILL, DECODE = worker("prefill-0"), worker("decode-0")
         ),
         (Mesh((DECODE,), 0, 1), ("ok", "prefill"), "prefill by themselves"),
         (Mesh((PREFILL, DECODE), 0, 1), ("ok", ""), "No bottleneck"),
+        (
+            Mesh((PREFILL, worker("decode-0", load={"drafted_tokens": 8, "accepted_tokens": 6})), 0, 1),
+            ("ok", ""),
+            "of KV memory in use, 75 % of guessed tokens right",
+        ),
         (Mesh((PREFILL, DECODE), 0, 0), ("ok", ""), "Idle"),
     ],
 )

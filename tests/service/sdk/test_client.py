@@ -175,8 +175,10 @@ async def test_rounds_end_where_the_model_ends(client: tandem.AsyncClient, route
 
 
 async def test_only_one_choice_can_be_continued(client: tandem.AsyncClient) -> None:
-    with pytest.raises(tandem.InvalidRequest, match="n must be 1"):
+    with pytest.raises(tandem.InvalidRequest, match="n and best_of must be 1"):
         await client.generate_until_done(prompt="", n=2)
+    with pytest.raises(tandem.InvalidRequest, match="n and best_of must be 1"):
+        await client.generate_until_done(prompt="", best_of=2)
 
 
 async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:

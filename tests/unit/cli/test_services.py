@@ -63,6 +63,13 @@ def test_workers_and_router_hear_of_their_cores(tmp_path: Path) -> None:
     assert flags_of(plan.router())["cpu-list"] == "0"
 
 
+@pytest.mark.parametrize(("first", "ports"), [(None, [None] * 3), (0, ["0"] * 3), (9464, ["9464", "9465", "9466"])])
+def test_each_service_has_a_port_for_its_figures(tmp_path: Path, first: int | None, ports: list[str | None]) -> None:
+    plan = plan_of(UpSettings(metrics_port=first), str(tmp_path))
+    services = [plan.router(), *plan.workers("127.0.0.1:9")]
+    assert [flags_of(service).get("metrics-port") for service in services] == ports
+
+
 def test_services_accept_their_flags(tmp_path: Path) -> None:
     plan = plan_of(UpSettings(), str(tmp_path))
     environ = {"TANDEM_PREFILL_THRESHOLD": "5", "TANDEM_MESH_KEY": "k" * 32}

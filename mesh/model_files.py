@@ -13,7 +13,7 @@ from typing import Any
 from mesh.domain.errors import ConfigurationError
 
 ALL_IN_ONE = "tokenizer.json"
-SENTENCEPIECE = "tokenizer.model"
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 BYTE_LEVEL = ("vocab.json", "merges.txt")
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FINGERPRINT_BYTES = 16
@@ -73,13 +73,13 @@ def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], pat
 
 def tokenizer_source(model_dir: Path) -> str:
     """The file with the vocabulary: tokenizer.json, or what came before it. Raises ConfigurationError."""
-    for name in (ALL_IN_ONE, SENTENCEPIECE):
+    for name in (ALL_IN_ONE, *SENTENCEPIECE):
         if (model_dir / name).is_file():
             return name
     if all((model_dir / name).is_file() for name in BYTE_LEVEL):
         return BYTE_LEVEL[0]
     raise ConfigurationError(
-        f"{model_dir} has no tokenizer: neither {ALL_IN_ONE} nor {SENTENCEPIECE} nor {' with '.join(BYTE_LEVEL)}"
+        f"{model_dir} has no tokenizer: neither {' nor '.join((ALL_IN_ONE, *SENTENCEPIECE, ' with '.join(BYTE_LEVEL)))}"
     )
 
 

@@ -1,6 +1,7 @@
 """A model's tokenizer, from whatever files its folder has. tokenizer.json says all; older checkpoints have other files:
 
-    tokenizer.model             sentencepiece: Llama 2, Mistral, T5, Baichuan, InternLM (mesh/sentencepiece_files.py)
+    tokenizer.model             sentencepiece: Llama 2, Mistral, Baichuan, InternLM (mesh/sentencepiece_files.py)
+    spiece.model                sentencepiece: T5 and its kind
     vocab.json, merges.txt      byte-level BPE: GPT-2, OPT, BLOOM, StarCoder
 
 tokenizer_config.json, special_tokens_map.json and added_tokens.json say which tokens are special, and what is put
@@ -21,6 +22,14 @@ from mesh.model_files import ALL_IN_ONE, BYTE_LEVEL, SENTENCEPIECE, read_json, t
 # Whether a text gets a first and a last token where tokenizer_config.json does not say.
 _FRAMES = {"LlamaTokenizer": (True, False), "InternLMTokenizer": (True, False), "T5Tokenizer": (False, True)}
 
+_T5 = {
+    "tokenizer_class": "T5Tokenizer",
+    "extra_ids": 100,
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
@@ -35,6 +44,8 @@ class TokenizerConfig:
     def read(cls, model_dir: Path) -> "TokenizerConfig":
         """Raises ConfigurationError."""
         raw = read_json(model_dir / "tokenizer_config.json", optional=True)
+        if tokenizer_source(model_dir) == SENTENCEPIECE[1]:
+            raw = _T5 | raw  # the older ones do not say which class they are of
         special = read_json(model_dir / "special_tokens_map.json", optional=True) | dict(raw)
         names = {key: _content(value) for key, value in special.items() if key.endswith("_token")}
         added = {int(id_): _added_token(entry) for id_, entry in (raw.get("added_tokens_decoder") or {}).items()}
@@ -84,7 +95,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         if path.name == ALL_IN_ONE:
             return Tokenizer.from_file(str(path))
         config = TokenizerConfig.read(model_dir)
-        if path.name == SENTENCEPIECE:
+        if path.name in SENTENCEPIECE:
             from mesh.sentencepiece_files import read_sentencepiece
 
             return config.finish(read_sentencepiece(path, config.raw))

@@ -81,6 +81,16 @@ def test_ids_are_those_of_sentencepiece(write: Write, tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text), text
 
 
+def test_t5_has_a_file_of_its_own_name_and_may_say_nothing_else(tmp_path: Path) -> None:
+    said, silent = write_t5(tmp_path / "said", extra_ids=100), write_t5(tmp_path / "silent")
+    (silent / "tokenizer.model").rename(silent / "spiece.model")
+    (silent / "tokenizer_config.json").unlink()
+    for text in TEXTS:
+        ids = [load(folder).encode(text, add_special_tokens=True) for folder in (said, silent)]
+        assert ids[0] == ids[1]
+        assert ids[1][-1] == 1
+
+
 def test_added_tokens_have_the_ids_that_the_files_say(tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / "added_tokens.json").write_text('{"<tool>": 420, "<pad>": 421}')

@@ -48,14 +48,14 @@ def write_llama(folder: Path, **config: object) -> Path:
     )
 
 
-def write_t5(folder: Path) -> Path:
+def write_t5(folder: Path, extra_ids: int = 10) -> Path:
     """As T5's: unigram, normalised, with sentinels behind."""
     config = {
         "tokenizer_class": "T5Tokenizer",
         "eos_token": "</s>",
         "unk_token": "<unk>",
         "pad_token": "<pad>",
-        "extra_ids": 10,
+        "extra_ids": extra_ids,
     }
     return write_sentencepiece(
         folder, "unigram", config, vocab_size=90, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, character_coverage=0.99

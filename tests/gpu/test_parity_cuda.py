@@ -8,8 +8,10 @@ import torch
 from engine.attention.flash import PAGE_TOKENS, flash_available
 from engine.load import RunnerSettings, load_model_runner
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
+from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
 from tests.component.kv_moves import check_round_trip
 from tests.component.parity import check_half_precision, check_parity, half_tolerance
+from tests.component.test_encoder_decoder import require_same, run_mixed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 BACKENDS = ["torch", pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="no flash-attn"))]
@@ -31,6 +33,14 @@ def _exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fp32(tmp_path: Path, family: str) -> None:
     model_dir = build_checkpoint(family, tmp_path)
     check_parity(model_dir, load_model_runner(settings(model_dir, "torch", "float32")))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_encoder_decoder_fp32(tmp_path: Path, form: str) -> None:
+    model_dir = build_encoder_decoder(form, tmp_path)
+    theirs = EncoderDecoderReference.load(model_dir)
+    for run in run_mixed(load_model_runner(settings(model_dir, "torch", "float32"))):
+        require_same(run, theirs)
 
 
 @pytest.mark.parametrize("attention", BACKENDS)

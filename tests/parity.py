@@ -39,14 +39,12 @@ from engine.models.config import load_config
 from mesh.telemetry import configure_logging
 from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess
-from router.proving import Proof
 from router.settings import RouterSettings
 from tests.component.arms import settings as runner_settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
 from tests.component.parity import expect
 from tests.e2e.reference import TOLERANCE, Reference
-from tests.service.worker_rig import until
 
 Scores = Callable[[list[int], list[int]], torch.Tensor]
 """(prompt, tokens) -> transformers' log-probs [len(tokens), vocab_size] at each token's place."""
@@ -122,12 +120,11 @@ async def ask(client: tandem.AsyncClient, theirs: Scores) -> Outcome:
         *(client.generate(token_ids=prompt, max_new_tokens=NUM_NEW, ignore_eos=True) for prompt in given)
     )
     found = [compare(theirs, prompt, result.tokens) for prompt, result in zip(given, results, strict=True)]
-    attempts = [result.timing.attempts for result in results]
     return Outcome(
         num_tokens=sum(len(result.tokens) for result in results),
         num_wrong=sum(wrong for wrong, _ in found),
         largest=max(largest for _, largest in found),
-        moved_kv=all(len(each) == 1 and each[0].kv_transfer_ms is not None for each in attempts),
+        moved_kv=_moved(results),
     )
 
 
@@ -147,15 +144,27 @@ async def mesh(model_dir: Path, *, colocated: bool) -> AsyncIterator[tandem.Asyn
     workers = [asyncio.create_task(each) for each in serving]
     try:
         async with tandem.AsyncClient(router.public.address) as client:
-            # What is asked before all are proven would be computed by the decode worker alone.
-            wanted = [Proof.LOCAL] if colocated else [Proof.FULL, Proof.FULL]
-            await until(lambda: [router.proving.proof(view.info) for view in router.membership.workers()] == wanted, 60)
+            await client.wait_ready()
+            while not colocated and not await moves_kv(client):
+                pass  # until the prefill worker is proven, the decode worker computes prompts itself
             yield client
     finally:
         await router.stop(0)
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def moves_kv(client: tandem.AsyncClient) -> bool:
+    """True if a tiny prompt is computed by the prefill worker."""
+    result = await client.generate(token_ids=[1], max_new_tokens=2, ignore_eos=True)
+    return _moved([result])
+
+
+def _moved(results: Sequence[tandem.Result]) -> bool:
+    """KV moved for all of them, and none was replayed."""
+    attempts = [result.timing.attempts for result in results]
+    return all(len(each) == 1 and each[0].kv_transfer_ms is not None for each in attempts)
 
 
 async def check(model_dir: Path, theirs: Scores, *, colocated: bool) -> Outcome:

@@ -1,0 +1,19 @@
+"""The table of all families can be made, as people make it; here, one of its rows."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def parity(*families: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.parity", *families]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(180)
+def test_a_row() -> None:
+    done = parity("gemma2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gemma2                  Gemma2ForCausalLM       torch     216 tokens, all equal" in done.stdout
+    assert done.stdout.endswith("1 of 1: tokens equal, log-probs within 0.0001\n")

@@ -1,5 +1,6 @@
 """`python -m gateway`: puts the gateway together and serves it."""
 
+import contextlib
 import sys
 
 import tandem
@@ -13,13 +14,13 @@ from mesh.process import ServiceProgram, announce, until_stopped
 async def serve(settings: GatewaySettings) -> None:
     """Run until told to stop."""
     # No retries: a refusal is the client's to hear at once. Another router is asked all the same.
-    async with (
-        tandem.AsyncClient(settings.router, tls=_tls(settings), max_retries=0) as client,
-        serving(build_app(build_backend(settings, client)), settings) as address,
-    ):
-        announce("listening", address=address)
-        announce("ready")
-        await until_stopped(settings)
+    async with tandem.AsyncClient(settings.router, tls=_tls(settings), max_retries=0) as client:
+        backend = build_backend(settings, client)
+        handler = contextlib.nullcontext() if backend.handler is None else backend.handler.running()
+        async with handler, serving(build_app(backend), settings) as address:
+            announce("listening", address=address)
+            announce("ready")
+            await until_stopped(settings)
 
 
 def _tls(settings: GatewaySettings) -> tandem.Tls | bool:

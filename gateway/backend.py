@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import Gauge
 
@@ -11,6 +12,9 @@ from gateway.access import Gate, is_loopback
 from gateway.metrics import Metrics
 from gateway.readiness import Readiness
 from gateway.settings import GatewaySettings
+
+if TYPE_CHECKING:
+    from gateway.handler.process import HandlerProcess
 
 
 class Places:
@@ -47,6 +51,7 @@ class Backend:
     metrics: Metrics
     places: Places
     allowed_origins: frozenset[str]
+    handler: "HandlerProcess | None" = None
 
 
 def build_backend(settings: GatewaySettings, client: tandem.AsyncClient) -> Backend:
@@ -60,4 +65,13 @@ def build_backend(settings: GatewaySettings, client: tandem.AsyncClient) -> Back
         metrics=metrics,
         places=Places(settings.max_open_requests, metrics.open_requests),
         allowed_origins=frozenset(settings.allowed_origins),
+        handler=_handler(settings),
     )
+
+
+def _handler(settings: GatewaySettings) -> "HandlerProcess | None":
+    if not settings.handler:
+        return None
+    from gateway.handler.process import HandlerProcess
+
+    return HandlerProcess(settings)

@@ -28,6 +28,14 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, settings: GatewaySettings) -> AsyncIterator[str]:
     """Serve while the block runs; yields host:port. Then running answers get `grace_s`. Raises ConfigurationError."""
+    with _listen(settings) as listener:
+        async with serving_at(app, listener, settings.grace_s):
+            yield _address(listener)
+
+
+@contextlib.asynccontextmanager
+async def serving_at(app: Starlette, listener: socket.socket, grace_s: float) -> AsyncIterator[None]:
+    """The same at a socket that listens already."""
     config = uvicorn.Config(
         app,
         http="h11",
@@ -38,16 +46,15 @@ async def serving(app: Starlette, settings: GatewaySettings) -> AsyncIterator[st
         server_header=False,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(settings.grace_s)),
+        timeout_graceful_shutdown=max(1, round(grace_s)),
     )
     server = _Server(config)
-    with _listen(settings) as listener:
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            yield _address(listener)
-        finally:
-            server.should_exit = True
-            await task
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await task
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:

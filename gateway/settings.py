@@ -56,6 +56,8 @@ class GatewaySettings(ProcessSettings):
     tool_call_parser: str = setting(
         "auto", f"how the model writes calls of functions: {', '.join(TOOL_CALL_PARSERS)}; auto: as its template does"
     )
+    handler: str = setting("", "model.py of your own, which answers /invocations; see docs/http.md")
+    handler_function: str = setting("handle", "name of the function in it", env=("OPTION_HANDLER",))
     tgi_compat: bool = setting(False, "/invocations answers as TGI does", env=("OPTION_TGI_COMPAT", "COMPAT_TGI"))
 
     def __post_init__(self) -> None:

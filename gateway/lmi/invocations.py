@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.answers import collect
 from gateway.exchange import Exchange
+from gateway.handler.process import format_response
 from gateway.lmi.formats import FORMATS
 from gateway.lmi.parameters import invocation_arguments
 from gateway.lmi.render import Lines, Shape, answers_json
@@ -37,8 +38,20 @@ async def invocations(exchange: Exchange) -> Response:
     request = exchange.arrival.request
     if request.headers.get(_ADAPTER_HEADER):
         raise InvalidRequest(f"{_ADAPTER_HEADER} is not supported: there are no adapters")
+    handler = exchange.arrival.backend.handler
+    if handler is not None and handler.has("handle"):
+        return await handler.handle(exchange, request.path_params.get("model", ""))
     payload = read_payload(exchange.body, request.headers.get("content-type", ""))
-    model = _model(request, payload)
+    if handler is not None and handler.has("input_formatter"):
+        payload = await handler.format("input_formatter", payload)
+    response = await _built_in(exchange, payload)
+    if handler is not None and handler.has("output_formatter"):
+        return await format_response(handler, response)
+    return response
+
+
+async def _built_in(exchange: Exchange, payload: dict[str, Any]) -> Response:
+    model = _model(exchange.arrival.request, payload)
     settings = exchange.settings
     payload["stream"] = payload.get("stream") or settings.output_formatter in ("jsonlines", "sse")
     openai_framing = SSE_DONE if _wants_events(settings) else JSON_LINES

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from typing import Any
 
 import boto3
@@ -47,7 +48,8 @@ def arguments(payload: Any = PAYLOAD, name: str = "fake") -> dict[str, Any]:
 async def test_invoke_endpoint(gateway: RunningGateway, runtime: Any) -> None:
     def ask() -> Any:
         response = runtime.invoke_endpoint(**arguments())
-        return response["ContentType"], json.loads(response["Body"].read())
+        with closing(response["Body"]) as body:
+            return response["ContentType"], json.loads(body.read())
 
     content_type, answer = await asyncio.to_thread(ask)
     assert content_type == "application/json"
@@ -58,7 +60,8 @@ async def test_invoke_endpoint(gateway: RunningGateway, runtime: Any) -> None:
 async def test_invoke_endpoint_with_response_stream(runtime: Any) -> None:
     def ask() -> tuple[str, list[bytes]]:
         response = runtime.invoke_endpoint_with_response_stream(**arguments(PAYLOAD | {"stream": True}))
-        return response["ContentType"], [event["PayloadPart"]["Bytes"] for event in response["Body"]]
+        with closing(response["Body"]) as body:
+            return response["ContentType"], [event["PayloadPart"]["Bytes"] for event in body]
 
     content_type, parts = await asyncio.to_thread(ask)
     assert content_type == "application/jsonlines"
@@ -70,7 +73,8 @@ async def test_invoke_endpoint_with_response_stream(runtime: Any) -> None:
 async def test_an_answer_that_is_no_stream_is_one_part(runtime: Any) -> None:
     def ask() -> bytes:
         response = runtime.invoke_endpoint_with_response_stream(**arguments())
-        return b"".join(event["PayloadPart"]["Bytes"] for event in response["Body"])
+        with closing(response["Body"]) as body:
+            return b"".join(event["PayloadPart"]["Bytes"] for event in body)
 
     assert json.loads(await asyncio.to_thread(ask))["generated_text"] == REST
 
@@ -97,7 +101,8 @@ async def test_a_failed_stream_raises(gateway: RunningGateway, runtime: Any) -> 
 
     def ask() -> None:
         response = runtime.invoke_endpoint_with_response_stream(**arguments(PAYLOAD | {"stream": True}))
-        assert list(response["Body"])
+        with closing(response["Body"]) as body:
+            assert list(body)
 
     with pytest.raises(EventStreamError, match="ModelStreamError"):
         await asyncio.to_thread(ask)

@@ -92,7 +92,6 @@ def test_variables_of_tgi_and_sagemaker() -> None:
         ("option.tensor_parallel_degree=4", {}, "one device"),
         ("option.async_mode=true\noption.rolling_batch=vllm", {}, "option.rolling_batch=disable"),
         ("option.enable_lora=true", {}, "not supported"),
-        ("option.entryPoint=model.py", {}, "custom handlers"),
         ("option.output_formatter=3p", {}, "jsonlines"),
         ("option.dtype=int8", {}, "option.quantize=int8"),
         ("", {"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "contradict each other"),

@@ -1,0 +1,128 @@
+"""Calls a user's handler for each request: an ASGI application. Statuses and bodies of failures are LMI's:
+
+    None ─▶ 204    Output ─▶ its code    another type, an exception ─▶ 424    out of memory ─▶ 507
+Functions run one call at a time, on one thread, as they do under LMI; coroutines and asynchronous generators run side
+by side.
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import structlog
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from gateway.handler.inputs import Input
+from gateway.handler.outputs import Output
+from gateway.handler.user_code import Function, UserCode
+
+log = structlog.get_logger(__name__)
+
+STREAM_MARK = "x-tandem-stream"
+_FAILURE = "invoke handler failure"
+_END = object()
+
+
+class HandlerServer:
+    """One user's code with its properties."""
+
+    def __init__(self, code: UserCode, properties: Mapping[str, str]) -> None:
+        self._code = code
+        self._properties = dict(properties)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="handler")
+
+    async def load(self) -> None:
+        """The first call, with an empty Input. Raises what the handler raises."""
+        if self._code.handle is not None:
+            await self._call(self._code.handle, Input(self._properties))
+
+    def app(self) -> Starlette:
+        """The application."""
+        formatters = [
+            Route(f"/{name}", self._formatter(name), methods=["POST"])
+            for name in ("input_formatter", "output_formatter")
+        ]
+        return Starlette(routes=[Route("/handle", self._handle, methods=["POST"]), *formatters])
+
+    async def _handle(self, request: Request) -> Response:
+        assert self._code.handle is not None
+        properties = self._properties | dict(request.headers) | dict(request.query_params)
+        inputs = Input(properties, await request.body())
+        try:
+            result = await self._call(self._code.handle, inputs)
+            if isinstance(result, AsyncIterable):
+                return await self._respond_parts(aiter(result))
+            return self._respond(result)
+        except Exception as error:
+            return _failed(error)
+
+    def _formatter(self, name: str) -> Any:
+        async def endpoint(request: Request) -> Response:
+            function = getattr(self._code, name)
+            arguments = (None,) if name == "input_formatter" else ()  # a tokenizer, in LMI
+            try:
+                return JSONResponse(await self._call(function, await request.json(), *arguments))
+            except Exception as error:
+                return _failed(error)
+
+        return endpoint
+
+    async def _call(self, function: Function, *arguments: Any) -> Any:
+        """The result; of a generator, the generator."""
+        if inspect.isasyncgenfunction(function):
+            return function(*arguments)
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*arguments))
+
+    def _respond(self, result: Any) -> Response:
+        if result is None:
+            return Response(status_code=204)
+        if not isinstance(result, Output):
+            raise TypeError(f"handle returned {type(result).__name__}, not Output or None")
+        ending = BackgroundTask(result.on_end) if result.on_end is not None else None
+        if result.stream is None:
+            return Response(result.body(), result.code, dict(result.properties), background=ending)
+        headers = {**result.properties, STREAM_MARK: "1"}
+        return StreamingResponse(self._stream(result), result.code, headers, background=ending)
+
+    async def _respond_parts(self, parts: AsyncIterator[Any]) -> Response:
+        """An asynchronous generator of Output: the first one decides the status."""
+        first = await anext(parts, None)
+        if not isinstance(first, Output):
+            return self._respond(first)
+
+        async def bodies() -> AsyncIterator[bytes]:
+            yield first.body()
+            async for part in parts:
+                yield part.body()
+
+        return StreamingResponse(bodies(), first.code, {**first.properties, STREAM_MARK: "1"})
+
+    async def _stream(self, output: Output) -> AsyncIterator[bytes]:
+        assert output.stream is not None
+        async for item in self._items(output.stream):
+            line = output.stream_formatter(item)
+            yield line.encode() if isinstance(line, str) else line
+
+    async def _items(self, stream: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+        if isinstance(stream, AsyncIterable):
+            async for item in stream:
+                yield item
+            return
+        items, loop = iter(stream), asyncio.get_running_loop()
+        while (item := await loop.run_in_executor(self._pool, next, items, _END)) is not _END:
+            yield item
+
+
+def _failed(error: Exception) -> Response:
+    log.error("the custom handler failed", exc_info=error)
+    is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    code = 507 if is_memory else 424
+    return JSONResponse({"code": code, "message": _FAILURE, "error": str(error) or type(error).__name__}, code)

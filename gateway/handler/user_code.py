@@ -1,0 +1,75 @@
+"""A user's model.py, with djl_python's names to import, so that handlers written for LMI run as they are."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gateway.handler import inputs, outputs
+from mesh.domain.errors import ConfigurationError
+
+Function = Callable[..., Any]
+_MARK = "_tandem_formatter"
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """What model.py has: `handle`, or formatters around what is built in."""
+
+    handle: Function | None
+    input_formatter: Function | None
+    output_formatter: Function | None
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of those that are there."""
+        return [name for name in ("handle", "input_formatter", "output_formatter") if getattr(self, name) is not None]
+
+
+def load_user_code(path: Path, function_name: str) -> UserCode:
+    """Run the file. Raises ConfigurationError if there is nothing in it to call, or what the file raises."""
+    _offer_djl_python()
+    spec = importlib.util.spec_from_file_location("model", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigurationError(f"there is no handler {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["model"] = module
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    marked = {getattr(value, _MARK): value for value in vars(module).values() if hasattr(value, _MARK)}
+    handle = getattr(module, function_name, None)
+    code = UserCode(handle, marked.get("input_formatter"), marked.get("output_formatter"))
+    if not code.parts:
+        raise ConfigurationError(f"{path} has no function {function_name}, and no formatter")
+    return code
+
+
+def _marks(kind: str) -> Function:
+    def decorate(function: Function) -> Function:
+        setattr(function, _MARK, kind)
+        return function
+
+    return decorate
+
+
+def _offer_djl_python() -> None:
+    """`from djl_python import Input, Output` and what else handlers import."""
+    offered: dict[str, dict[str, Any]] = {
+        "djl_python": {"Input": inputs.Input, "Output": outputs.Output},
+        "djl_python.inputs": {"Input": inputs.Input},
+        "djl_python.outputs": {"Output": outputs.Output},
+        "djl_python.input_parser": {"input_formatter": _marks("input_formatter")},
+        "djl_python.output_formatter": {"output_formatter": _marks("output_formatter")},
+        "djl_python.async_utils": {
+            "create_non_stream_output": outputs.create_non_stream_output,
+            "create_stream_chunk_output": outputs.create_stream_chunk_output,
+        },
+    }
+    for name, members in offered.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        sys.modules[name] = module
+    vars(sys.modules["djl_python"])["__path__"] = []

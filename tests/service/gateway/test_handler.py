@@ -1,0 +1,192 @@
+"""A model.py of the user's: called as LMI calls it, answered as LMI answers, and no harm done by a bad one."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from mesh.domain.errors import ConfigurationError
+from tests.service.gateway.http import RunningGateway, running_gateway
+
+SYNC = """
+import os
+import numpy as np
+from djl_python import Input, Output
+
+loaded = []
+
+def handle(inputs: Input):
+    if inputs.is_empty():
+        loaded.append(inputs.get_properties())
+        return None
+    assert inputs.get_batch_size() == 1 and inputs.get_batches()[0] is inputs
+    asked = inputs.get_as_json()
+    kind = asked["kind"]
+    if kind == "echo":
+        answer = {
+            "loaded": len(loaded), "dir": os.path.basename(loaded[0]["model_dir"]),
+            "text": inputs.get_as_string("kind"), "secrets": [name for name in os.environ if "MESH_KEY" in name],
+            "header": inputs.get_property("X-Mine"), "model": inputs.get_property("model_name"),
+        }
+        return Output(code=201).add_as_json(answer).add_property("X-Answer", "yes")
+    if kind == "stream":
+        return Output().add_stream_content(str(i) for i in range(3))
+    if kind == "formatted":
+        return Output().add_stream_content(iter([1, 2]), output_formatter=lambda item: f"<{item}>")
+    if kind == "arrays":
+        first = inputs.get_as_json("values")
+        file = Output().add_as_npz([np.array(first), np.ones(2)]).content[0][1]
+        arrays = Input({}, file).get_as_npz() + [Input({}, Output().add_as_numpy(np.zeros(1)).body()).get_as_numpy()]
+        return Output().add_as_json([array.tolist() for array in arrays])
+    if kind == "error":
+        return Output().error("no such thing")
+    if kind == "type":
+        return "a text"
+    if kind == "raise":
+        raise ValueError("bad input")
+    if kind == "memory":
+        raise MemoryError
+    if kind == "die":
+        os._exit(9)
+    if kind == "hang":
+        while True:
+            pass
+"""
+
+ASYNC = """
+from djl_python import Output
+from djl_python.async_utils import create_non_stream_output, create_stream_chunk_output
+
+async def handle(inputs):
+    if inputs.is_empty():
+        return None
+    if inputs.get_as_json()["stream"]:
+        return parts()
+    return create_non_stream_output({"text": "whole"})
+
+async def parts():
+    yield create_stream_chunk_output("one ")
+    yield create_stream_chunk_output("two", last_chunk=True)
+"""
+
+FORMATTERS = """
+from djl_python.input_parser import input_formatter
+from djl_python.output_formatter import output_formatter
+
+@input_formatter
+def before(payload, tokenizer, **kwargs):
+    return {"inputs": payload["question"], "parameters": {"max_new_tokens": 3}}
+
+@output_formatter
+def after(answer):
+    return {"answer": answer["generated_text"]}
+"""
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "http" / "handler" / "model.py"
+Make = Callable[..., AbstractAsyncContextManager[RunningGateway]]
+
+
+@pytest.fixture
+def with_handler(tmp_path: Path) -> Make:
+    @asynccontextmanager
+    async def make(source: str, **settings: object) -> AsyncIterator[RunningGateway]:
+        file = tmp_path / "model.py"
+        file.write_text(source)
+        async with running_gateway(handler=str(file), **settings) as gateway:
+            assert gateway.backend.handler is not None
+            async with gateway.backend.handler.running():
+                yield gateway
+
+    return make
+
+
+async def until_back(gateway: RunningGateway) -> None:
+    """Return when the handler answers again."""
+    handler = gateway.backend.handler
+    assert handler is not None
+    await asyncio.wait_for(handler.ready.wait(), 40)
+    assert (await gateway.post("/invocations", {"kind": "none"})).status_code == 204
+
+
+async def test_answers_and_failures_are_lmis(
+    with_handler: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_MESH_KEY", "secret")
+    async with with_handler(SYNC) as gateway:
+        echo = await gateway.post("/predictions/some", {"kind": "echo"}, **{"X-Mine": "1"})
+        assert (echo.status_code, echo.headers["x-answer"]) == (201, "yes")
+        assert echo.json() == {"loaded": 1, "dir": tmp_path.name, "text": "echo", "secrets": []} | {
+            "header": "1",
+            "model": "some",
+        }
+        lines = await gateway.lines("/invocations", {"kind": "stream"})
+        assert [json.loads(line) for line in lines] == [{"outputs": str(i)} for i in range(3)]
+        arrays = await gateway.post("/invocations", {"kind": "arrays", "values": [1, 2]})
+        assert arrays.json() == [[1, 2], [1.0, 1.0], [0.0]]
+        assert (await gateway.post("/invocations", {"kind": "formatted"})).text == "<1><2>"
+        assert (await gateway.post("/invocations", {"kind": "none"})).status_code == 204
+        for kind, code, error in (
+            ("error", 424, "no such thing"),
+            ("type", 424, "handle returned str, not Output or None"),
+            ("raise", 424, "bad input"),
+            ("memory", 507, "MemoryError"),
+        ):
+            failed = await gateway.post("/invocations", {"kind": kind})
+            assert failed.status_code == code
+            assert failed.json() == {"code": code, "message": "invoke handler failure", "error": error}
+        assert (await gateway.post("/v1/completions", {"prompt": "x"})).status_code == 200, "other routes are built in"
+
+
+async def test_a_handler_that_dies_is_started_again(with_handler: Make) -> None:
+    async with with_handler(SYNC) as gateway:
+        died = await gateway.post("/invocations", {"kind": "die"})
+        assert (died.status_code, died.json()["type"]) == (503, "WlmException")
+        assert (await gateway.post("/v1/completions", {"prompt": "x"})).status_code == 200
+        assert (await gateway.post("/invocations", {"kind": "none"})).status_code in (503, 204)
+        await until_back(gateway)
+
+
+async def test_a_handler_that_hangs_is_ended(with_handler: Make) -> None:
+    async with with_handler(SYNC, request_timeout_s=1.0) as gateway:
+        assert (await gateway.post("/invocations", {"kind": "hang"})).status_code == 504
+        assert (await gateway.post("/invocations", {"kind": "none"})).status_code in (503, 204)
+        await until_back(gateway)
+
+
+async def test_asynchronous_handlers(with_handler: Make) -> None:
+    async with with_handler(ASYNC) as gateway:
+        assert (await gateway.post("/invocations", {"stream": False})).json() == {"text": "whole"}
+        assert (await gateway.post("/invocations", {"stream": True})).text == "one two"
+
+
+async def test_formatters_around_what_is_built_in(with_handler: Make) -> None:
+    async with with_handler(FORMATTERS) as gateway:
+        plain = await gateway.post("/generate", {"inputs": "hello", "parameters": {"max_new_tokens": 3}})
+        formatted = await gateway.post("/invocations", {"question": "hello"})
+        assert formatted.json() == {"answer": plain.json()["generated_text"]}
+        failed = await gateway.post("/invocations", {"inputs": "hello"})
+        assert (failed.status_code, failed.json()["error"]) == (
+            424,
+            "Input Parsing failed. input_formatter: 'question'",
+        )
+
+
+@pytest.mark.parametrize(
+    "source", ["x = 1", "def handle(inputs):\n    raise ValueError('no weights')", "import nothing_"]
+)
+async def test_a_handler_that_does_not_load_stops_the_start(with_handler: Make, source: str) -> None:
+    with pytest.raises(ConfigurationError, match="does not start"):
+        async with with_handler(source):
+            pass
+
+
+async def test_the_example(with_handler: Make) -> None:
+    """It asks the mesh through the SDK, whole and streamed."""
+    async with with_handler(EXAMPLE.read_text()) as gateway:
+        answer = (await gateway.post("/invocations", {"question": "hello"})).json()
+        assert 0 < answer["confidence"] <= 1
+        lines = await gateway.lines("/invocations", {"question": "hello", "stream": True})
+        assert "".join(json.loads(line)["outputs"] for line in lines) == answer["answer"]

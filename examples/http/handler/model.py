@@ -16,16 +16,17 @@ async def handle(inputs: Input) -> Output | None:
     if inputs.is_empty():
         clients.append(tandem.AsyncClient(inputs.get_property("router")))
         return None
-    asked = inputs.get_as_json()
+    asked, model = inputs.get_as_json(), inputs.get_property("model_name")  # of /predictions/{model}
     if asked.get("stream"):
-        return Output().add_stream_content(pieces(asked["question"]))
+        return Output().add_stream_content(pieces(asked["question"], model))
     messages = [{"role": "user", "content": asked["question"]}]
-    result = await clients[0].generate(messages=messages, max_new_tokens=60)
+    result = await clients[0].generate(messages=messages, model=model, max_new_tokens=60)
     return Output().add_as_json({"answer": result.text, "confidence": round(result.confidence or 0.0, 3)})
 
 
-async def pieces(question: str) -> AsyncIterator[str]:
+async def pieces(question: str, model: str | None) -> AsyncIterator[str]:
     """The answer as it is made; each piece becomes a line {"outputs": ...}."""
-    async for event in clients[0].stream(messages=[{"role": "user", "content": question}], max_new_tokens=60):
+    messages = [{"role": "user", "content": question}]
+    async for event in clients[0].stream(messages=messages, model=model, max_new_tokens=60):
         if event.token is not None and event.token.text:
             yield event.token.text

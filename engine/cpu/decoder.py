@@ -31,6 +31,7 @@ from mesh.cores import Cores
 from mesh.domain.kv import KVLayout
 
 Floats = NDArray[np.float32]
+_NO_AMX: NDArray[np.uint8] = np.empty(0, np.uint8)
 _PART_NAMES = ("qkv", "o", "gate_up", "down")
 _LOOP_DOES = {
     "activation": "silu",
@@ -168,7 +169,7 @@ class CompiledDecoder:
         """One for each thread: the same rows, sums of their own."""
         depth = int(self._model.weights.matrices[:, 2].max())
         a = self._buffers.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32)
-        factors, amx = self._buffers.get("factors", rows), amx_shapes()
+        factors, amx = self._buffers.get("factors", rows), amx_shapes() if self._int8 else _NO_AMX
         kind = np.int32 if self._int8 else np.float32
         while len(self._thread_buffers) < self.threads.count:
             self._thread_buffers.append(Buffers())

@@ -42,7 +42,7 @@ class Operand(NamedTuple):
     a: Any  # flat uint8 or fp32; TILE_ROWS rows beyond the last may be read
     factors: Any  # [rows]
     sums: Any  # a thread's own, [2 * TILE_ROWS, UNIT], int32 or fp32
-    amx: Any  # 64 bytes that configure the tile registers; empty: no AMX
+    amx: Any  # 64 bytes that configure the tile registers; empty: no AMX, as always in fp32
 
 
 class Target(NamedTuple):

@@ -154,10 +154,10 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
 
 
 def _max_model_len(settings: WorkerSettings, config: AnyConfig) -> int:
-    positions = config.max_position_embeddings
-    if positions is not None and settings.max_model_len > positions:
-        raise ConfigurationError(f"max_model_len {settings.max_model_len} is over the model's {positions} positions")
-    return settings.max_model_len or positions or config.max_model_len
+    longest = config.max_model_len
+    if config.max_position_embeddings is not None and settings.max_model_len > longest:
+        raise ConfigurationError(f"max_model_len {settings.max_model_len} is over the model's {longest} positions")
+    return settings.max_model_len or longest
 
 
 def _asked_blocks(settings: WorkerSettings, limits: EngineLimits, wanted: RunnerSettings) -> int | None:

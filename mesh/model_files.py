@@ -28,13 +28,13 @@ _VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What router and workers must agree on. `max_position_embeddings` is None where the model sets no limit,
+    """What router and workers must agree on. `max_positions` is None where the model sets no limit,
     `decoder_start_token_id` unless the model is an encoder-decoder: then its decoder begins with that token.
     """
 
     vocab_size: int
     eos_token_ids: frozenset[int]
-    max_position_embeddings: int | None
+    max_positions: int | None
     tokenizer_fingerprint: str
     decoder_start_token_id: int | None = None
 
@@ -55,10 +55,31 @@ def read_model_facts(model_dir: Path) -> ModelFacts:
         vocab_size=vocab_size,
         eos_token_ids=_eos_ids(config, path) | _eos_ids(generation, model_dir / "generation_config.json"),
         # Encoder-decoder models have relative positions; their n_positions is what they were trained with.
-        max_position_embeddings=None if decoder_start is not None else _integer(config, _POSITION_KEYS, path),
+        max_positions=None if decoder_start is not None else _max_positions(config, path),
         tokenizer_fingerprint=tokenizer_fingerprint(model_dir),
         decoder_start_token_id=decoder_start,
     )
+
+
+def _max_positions(config: Mapping[str, Any], path: Path) -> int | None:
+    positions = _integer(config, _POSITION_KEYS, path)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if positions is None or not isinstance(rope, dict):
+        return positions
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    original = rope.get("original_max_position_embeddings") or positions
+    return stretched_positions(str(kind), positions, original, float(rope.get("factor") or 1.0))
+
+
+def stretched_positions(kind: str, positions: int, original: int, factor: float) -> int:
+    """Longest sequence a scaling of rotary positions is meant for. `positions` is config.json's
+    max_position_embeddings, which some kinds count before the scaling and some after.
+    """
+    if kind in ("linear", "dynamic"):
+        return int(positions * factor)
+    if kind == "yarn":
+        return max(positions, int(original * factor))
+    return positions
 
 
 def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> int | None:

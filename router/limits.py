@@ -29,11 +29,11 @@ class LimitPolicy:
     """Works out limits from settings, model and workers. Raises ConfigurationError if they contradict each other."""
 
     def __init__(self, settings: RouterSettings, facts: ModelFacts) -> None:
-        positions = facts.max_position_embeddings
+        positions = facts.max_positions
         wanted = settings.max_total_tokens
         if wanted is not None and positions is not None and wanted > positions:
             raise ConfigurationError(
-                f"max_total_tokens must be <= the model's max_position_embeddings, got {wanted} and {positions}"
+                f"max_total_tokens must be <= the model's longest sequence, got {wanted} and {positions}"
             )
         self._max_total = wanted or positions or _UNLIMITED_TOKENS
         # An encoder-decoder model's decoder begins with a token that takes room, and that clients know nothing of.

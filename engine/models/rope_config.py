@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh.domain.errors import ConfigurationError
+from mesh.model_files import stretched_positions
 
 SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _NEEDED = {
@@ -44,11 +45,7 @@ class RopeConfig:
 
     def max_positions(self, max_position_embeddings: int) -> int:
         """Longest sequence the scaling is meant for."""
-        if self.kind in ("linear", "dynamic"):
-            return int(max_position_embeddings * self.factor)
-        if self.kind == "yarn":
-            return max(max_position_embeddings, int(self.original_positions * self.factor))
-        return max_position_embeddings
+        return stretched_positions(self.kind, max_position_embeddings, self.original_positions, self.factor)
 
 
 def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: int) -> RopeConfig:

@@ -32,7 +32,7 @@ def load_speculator(
     settings = _draft_settings(speculation, model)
     drafter: Drafter = NgramDrafter()
     if settings is not None:
-        max_model_len = load_decoder_config(settings.model_dir).max_position_embeddings
+        max_model_len = load_decoder_config(settings.model_dir).max_model_len
         drafter = DraftModel(load(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
     return Speculator(drafter, speculation.max_drafts)
 

@@ -22,24 +22,39 @@ def test_facts(tmp_path: Path) -> None:
     facts = read_model_facts(
         write(tmp_path, {"vocab_size": 9, "eos_token_id": 2, "n_positions": 64}, {"eos_token_id": [3, 4]})
     )
-    assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (9, frozenset({2, 3, 4}), 64)
+    assert (facts.vocab_size, facts.eos_token_ids, facts.max_positions) == (9, frozenset({2, 3, 4}), 64)
 
 
 def test_what_may_be_missing(tmp_path: Path) -> None:
     facts = read_model_facts(write(tmp_path, {"vocab_size": 9, "eos_token_id": None}))
-    assert (facts.eos_token_ids, facts.max_position_embeddings) == (frozenset(), None)
+    assert (facts.eos_token_ids, facts.max_positions) == (frozenset(), None)
 
 
 def test_a_decoder_inside_a_multimodal_config(tmp_path: Path) -> None:
     config = {"eos_token_id": 1, "text_config": {"vocab_size": 7, "max_position_embeddings": 32}}
     facts = read_model_facts(write(tmp_path, config))
-    assert (facts.vocab_size, facts.eos_token_ids, facts.max_position_embeddings) == (7, frozenset({1}), 32)
+    assert (facts.vocab_size, facts.eos_token_ids, facts.max_positions) == (7, frozenset({1}), 32)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, 128),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}}, 64),
+        ({"rope_scaling": None}, 64),
+    ],
+)
+def test_scaled_positions_reach_further(tmp_path: Path, rope: dict[str, object], longest: int) -> None:
+    config = {"vocab_size": 9, "max_position_embeddings": 64, **rope}
+    assert read_model_facts(write(tmp_path, config)).max_positions == longest
 
 
 def test_an_encoder_decoder_begins_with_a_token_and_has_no_longest_length(tmp_path: Path) -> None:
     config = {"vocab_size": 7, "n_positions": 512, "is_encoder_decoder": True, "decoder_start_token_id": 0}
     facts = read_model_facts(write(tmp_path, config))
-    assert (facts.decoder_start_token_id, facts.max_position_embeddings) == (0, None)
+    assert (facts.decoder_start_token_id, facts.max_positions) == (0, None)
     assert read_model_facts(write(tmp_path, config, {"decoder_start_token_id": 3})).decoder_start_token_id == 3
 
 

@@ -19,7 +19,7 @@ class DecodeMetrics(WorkerMetrics):
             registry=self.registry,
         )
 
-        for kv in ("transferred", "computed"):
+        for kv in ("transferred", "computed", "shared"):
             self._started.labels(kv)
         for reason in SequenceFailure:  # Prometheus sees no increase where a series begins with 1
             self._failures.labels(self._role, reason.value)

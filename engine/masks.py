@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sequence import Sequence, SequenceKey
-from mesh.domain.errors import InvalidRequest
 from mesh.domain.structure import Structure
 from mesh.grammar import GrammarCompiler
 
@@ -172,7 +171,7 @@ class TokenMasks:
         grammar = step.grammar
         try:
             matcher = grammar.matcher = grammar.matcher or self._compiler.compile(grammar.structure)
-        except InvalidRequest as error:
+        except Exception as error:  # the compiler's or the system's: it ends this sequence, not the engine
             grammar.failure = str(error)
             return None
         matcher.consume_tokens(step.new_tokens)

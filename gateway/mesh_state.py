@@ -42,6 +42,10 @@ def judge(mesh: Mesh) -> Verdict:
     prefill = [worker for worker in mesh.workers if worker.role == "prefill" and worker.serving]
     if not serving:
         return Verdict("down", "decode", "Nothing is served: no decode worker takes requests", _why_none(decode))
+    if mesh.shortage == "decode worker":
+        return Verdict(
+            "down", "decode", "A model has no decode worker that takes requests", f"{_waiting(mesh)} for one."
+        )
     if mesh.shortage == "decode room":
         detail = (
             f"{_waiting(mesh)} for a seat or memory there: {_decode_load(serving)}. More decode workers would help."

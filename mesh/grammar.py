@@ -133,7 +133,9 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
     def run() -> None:
         try:
             future.set_result(work())
-        except Exception as error:
+        except (
+            BaseException
+        ) as error:  # a panic of the library's is no Exception, and its caller must not wait for ever
             future.set_exception(error)
 
     with _stack_size:

@@ -64,8 +64,8 @@ def read_model_facts(model_dir: Path) -> ModelFacts:
 def _max_positions(config: Mapping[str, Any], path: Path) -> int | None:
     positions = _integer(config, _POSITION_KEYS, path)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if positions is None or not isinstance(rope, dict):
-        return positions
+    if positions is None or not isinstance(rope, dict) or str(config.get("model_type")).startswith("gemma3"):
+        return positions  # Gemma 3 counts its scaled positions
     kind = rope.get("rope_type") or rope.get("type") or "default"
     original = rope.get("original_max_position_embeddings") or positions
     return stretched_positions(str(kind), positions, original, float(rope.get("factor") or 1.0))

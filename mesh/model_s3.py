@@ -60,6 +60,8 @@ def download(uri: str, cache_dir: Path, on_progress: Progress) -> Path:
                 if not folder.exists():
                     partial = folder.with_name(folder.name + ".partial")
                     _fill(partial, objects, _Fetch(client, bucket, _Meter(objects, on_progress)))
+                    if _list(client, bucket, prefix) != objects:
+                        raise ConfigurationError(f"{uri} has changed while it was copied: start again")
                     partial.rename(folder)
     except _FAULTS as error:
         raise ConfigurationError(f"cannot get {uri}: {error}") from error

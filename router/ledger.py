@@ -35,6 +35,8 @@ class Booking:
         """When the decode worker confirmed its reservation."""
         self.num_shared_tokens = 0
         """Leading tokens whose blocks another booking counts."""
+        self.forks: list[Booking] = []
+        """Those whose shared tokens this one counts."""
         self.holds_prefill = placement.prefill is not None
         self.is_transferring = False
         """KV is on its way, perhaps while the prompt is still computed."""
@@ -77,6 +79,7 @@ class Booking:
         """A sequence at the same decode worker that begins with this one's KV."""
         booking = self._ledger.book(Placement(None, self.placement.decode), self.num_tokens)
         booking.num_shared_tokens = self.num_tokens
+        self.forks.append(booking)
         return booking
 
     def release(self) -> None:
@@ -107,6 +110,9 @@ class Ledger:
     def remove(self, booking: Booking) -> None:
         """Count an attempt out."""
         if self._bookings.pop(booking, booking) is None:
+            alive = [fork for fork in booking.forks if fork in self._bookings]
+            if alive:  # the first of them counts from now on what all share
+                alive[0].num_shared_tokens, alive[0].forks = booking.num_shared_tokens, alive[1:]
             self.changed()
 
     def abandon(self, info: WorkerInfo) -> None:

@@ -140,7 +140,7 @@ class RouterMetrics:
 
 def _gauges(models: Sequence[Gauged]) -> Iterator[Metric]:
     num_held = sum(model.permits.num_held for model in models)
-    num_waiting = sum(model.queue.num_queued for model in models)
+    num_waiting = sum(model.queue.num_queued_choices for model in models)
     yield _gauge("num_requests_running", "Choices that workers are at", max(0, num_held - num_waiting))
     yield _gauge("num_requests_waiting", "Choices in the queue for workers", num_waiting)
     yield _gauge("max_requests", "The cap on choices in service", sum(model.permits.max_permits for model in models))

@@ -92,6 +92,11 @@ class PlacementQueue:
         return len(self._waiters)
 
     @property
+    def num_queued_choices(self) -> int:
+        """Choices waiting: those of one prompt wait together."""
+        return sum(waiter.query.num_seqs for waiter in self._waiters.all())
+
+    @property
     def waits_for(self) -> NoPlacement | None:
         """Why the first in line is still there; None if nobody waits."""
         return self._waits_for if self._waiters else None

@@ -41,6 +41,10 @@ class Turns(Generic[T]):
     def __len__(self) -> int:
         return self._num_waiting
 
+    def all(self) -> Iterator[T]:
+        """Everybody, in no certain order."""
+        return chain(self._urgent, *(line.all() for line in self._classes.values()))
+
     def num_of(self, tenant: str) -> int:
         """How many of the tenant's wait, replays left out."""
         return sum(line.num_of(tenant) for line in self._classes.values())

@@ -3,7 +3,6 @@
 Decoder-only models have a ModelConfig, encoder-decoder models an EncoderDecoderConfig.
 """
 
-import json
 from pathlib import Path
 
 from engine.models.encoder_decoder.config import ARCHITECTURES, EncoderDecoderConfig, parse_encoder_decoder
@@ -12,6 +11,7 @@ from engine.models.families import FAMILIES
 from engine.models.families.family import Family
 from engine.models.reading import plain_config
 from mesh.domain.errors import ConfigurationError
+from mesh.model_files import read_json
 
 __all__ = ["AnyConfig", "EncoderDecoderConfig", "ModelConfig", "load_config", "load_decoder_config"]
 
@@ -22,7 +22,7 @@ SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_
 
 def load_config(model_dir: Path) -> AnyConfig:
     """Read `config.json` of a Hugging Face checkpoint; ConfigurationError if it is absent or not supported."""
-    raw = _read(Path(model_dir) / "config.json")
+    raw = read_json(Path(model_dir) / "config.json")
     if raw.get("quantization_config"):
         raise ConfigurationError(f"{model_dir}: quantised checkpoints are not supported")
     for architecture in raw.get("architectures") or []:
@@ -40,16 +40,6 @@ def load_decoder_config(model_dir: Path) -> ModelConfig:
     if isinstance(config, EncoderDecoderConfig):
         raise ConfigurationError(f"{model_dir}: this is for decoder-only models, not for {config.architecture}")
     return config
-
-
-def _read(path: Path) -> RawConfig:
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigurationError(f"{path} is not a JSON object")
-    return raw
 
 
 def _family_of(raw: RawConfig) -> tuple[str, Family]:

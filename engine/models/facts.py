@@ -25,8 +25,8 @@ class ExpertsConfig:
     """A mixture of experts in place of the MLP: each token goes to the `top_k` of `num_experts` that its router likes.
 
     `normalised`: the chosen experts' weights add up to 1. `shared_size`: inner width of an expert that sees every
-    token, 0 without; `shared_gate`: how much it counts is learned. `scale`: factor of the chosen experts' sum.
-    `layers` says which layers have experts; the others have the MLP.
+    token, 0 without; `shared_gate`: how much it counts is learned. `layers` says which layers have experts; the others
+    have the MLP.
     """
 
     num_experts: int
@@ -36,7 +36,6 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     shared_gate: bool = False
-    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +94,13 @@ class ModelConfig:
     """Factor of what attention and MLP add to the residual."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    counts_scaled_positions: bool = False
+    """max_position_embeddings counts what scaling of rotary positions makes possible, whatever its kind."""
 
     @property
     def max_model_len(self) -> int:
         """Longest sequence, prompt and generated tokens, that the model is meant for."""
-        if self.positions != "rotary":
+        if self.positions != "rotary" or self.counts_scaled_positions:
             return self.max_position_embeddings
         return self.rope.max_positions(self.max_position_embeddings)
 

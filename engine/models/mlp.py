@@ -75,7 +75,7 @@ class Experts:
         chosen = top.values
         if self._config.normalised:
             chosen = chosen / chosen.sum(-1, keepdim=True)
-        weights = torch.zeros_like(shares).scatter_(1, top.indices, chosen * self._config.scale)
+        weights = torch.zeros_like(shares).scatter_(1, top.indices, chosen)
         return weights.to(values.dtype)
 
 

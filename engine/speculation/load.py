@@ -50,4 +50,6 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
             raise ConfigurationError(
                 f"draft_model {speculation.draft_model} does not fit {model.model_dir}: {name} {theirs}, not {ours}"
             )
+    if facts.eos_token_ids and not own.eos_token_ids:
+        raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
     return replace(model, model_dir=speculation.draft_model)

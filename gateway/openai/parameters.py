@@ -15,6 +15,11 @@ _NO_NAMES = ("", "tgi", "dummy", "lmi")
 _ROLES = {"developer": "system"}
 
 
+def model_of(name: str) -> str | None:
+    """The model's name as the SDK takes it; None for names that stand for any."""
+    return None if name in _NO_NAMES else name
+
+
 def completion_arguments(body: CompletionBody, max_prompts: int) -> list[GenerateArguments]:
     """One for each prompt. Raises InvalidRequest."""
     if body.suffix:
@@ -56,7 +61,7 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
     if body.use_beam_search:
         raise InvalidRequest("use_beam_search is not supported: tokens are drawn, or the likeliest is taken")
     sampling = GenerateArguments(
-        model=None if body.model in _NO_NAMES else body.model,
+        model=model_of(body.model),
         n=body.n,
         temperature=_DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
         top_p=body.top_p,

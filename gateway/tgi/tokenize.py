@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse, Response
 
 import tandem
 from gateway.exchange import Exchange
-from gateway.openai.parameters import messages_of, tools_of
+from gateway.openai.parameters import messages_of, model_of, tools_of
 from gateway.openai.schemas import ChatBody
 from gateway.schema import parse
 from gateway.streaming import Json
@@ -24,7 +24,10 @@ async def chat_tokenize(exchange: Exchange) -> Response:
     """The tokens of a conversation, and the text they are made of."""
     body = parse(ChatBody, exchange.body)
     arguments = tandem.TokenizeArguments(
-        messages=messages_of(body), tools=tools_of(body), timeout=exchange.settings.request_timeout_s
+        model=model_of(body.model),
+        messages=messages_of(body),
+        tools=tools_of(body),
+        timeout=exchange.settings.request_timeout_s,
     )
     tokens = await exchange.client.tokenize(**arguments)
     text = await exchange.client.render(**arguments)

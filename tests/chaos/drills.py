@@ -104,18 +104,21 @@ async def kill_mid_transfer(cluster: Cluster, count: int, seed: int) -> PrefillK
     """SIGKILL a prefill worker while prompts, new to all caches, are computed and sent; afterwards ask the same."""
     prompts = [[(seed + 5 * number + step * (1 + number % 7)) % 256 for step in range(330)] for number in range(count)]
     async with cluster.client(cluster.routers[0], direct=True) as client:
-        errors = Counter[str]()
+        errors, first_token = Counter[str](), asyncio.Event()
 
         async def answer(prompt: list[int]) -> list[int]:
+            tokens: list[int] = []
             try:
-                result = await client.generate(token_ids=prompt, max_new_tokens=8, ignore_eos=True)
+                async for event in client.stream(token_ids=prompt, max_new_tokens=8, ignore_eos=True):
+                    tokens += [event.token.id] if event.token else []
+                    first_token.set()
             except tandem.TandemError as error:
                 errors[f"{type(error).__name__}: {error}"] += 1
                 return []
-            return [token.id for token in result.tokens]
+            return tokens
 
         tasks = [asyncio.create_task(answer(prompt)) for prompt in prompts]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await first_token.wait()  # one prompt is done; the others wait, are computed, or on their way
         num_replayed = len(replayed(cluster))
         cluster.kill(cluster.of_role("prefill")[seed % 2])
         hit = await asyncio.gather(*tasks)

@@ -1,8 +1,6 @@
 """Many streams at once, the cap, and clients that go away."""
 
 import asyncio
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,19 +51,17 @@ async def check_cap(client: tandem.AsyncClient) -> None:
     ]
     await asyncio.sleep(0.1)
     assert not any(stream.done() for stream in streams)
-    waits = await asyncio.gather(*(is_refused(client) for _ in range(20)))
+    await asyncio.gather(*(is_refused(client) for _ in range(20)))
+    assert not all(stream.done() for stream in streams), "a refusal waits for nobody"
     results = await asyncio.gather(*streams)
     assert all(len(result.tokens) == CAP_TOKENS for result in results)
-    assert statistics.median(waits) < 0.5
 
 
-async def is_refused(client: tandem.AsyncClient) -> float:
-    """Seconds until a request was refused as one too many."""
-    started = time.monotonic()
+async def is_refused(client: tandem.AsyncClient) -> None:
+    """A request is refused as one too many."""
     with pytest.raises(tandem.Overloaded) as refused:
         await client.generate(token_ids=[1, 2], max_new_tokens=4)
     assert refused.value.retry_after_s > 0
-    return time.monotonic() - started
 
 
 async def check_leaving_clients(client: tandem.AsyncClient) -> None:

@@ -51,6 +51,7 @@ def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(
         gemma2(plain, raw),
         qk_norm=True,
+        counts_scaled_positions=True,
         rope=parse_rope(whole, *sizes),
         window_rope=parse_rope(local, *sizes),
         windows=_every(first_of(raw, ("sliding_window_pattern", "_sliding_window_pattern"), 6), plain, raw),

@@ -46,7 +46,9 @@ async def test_32_mib_are_refused_and_not_kept(announced: bool) -> None:
 
     async with running_gateway() as gateway:
         before = psutil.Process().memory_info().rss
-        response = await gateway.http.post("/v1/completions", content=body if announced else pieces())
+        # Piece by piece in both cases: what the client keeps would count, too.
+        headers = {"content-length": str(len(body))} if announced else {}
+        response = await gateway.http.post("/v1/completions", content=pieces(), headers=headers)
         assert response.status_code == 413
         assert psutil.Process().memory_info().rss - before < 24 * _MIB, "at most the cap of 8 MiB is ever held"
         assert (await gateway.post("/v1/completions", {"prompt": "x"})).status_code == 200

@@ -47,7 +47,7 @@ async def events(num_tokens: int, fault: Exception | None) -> AsyncGenerator[Tok
 
 
 def chat() -> Any:
-    return ChatChunks(ChatBody(messages=[]), Envelope.new("chat.completion", "chatcmpl", "m"))
+    return ChatChunks(ChatBody(messages=[]), Envelope.new("chat.completion", "chatcmpl", "m"), None)
 
 
 def tgi() -> Any:

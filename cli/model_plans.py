@@ -8,6 +8,7 @@ from typing import Any
 
 from cli.cores import CorePlan, assign_cores
 from cli.services import ModelPlan, split_by_role
+from cli.serving.conversions import flag
 from cli.up_settings import UpSettings, find_model
 from mesh.domain.errors import ConfigurationError
 from mesh.model_source import ModelSource, Progress, split_models
@@ -106,7 +107,10 @@ def _count(override: str) -> tuple[str, int | bool]:
     if name not in _COUNTS:
         raise ConfigurationError(f"--set MODEL/up.{override}: want one of {', '.join(_COUNTS)}")
     if name == "colocated":
-        return name, value.lower() in ("true", "1", "yes", "on", "")
+        try:
+            return name, flag(value or "true")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--set MODEL/up.{override}: {error}") from None
     if not value.isdecimal():
         raise ConfigurationError(f"--set MODEL/up.{override}: want a number")
     return name, int(value)

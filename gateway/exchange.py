@@ -25,6 +25,7 @@ from gateway.backend import Backend
 from gateway.errors import BodyTooLarge, BodyTooSlow, Problem, is_ours
 from gateway.feed import Feed
 from gateway.impatience import impatient
+from gateway.leaving import unless_gone
 from gateway.metrics import Outcome
 from gateway.progress import Progress
 from gateway.settings import GatewaySettings
@@ -138,6 +139,8 @@ class Endpoint:
                     await response(scope, receive, send_in_time)
             except (ClientDisconnect, TimeoutError):
                 progress.failure = "dropped"
+            except tandem.TandemError as error:  # in the midst of an answer, which then stays without its end
+                progress.failed(Problem.of(error))
             finally:
                 progress.ended()
                 self._record(backend, request_id, progress, status)
@@ -167,7 +170,7 @@ class Endpoint:
                 response.headers["connection"] = "close"
             return response
         try:
-            return await _unless_gone(self.handler(exchange), arrival.request)
+            return await unless_gone(self.handler(exchange), arrival.request)
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -254,30 +257,10 @@ async def _discard_rest(request: Request) -> bool:
     return True
 
 
-async def _unless_gone(work: Coroutine[Any, Any, Response], request: Request) -> Response:
-    """The response of `work`, which is cancelled if the client leaves. Raises ClientDisconnect then."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_until_gone(request))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def _request_id(request: Request) -> str:
     """The client's, where it is fit to be shown, or a new one."""
     for name in _ID_HEADERS:
         given = request.headers.get(name, "")
         if given and given.isascii() and given.isprintable():
-            return given[:_MAX_ID_CHARS]
+            return given[:_MAX_ID_CHARS].strip()
     return uuid4().hex

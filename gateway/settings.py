@@ -15,6 +15,7 @@ _POSITIVE = (
     "max_open_requests",
     "max_client_batch_size",
     "request_timeout_s",
+    "handler_start_s",
     "body_timeout_s",
     "slow_reader_s",
     "grace_s",
@@ -58,6 +59,7 @@ class GatewaySettings(ProcessSettings):
     )
     handler: str = setting("", "model.py of your own, which answers /invocations; see docs/http.md")
     handler_function: str = setting("handle", "name of the function in it", env=("OPTION_HANDLER",))
+    handler_start_s: float = setting(600.0, "seconds in which the handler must have loaded")
     tgi_compat: bool = setting(False, "/invocations answers as TGI does", env=("OPTION_TGI_COMPAT", "COMPAT_TGI"))
 
     def __post_init__(self) -> None:

@@ -82,11 +82,6 @@ def off_only(value: str) -> str:
     return value
 
 
-def never(value: str) -> str:
-    """Something that would be missed."""
-    raise ConfigurationError("this is not supported")
-
-
 def handler_file(value: str) -> str:
     """LMI's own entry points are what is done here without a handler; any other is a file of the user's."""
     return "" if value.startswith("djl_python.") else value

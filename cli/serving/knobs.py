@@ -15,7 +15,8 @@ class Knob:
 
     `targets` are settings as ROLE.NAME, those of `tandem up` itself as up.NAME; without any, the key is known and has
     no effect, for the reason in `note`. `also` are its other names in serving.properties, `env` names of variables
-    beside OPTION_*, the strongest first. With `spread` one value holds several settings, by target.
+    beside OPTION_*, the strongest first. With `spread` one value holds several settings, by target. A value that
+    `is_file` is relative to the folder of serving.properties, if it stands there.
     """
 
     key: str
@@ -25,6 +26,7 @@ class Knob:
     convert: Convert = to.as_is
     note: str = ""
     spread: Callable[[str], Mapping[str, str]] | None = None
+    is_file: bool = False
 
 
 def _workers(name: str) -> tuple[str, ...]:
@@ -141,7 +143,13 @@ KNOBS = (
     Knob("max_idle_time", note="workers stay"),
     Knob("retry_threshold", note="workers that die are always started again"),
     Knob("chunked_read_timeout", note="see --slow-reader-s"),
-    Knob("option.entryPoint", ("gateway.handler",), env=("DJL_ENTRY_POINT",), convert=to.handler_file),
+    Knob(
+        "option.entryPoint",
+        ("gateway.handler",),
+        env=("DJL_ENTRY_POINT",),
+        convert=to.handler_file,
+        is_file=True,
+    ),
     Knob("option.handler", ("gateway.handler_function",)),
     Knob("option.enable_lora", convert=to.off_only, note="it is off"),
     Knob("option.speculative_config", spread=to.speculation),

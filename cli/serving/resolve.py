@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cli.serving.knobs import KNOBS, Knob
 from cli.serving.sources import Given, find, known_keys, read_options, read_properties
@@ -44,6 +45,8 @@ def _apply(knob: Knob, given: Given, found: LowCode, environ: Mapping[str, str])
         spread = knob.spread(given.value) if knob.spread else {}
     except ConfigurationError as error:
         raise ConfigurationError(f"{given.key}={given.value} ({given.origin}): {error}") from None
+    if knob.is_file and value:
+        value = str(Path(given.folder, value))
     for target, part in spread.items():
         _set(given, (target,), part, found, environ)
     if not knob.targets and not knob.spread:

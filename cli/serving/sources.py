@@ -15,11 +15,12 @@ _SPECIAL_NAMES = {"OPTION_ENTRYPOINT": "option.entryPoint", "OPTION_ENGINE": "en
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A key that somebody has set."""
+    """A key that somebody has set; `folder` is its file's, "" without a file."""
 
     key: str
     value: str
     origin: str
+    folder: str = ""
 
 
 def read_properties(path: str) -> dict[str, Given]:
@@ -29,8 +30,8 @@ def read_properties(path: str) -> dict[str, Given]:
         entries = javaproperties.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
-    name = Path(path).name
-    return {key: Given(key, value.strip(), name) for key, value in entries.items()}
+    name, folder = Path(path).name, str(Path(path).parent)
+    return {key: Given(key, value.strip(), name, folder) for key, value in entries.items()}
 
 
 def read_options(environ: Mapping[str, str]) -> dict[str, Given]:

@@ -13,6 +13,7 @@ from mesh.process import ProcessSettings, ServiceProgram, announce, until_stoppe
 from mesh.settings import setting
 
 _GRACE_S = 5.0
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ async def serve(settings: HandlerSettings) -> None:
     await handler.load()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(settings.socket)
-        listener.listen()
+        listener.listen(_BACKLOG)
         async with serving_at(handler.app(), listener, _GRACE_S):
             announce("ready", parts=code.parts)
             await until_stopped(settings)

@@ -11,7 +11,7 @@ _BODY = "data"
 
 
 class Input:
-    """Properties are texts, and found whatever their case: the model's, then the request's headers and query."""
+    """Properties are texts, and found whatever their case: headers and query of the request, and the operator's own."""
 
     def __init__(self, properties: Mapping[str, str], body: bytes | None = None, function_name: str = "handle") -> None:
         self._properties = dict(properties)

@@ -1,7 +1,8 @@
 """The gateway's side of a custom handler: its process, started again when it dies, and requests passed on to it.
 
 A handler that crashes, hangs or eats memory takes its own process with it, and nothing else: requests get 503 until it
-is back. One that takes longer than `request_timeout_s` is killed, because its only thread would never be free again.
+is back. One that answers nobody for `request_timeout_s` is killed: its only thread would never be free again. A request
+that has waited as long while others were answered is given up alone.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,14 @@ _MAX_LINE_BYTES = 1 << 20
 # What the mesh trusts is none of the handler's business.
 _SECRETS = frozenset({"TANDEM_MESH_KEY", "TANDEM_TRIAL_KEY_SHA256", "TANDEM_REGISTRY_URL"})
 _NOT_READY = "the custom handler is being started; try again later"
+_BROKEN_OFF = "the custom handler broke its answer off; try again later"
 # Of one connection only, or the server's own to set.
-_DROPPED = frozenset({"connection", "content-length", "date", "host", "keep-alive", "transfer-encoding", STREAM_MARK})
+_DROPPED = frozenset(
+    {b"connection", b"content-length", b"date", b"host", b"keep-alive", b"transfer-encoding", STREAM_MARK.encode()}
+)
+_NO_LIMITS = httpx2.Limits(max_connections=None)
+
+Headers = list[tuple[bytes, bytes]]
 
 
 class HandlerProcess:
@@ -45,14 +52,15 @@ class HandlerProcess:
         self.ready = asyncio.Event()
         """Set while it takes requests."""
         self._process: asyncio.subprocess.Process | None = None
+        self._last_answer_s = 0.0
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Keep it running while the block runs."""
         with tempfile.TemporaryDirectory(prefix="tandem-handler-") as folder:
             path = str(Path(folder) / "socket")
-            transport = httpx2.AsyncHTTPTransport(uds=path)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://handler", timeout=None) as self._client:
+            # No client around it: there is nothing to keep between requests, which are of different people.
+            async with httpx2.AsyncHTTPTransport(uds=path, limits=_NO_LIMITS) as self._transport:
                 if not await self._start(path):
                     raise ConfigurationError(f"the handler {self._settings.handler} does not start; its log says why")
                 keeper = asyncio.create_task(self._keep(path))
@@ -70,38 +78,62 @@ class HandlerProcess:
         return part in self._parts
 
     async def handle(self, exchange: Exchange, model: str) -> Response:
-        """The handler's answer. Raises NoWorkers, DeadlineExceeded."""
+        """The handler's answer. Raises NoWorkers, DeadlineExceeded, InvalidRequest."""
         request = exchange.arrival.request
-        headers = {key: value for key, value in request.headers.items() if key not in _DROPPED}
-        headers |= {"x-request-id": exchange.request_id, "model_name": model}
-        return await self._send("/handle", exchange.body, headers, dict(request.query_params))
+        headers = [each for each in _kept(request.headers.raw) if each[0] != b"x-request-id"]
+        headers.append((b"x-request-id", exchange.request_id.encode()))
+        query = {"model_name": "", **request.query_params} | ({"model_name": model} if model else {})
+        return await self._send("/handle", exchange.body, headers, query)
 
     async def format(self, part: str, value: dict[str, Any]) -> Any:
         """What a formatter makes of a payload or an answer; InvalidRequest if it fails."""
         body = json.dumps(value).encode()
-        response = await self._send(f"/{part}", body, {"content-type": "application/json"}, {})
+        response = await self._send(f"/{part}", body, [(b"content-type", b"application/json")], {})
         formatted = json.loads(bytes(response.body))
         if response.status_code != 200:
             raise tandem.InvalidRequest(f"{part}: {formatted['error']}")
         return formatted
 
-    async def _send(self, path: str, body: bytes, headers: dict[str, str], query: dict[str, str]) -> Response:
-        asked = self._client.build_request("POST", path, content=body, headers=headers, params=query)
+    async def _send(self, path: str, body: bytes, headers: Headers, query: dict[str, str]) -> Response:
+        asked = httpx2.Request("POST", f"http://handler{path}", params=query, headers=headers, content=body)
+        async with self._patience():
+            answer = await self._transport.handle_async_request(asked)
+            if STREAM_MARK in answer.headers:
+                response: Response = _PassedOn(answer, self._chunks(answer))
+            else:
+                content = b"".join([chunk async for chunk in answer.aiter_raw()])
+                response = Response(content, answer.status_code)
+        response.raw_headers.extend(_kept(answer.headers.raw))
+        return response
+
+    async def _chunks(self, answer: httpx2.Response) -> AsyncIterator[bytes]:
+        """Each must come in time."""
+        chunks = answer.aiter_raw()
+        while True:
+            async with self._patience():
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+    @contextlib.asynccontextmanager
+    async def _patience(self) -> AsyncIterator[None]:
+        """The block waits for the handler. Raises what it is to the client if nothing comes."""
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
         try:
             async with asyncio.timeout(self._settings.request_timeout_s):
-                answer = await self._client.send(asked, stream=True)
-                kept = {key: value for key, value in answer.headers.items() if key not in _DROPPED}
-                if STREAM_MARK in answer.headers:
-                    return StreamingResponse(_passed_on(answer), answer.status_code, kept)
-                content = await answer.aread()
+                yield
         except TimeoutError:
-            self._kill()
+            if self._last_answer_s < began_s:
+                self._kill()
             raise tandem.DeadlineExceeded("the custom handler took too long") from None
+        except httpx2.LocalProtocolError as error:
+            raise tandem.InvalidRequest(f"the request cannot be passed on: {error}") from None
         except httpx2.TransportError as error:
-            log.warning("the custom handler is gone", error=str(error))
-            self._kill()
-            raise tandem.NoWorkers(_NOT_READY) from None
-        return Response(content, answer.status_code, kept)
+            log.warning("no answer of the custom handler", error=repr(error))
+            raise tandem.NoWorkers(_NOT_READY if isinstance(error, httpx2.ConnectError) else _BROKEN_OFF) from None
+        self._last_answer_s = clock()
 
     async def _keep(self, path: str) -> None:
         """Start it again whenever it has ended, later and later while it does not come up."""
@@ -115,7 +147,26 @@ class HandlerProcess:
             backoff_s = _FIRST_BACKOFF_S if await self._start(path) else min(_MAX_BACKOFF_S, 2 * backoff_s)
 
     async def _start(self, path: str) -> bool:
-        """True once it serves; False if it has ended before."""
+        """True once it serves; False if it has ended before, or takes too long."""
+        try:
+            async with asyncio.timeout(self._settings.handler_start_s):
+                self._process = await self._spawn(path)
+                assert self._process.stdout is not None
+                parts = await _announced(self._process.stdout)
+                if parts is None:
+                    await self._process.wait()
+                    return False
+        except OSError as error:  # TimeoutError is one
+            log.error("the custom handler does not start", error=repr(error))
+            await self._stop()
+            return False
+        self._parts = parts
+        self.ready.set()
+        self._drain = asyncio.create_task(_drain(self._process.stdout))
+        log.info("custom handler ready", file=self._settings.handler, parts=parts)
+        return True
+
+    async def _spawn(self, path: str) -> asyncio.subprocess.Process:
         Path(path).unlink(missing_ok=True)  # noqa: ASYNC240  (of a process that is gone)
         settings = self._settings
         given = {
@@ -125,24 +176,13 @@ class HandlerProcess:
             "router": settings.router,
         }
         flags = [f"--{name}={value}" for name, value in given.items()]
-        self._process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "gateway.handler", *flags, "--follow-stdin"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={name: value for name, value in os.environ.items() if name not in _SECRETS},
             limit=_MAX_LINE_BYTES,
         )
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            parts = _ready_parts(line)
-            if parts is not None:
-                self._parts = parts
-                self.ready.set()
-                self._drain = asyncio.create_task(_drain(self._process.stdout))
-                log.info("custom handler ready", file=settings.handler, parts=parts)
-                return True
-        await self._process.wait()
-        return False
 
     def _kill(self) -> None:
         self.ready.clear()
@@ -168,12 +208,37 @@ async def format_response(handler: HandlerProcess, response: Response) -> Respon
     return JSONResponse(await handler.format("output_formatter", json.loads(bytes(response.body))))
 
 
-async def _passed_on(answer: httpx2.Response) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in answer.aiter_raw():
-            yield chunk
-    finally:
-        await answer.aclose()
+class _PassedOn(StreamingResponse):
+    """Lets the handler's answer go however the response ends."""
+
+    def __init__(self, answer: httpx2.Response, chunks: AsyncIterator[bytes]) -> None:
+        super().__init__(chunks, answer.status_code)
+        self._answer = answer
+
+    async def __call__(self, *connection: Any) -> None:
+        try:
+            await super().__call__(*connection)
+        finally:
+            await self._answer.aclose()
+
+
+def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    lower = ((name.lower(), value.strip()) for name, value in headers)
+    return [(name, value) for name, value in lower if name not in _DROPPED]
+
+
+async def _announced(output: asyncio.StreamReader) -> list[str] | None:
+    """The parts that a process says it has once it is ready; None if it ends before."""
+    while True:
+        try:
+            line = await output.readline()
+        except ValueError:  # longer than any of ours
+            continue
+        if not line:
+            return None
+        parts = _ready_parts(line)
+        if parts is not None:
+            return parts
 
 
 def _ready_parts(line: bytes) -> list[str] | None:

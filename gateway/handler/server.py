@@ -2,30 +2,32 @@
 
     None ─▶ 204    Output ─▶ its code    another type, an exception ─▶ 424    out of memory ─▶ 507
 Functions run one call at a time, on one thread, as they do under LMI; coroutines and asynchronous generators run side
-by side.
+by side. What a client that has left was waiting for is cancelled, unless its function runs already.
 """
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.handler.inputs import Input
 from gateway.handler.outputs import Output
 from gateway.handler.user_code import Function, UserCode
+from gateway.leaving import unless_gone
 
 log = structlog.get_logger(__name__)
 
 STREAM_MARK = "x-tandem-stream"
 _FAILURE = "invoke handler failure"
+_CLIENT_GONE = 499
 _END = object()
 
 
@@ -45,33 +47,32 @@ class HandlerServer:
     def app(self) -> Starlette:
         """The application."""
         formatters = [
-            Route(f"/{name}", self._formatter(name), methods=["POST"])
+            Route(f"/{name}", _endpoint(self._formatter(name)), methods=["POST"])
             for name in ("input_formatter", "output_formatter")
         ]
-        return Starlette(routes=[Route("/handle", self._handle, methods=["POST"]), *formatters])
+        return Starlette(routes=[Route("/handle", _endpoint(self._handle), methods=["POST"]), *formatters])
 
     async def _handle(self, request: Request) -> Response:
         assert self._code.handle is not None
-        properties = self._properties | dict(request.headers) | dict(request.query_params)
-        inputs = Input(properties, await request.body())
-        try:
-            result = await self._call(self._code.handle, inputs)
-            if isinstance(result, AsyncIterable):
-                return await self._respond_parts(aiter(result))
-            return self._respond(result)
-        except Exception as error:
-            return _failed(error)
+        inputs = Input(self._with(request), await request.body())
+        result = await self._call(self._code.handle, inputs)
+        if isinstance(result, AsyncIterable):
+            return await self._respond_parts(aiter(result))
+        return self._respond(result)
 
-    def _formatter(self, name: str) -> Any:
-        async def endpoint(request: Request) -> Response:
+    def _with(self, request: Request) -> dict[str, str]:
+        """The properties of a request, which cannot change the operator's."""
+        asked = dict(request.headers) | dict(request.query_params)
+        own = {key.lower() for key in self._properties}
+        return {key: value for key, value in asked.items() if key.lower() not in own} | self._properties
+
+    def _formatter(self, name: str) -> "_Answer":
+        async def answer(request: Request) -> Response:
             function = getattr(self._code, name)
             arguments = (None,) if name == "input_formatter" else ()  # a tokenizer, in LMI
-            try:
-                return JSONResponse(await self._call(function, await request.json(), *arguments))
-            except Exception as error:
-                return _failed(error)
+            return JSONResponse(await self._call(function, await request.json(), *arguments))
 
-        return endpoint
+        return answer
 
     async def _call(self, function: Function, *arguments: Any) -> Any:
         """The result; of a generator, the generator."""
@@ -119,6 +120,24 @@ class HandlerServer:
         items, loop = iter(stream), asyncio.get_running_loop()
         while (item := await loop.run_in_executor(self._pool, next, items, _END)) is not _END:
             yield item
+
+
+_Answer = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def _endpoint(answer: _Answer) -> _Answer:
+    """Failures become answers."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            await request.body()
+            return await unless_gone(answer(request), request)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)  # for nobody
+        except Exception as error:
+            return _failed(error)
+
+    return endpoint
 
 
 def _failed(error: Exception) -> Response:

@@ -44,6 +44,8 @@ async def invocations(exchange: Exchange) -> Response:
     payload = read_payload(exchange.body, request.headers.get("content-type", ""))
     if handler is not None and handler.has("input_formatter"):
         payload = await handler.format("input_formatter", payload)
+        if not isinstance(payload, dict):
+            raise InvalidRequest(f"input_formatter returned {type(payload).__name__}, not a dict")
     response = await _built_in(exchange, payload)
     if handler is not None and handler.has("output_formatter"):
         return await format_response(handler, response)

@@ -4,10 +4,11 @@ SageMaker passes a container's answer on; its errors become a ModelError with th
 served model's.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+import tandem
 from gateway.errors import Problem
 from gateway.exchange import Exchange
 from gateway.lmi import errors as lmi_errors
@@ -16,6 +17,7 @@ from gateway.lmi.invocations import invocations
 from gateway.streaming import Json, encode
 
 _MODEL_ERROR = 424
+_VARIANT = {"x-amzn-invoked-production-variant": "tandem"}
 # Kinds that SageMaker itself answers, before a container is asked.
 _OWN_ERRORS = {401: "UnrecognizedClientException", 403: "AccessDeniedException", 404: "ValidationError"}
 
@@ -32,26 +34,25 @@ class SageMakerDialect:
             content: Json = {"Message": problem.message}
             return JSONResponse(content, 400 if status == 404 else status, {"x-amzn-errortype": _OWN_ERRORS[status]})
         original = encode(lmi_errors.error_body(problem)).decode()
-        content = {
-            "Message": f"Received error ({status}) from the model: {problem.message}",
-            "OriginalStatusCode": status,
-            "OriginalMessage": original,
-        }
-        return JSONResponse(content, _MODEL_ERROR, {"x-amzn-errortype": "ModelError", **problem.headers})
+        return _model_error(status, problem.message, original, problem.headers)
 
 
 async def invoke(exchange: Exchange) -> Response:
     """The whole answer, also of a stream."""
     response = await invocations(exchange)
-    response.headers["x-amzn-invoked-production-variant"] = "tandem"
+    if response.status_code >= 400:  # as a custom handler has it
+        original = (await _content(response)).decode(errors="replace")
+        return _model_error(response.status_code, original, original, {})
+    response.headers.update(_VARIANT)
     return response
 
 
 async def invoke_stream(exchange: Exchange) -> Response:
     """Whatever /invocations answers, in pieces of an event stream."""
-    response = await invocations(exchange)
-    inner_type = response.headers.get("content-type", "")
-    headers = {"x-amzn-sagemaker-content-type": inner_type, "x-amzn-invoked-production-variant": "tandem"}
+    response = await invoke(exchange)
+    if response.status_code >= 400:
+        return response
+    headers = {"x-amzn-sagemaker-content-type": response.headers.get("content-type", ""), **_VARIANT}
     if not isinstance(response, StreamingResponse):
         return Response(payload_part(bytes(response.body)), media_type=MEDIA_TYPE, headers=headers)
     response.body_iterator = _parts(response, exchange)
@@ -60,14 +61,36 @@ async def invoke_stream(exchange: Exchange) -> Response:
     return response
 
 
+def _model_error(status: int, message: str, original: str, headers: Mapping[str, str]) -> Response:
+    content = {
+        "Message": f"Received error ({status}) from the model: {message}",
+        "OriginalStatusCode": status,
+        "OriginalMessage": original,
+    }
+    return JSONResponse(content, _MODEL_ERROR, {"x-amzn-errortype": "ModelError", **headers})
+
+
+async def _content(response: Response) -> bytes:
+    if not isinstance(response, StreamingResponse):
+        return bytes(response.body)
+    return b"".join([_bytes(chunk) async for chunk in response.body_iterator])
+
+
 def _parts(response: StreamingResponse, exchange: Exchange) -> AsyncIterator[bytes]:
     chunks = response.body_iterator
 
     async def framed() -> AsyncIterator[bytes]:
-        async for chunk in chunks:
-            yield payload_part(chunk.encode() if isinstance(chunk, str) else bytes(chunk))
+        try:
+            async for chunk in chunks:
+                yield payload_part(_bytes(chunk))
+        except tandem.TandemError as error:
+            exchange.arrival.progress.failed(Problem.of(error))
         if exchange.arrival.progress.failure:
-            error = {"Message": "the model failed while it answered", "ErrorCode": "ModelInvocationFailed"}
-            yield model_stream_error(encode(error))
+            said = {"Message": "the model failed while it answered", "ErrorCode": "ModelInvocationFailed"}
+            yield model_stream_error(encode(said))
 
     return framed()
+
+
+def _bytes(chunk: str | bytes | memoryview) -> bytes:
+    return chunk.encode() if isinstance(chunk, str) else bytes(chunk)

@@ -5,14 +5,18 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 
 from mesh.domain.errors import ConfigurationError
 from tests.service.gateway.http import RunningGateway, running_gateway
 
 SYNC = """
+import gzip
 import os
+import time
 import numpy as np
 from djl_python import Input, Output
 
@@ -54,6 +58,30 @@ def handle(inputs: Input):
     if kind == "hang":
         while True:
             pass
+    if kind == "slow stream":
+        return Output().add_stream_content(slow())
+    if kind == "encoded":
+        output = Output().add(gzip.compress(b"x")).add_property("content-encoding", "gzip")
+        return output.add_property("set-cookie", "a=b")
+    if kind == "own":
+        return Output().add_as_json({name: inputs.get_property(name) for name in ("router", "cookie", "x-mine")})
+    if kind == "wait":
+        called.append(1)
+        time.sleep(0.5)
+        return Output().add_as_json(len(called))
+    if kind == "broken stream":
+        return Output().add_stream_content(broken())
+
+called = []
+
+def slow():
+    yield 1
+    while True:
+        time.sleep(1)
+
+def broken():
+    yield 1
+    raise ValueError("no more")
 """
 
 ASYNC = """
@@ -107,8 +135,9 @@ async def until_back(gateway: RunningGateway) -> None:
     """Return when the handler answers again."""
     handler = gateway.backend.handler
     assert handler is not None
-    await asyncio.wait_for(handler.ready.wait(), 40)
-    assert (await gateway.post("/invocations", {"kind": "none"})).status_code == 204
+    async with asyncio.timeout(40):
+        while (await gateway.post("/invocations", {"kind": "none"})).status_code != 204:
+            await handler.ready.wait()
 
 
 async def test_answers_and_failures_are_lmis(
@@ -190,3 +219,92 @@ async def test_the_example(with_handler: Make) -> None:
         assert 0 < answer["confidence"] <= 1
         lines = await gateway.lines("/invocations", {"question": "hello", "stream": True})
         assert "".join(json.loads(line)["outputs"] for line in lines) == answer["answer"]
+
+
+async def test_requests_are_passed_on_as_they_are(with_handler: Make) -> None:
+    """Nothing of theirs replaces the operator's, stays for others, or ends the process."""
+    async with with_handler(SYNC) as gateway:
+        encoded = await gateway.post("/invocations", {"kind": "encoded"})
+        assert (encoded.content, encoded.headers["set-cookie"]) == (b"x", "a=b")
+        gateway.http.cookies.clear()
+        own = await gateway.http.post(
+            "/invocations?Router=evil",
+            json={"kind": "own"},
+            headers=[(b"ROUTER", b"evil"), (b"x-mine", "é".encode("latin-1")), (b"x-request-id", b"a" * 127 + b" b")],
+        )
+        assert own.json() == {"router": gateway.router.address, "cookie": None, "x-mine": "é"}
+        for path, model in (("a%0Ab", "a\nb"), ("b%20", "b "), ("%C3%A9", "é")):
+            echo = await gateway.post(f"/predictions/{path}?model_name=other", {"kind": "echo"})
+            assert (echo.status_code, echo.json()["model"]) == (201, model)
+
+
+async def test_what_a_client_that_left_has_queued_is_never_called(with_handler: Make) -> None:
+    async with with_handler(SYNC) as gateway:
+        first = asyncio.create_task(gateway.post("/invocations", {"kind": "wait"}))
+        left = [asyncio.create_task(gateway.post("/invocations", {"kind": "wait"})) for _ in range(4)]
+        await asyncio.wait([first])
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left)
+        assert (await gateway.post("/invocations", {"kind": "wait"})).json() < 6
+
+
+async def test_a_busy_handler_is_not_ended(with_handler: Make) -> None:
+    """Some of those that queue wait for too long, while others are answered."""
+    async with with_handler(SYNC, request_timeout_s=2.0) as gateway:
+        answers = await asyncio.gather(*(gateway.post("/invocations", {"kind": "wait"}) for _ in range(6)))
+        assert {answer.status_code for answer in answers} == {200, 504}
+        assert (await gateway.post("/invocations", {"kind": "echo"})).json()["loaded"] == 1
+
+
+@pytest.mark.parametrize("kind", ["slow stream", "broken stream"])
+async def test_a_stream_that_stays_without_its_end(with_handler: Make, kind: str) -> None:
+    async with with_handler(SYNC, request_timeout_s=1.0) as gateway:
+        with pytest.raises(httpx2.RemoteProtocolError):
+            await gateway.post("/invocations", {"kind": kind})
+        await until_back(gateway)
+        events = await gateway.post("/endpoints/a/invocations-response-stream", {"kind": kind})
+        assert b"PayloadPart" in events.content
+        assert b"ModelStreamError" in events.content
+
+
+@pytest.mark.parametrize("route", ["invocations", "invocations-response-stream"])
+async def test_failures_are_errors_of_sagemakers_model(with_handler: Make, route: str) -> None:
+    async with with_handler(SYNC) as gateway:
+        failed = await gateway.post(f"/endpoints/a/{route}", {"kind": "memory"})
+        assert (failed.status_code, failed.headers["x-amzn-errortype"]) == (424, "ModelError")
+        assert failed.json()["OriginalStatusCode"] == 507
+        assert json.loads(failed.json()["OriginalMessage"])["error"] == "MemoryError"
+
+
+async def test_a_formatter_that_returns_no_object(with_handler: Make) -> None:
+    source = FORMATTERS.replace('{"inputs": payload["question"], "parameters": {"max_new_tokens": 3}}', "[1]")
+    async with with_handler(source) as gateway:
+        failed = await gateway.post("/invocations", {"question": "hello"})
+        assert "input_formatter returned list, not a dict" in failed.json()["error"]
+
+
+async def test_a_handler_that_hangs_while_it_loads(with_handler: Make) -> None:
+    with pytest.raises(ConfigurationError, match="does not start"):
+        async with with_handler("while True:\n    pass", handler_start_s=1.0):
+            pass
+
+
+async def test_a_handler_may_print_much(with_handler: Make) -> None:
+    async with with_handler("print('x' * (3 << 20))\n" + SYNC) as gateway:
+        assert (await gateway.post("/invocations", {"kind": "none"})).status_code == 204
+
+
+async def test_a_start_that_fails_is_tried_again(with_handler: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failures = asyncio.create_subprocess_exec, [OSError("too many processes")]
+
+    async def start_at_last(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        if failures:
+            raise failures.pop()
+        return await start(*command, **options)
+
+    async with with_handler(SYNC) as gateway:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start_at_last)
+        assert (await gateway.post("/invocations", {"kind": "die"})).status_code == 503
+        await until_back(gateway)
+        assert not failures

@@ -174,6 +174,7 @@ def test_models_that_share_cores_lend_none() -> None:
         ({"model": "a=x,b=y"}, ["a/router.grace-s=1"], "all models share the router"),
         ({"model": "a=x,b=y"}, ["a/up.host=1"], "want one of prefill, decode, colocated"),
         ({"model": "a=x,b=y"}, ["a/up.decode=0"], "decode must be >= 1"),
+        ({"model": "a=x,b=y"}, ["a/up.colocated=yess"], "up.colocated=yess: want true or false"),
     ],
 )
 def test_wrong_settings_of_models(settings: dict[str, str], override: list[str], said: str) -> None:

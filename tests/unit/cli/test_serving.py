@@ -158,3 +158,10 @@ def test_speculation(tmp_path: Path, properties: str, environ: dict[str, str], d
 def test_speculation_that_does_not_exist_here(tmp_path: Path, value: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read(tmp_path, f"option.speculative_config={value}")
+
+
+def test_the_handler_of_a_file_lies_beside_it(tmp_path: Path) -> None:
+    assert read(tmp_path, "option.entryPoint=model.py").of("gateway") == {"handler": str(tmp_path / "model.py")}
+    assert read(tmp_path, "option.entryPoint=/a/model.py").of("gateway") == {"handler": "/a/model.py"}
+    assert read(tmp_path, "option.entryPoint=djl_python.huggingface").of("gateway") == {"handler": ""}
+    assert read(tmp_path, OPTION_ENTRYPOINT="model.py").of("gateway") == {"handler": "model.py"}

@@ -85,15 +85,29 @@ def broken():
 """
 
 ASYNC = """
+import asyncio
 from djl_python import Output
 from djl_python.async_utils import create_non_stream_output, create_stream_chunk_output
 
 async def handle(inputs):
     if inputs.is_empty():
         return None
-    if inputs.get_as_json()["stream"]:
+    asked = inputs.get_as_json()
+    if asked.get("wait"):
+        waiting.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+    if asked.get("cancelled"):
+        await cancelled.wait()
+    if asked.get("waiting"):
+        await waiting.wait()
+    if asked["stream"]:
         return parts()
     return create_non_stream_output({"text": "whole"})
+
+waiting, cancelled = asyncio.Event(), asyncio.Event()
 
 async def parts():
     yield create_stream_chunk_output("one ")
@@ -247,6 +261,14 @@ async def test_what_a_client_that_left_has_queued_is_never_called(with_handler: 
             task.cancel()
         await asyncio.wait(left)
         assert (await gateway.post("/invocations", {"kind": "wait"})).json() < 6
+
+
+async def test_the_coroutine_of_a_client_that_left_is_cancelled(with_handler: Make) -> None:
+    async with with_handler(ASYNC, request_timeout_s=20.0) as gateway:
+        leaving = asyncio.create_task(gateway.post("/invocations", {"wait": True}))
+        assert (await gateway.post("/invocations", {"waiting": True, "stream": False})).status_code == 200
+        leaving.cancel()
+        assert (await gateway.post("/invocations", {"cancelled": True, "stream": False})).status_code == 200
 
 
 async def test_a_busy_handler_is_not_ended(with_handler: Make) -> None:

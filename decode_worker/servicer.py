@@ -55,8 +55,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         try:
             request = wire.request_from_proto(start.sequence)
         except InvalidRequest as error:  # ends this sequence, not the stream that all others share
-            for each in (start.sequence, *start.sequence.forks):
-                session.send(Failed((each.request_id, each.attempt), SequenceFailure.INTERNAL, str(error)))
+            keys = [(fork.request_id, fork.attempt) for fork in start.sequence.forks]
+            for key in ((start.sequence.request_id, start.sequence.attempt), *keys):
+                session.send(Failed(key, SequenceFailure.INTERNAL, str(error)))
             return
         self._service.start(session, request, start.transfer_id)
 

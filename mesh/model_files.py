@@ -19,11 +19,11 @@ _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.jso
 _FINGERPRINT_BYTES = 16
 
 # What different model families call the longest sequence they were made for, and the number of their tokens.
-_POSITION_KEYS = (
+POSITION_KEYS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
     "model_max_length",
 )
-_VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
+VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def read_model_facts(model_dir: Path) -> ModelFacts:
     if isinstance(text_config, dict):
         config = text_config | config
     generation = read_json(model_dir / "generation_config.json", optional=True)
-    vocab_size = _integer(config, _VOCAB_KEYS, path)
+    vocab_size = _integer(config, VOCAB_KEYS, path)
     if vocab_size is None:
         raise ConfigurationError(f"{path} has no vocab_size")
     decoder_start = _decoder_start(config, generation, path)
@@ -62,7 +62,7 @@ def read_model_facts(model_dir: Path) -> ModelFacts:
 
 
 def _max_positions(config: Mapping[str, Any], path: Path) -> int | None:
-    positions = _integer(config, _POSITION_KEYS, path)
+    positions = _integer(config, POSITION_KEYS, path)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if positions is None or not isinstance(rope, dict) or str(config.get("model_type")).startswith("gemma3"):
         return positions  # Gemma 3 counts its scaled positions

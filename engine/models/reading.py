@@ -6,14 +6,13 @@ from engine.models.facts import ModelConfig, RawConfig
 from engine.models.rope_config import parse_rope
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
+from mesh.model_files import POSITION_KEYS, VOCAB_KEYS
 
-_VOCAB_SIZE = ("vocab_size", "padded_vocab_size")
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 _INNER_SIZE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
 _HEAD_DIM = ("head_dim", "kv_channels")
-_MAX_POSITIONS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 _NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon", "norm_eps")
 _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function", "activation")
 _DEFAULT_POSITIONS = 2048
@@ -52,11 +51,11 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     num_heads = integer(raw, *_NUM_HEADS)
     hidden_size = integer(raw, *_HIDDEN_SIZE)
     num_layers = integer(raw, *_NUM_LAYERS)
-    max_positions = integer(raw, *_MAX_POSITIONS, default=_DEFAULT_POSITIONS)
+    max_positions = integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=integer(raw, *_VOCAB_SIZE),
+        vocab_size=integer(raw, *VOCAB_KEYS),
         hidden_size=hidden_size,
         intermediate_size=integer(raw, *_INNER_SIZE, default=4 * hidden_size),
         num_layers=num_layers,

@@ -93,6 +93,18 @@ class KVCache:
         for start, end, block in _runs(block_ids):
             target[:, :, block : block + end - start] = source[:, :, start:end]
 
+    def in_place(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview] | None:
+        """Blocks where they lie, in the order of `read_blocks`: one part for each block's keys or values in a layer,
+        writable. None on CUDA. IndexError for a block or layer that does not exist.
+        """
+        rows = self._select(block_ids, first_layer, num_layers)
+        if rows.is_cuda:
+            return None
+        flat, num_bytes = rows.numpy().reshape(-1).data, rows.shape[-1]
+        starts = [block * num_bytes for block in block_ids]
+        tables = range(0, len(flat), self.num_blocks * num_bytes)  # keys, then values, of each layer
+        return [flat[table + start : table + start + num_bytes] for table in tables for start in starts]
+
     def _select(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Tensor:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise IndexError(f"block ids {min(block_ids)}..{max(block_ids)} of {self.num_blocks} blocks")

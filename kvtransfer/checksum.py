@@ -22,10 +22,19 @@ def transfer_seed(transfer_id: str, attempt: int) -> int:
 
 def chunk_checksum(seed: int, sequence_number: int, place: ChunkRange, payload: bytes | memoryview) -> int:
     """Checksum of one chunk; `seed` is its transfer's. Releases the GIL while it reads the payload."""
+    return xxhash.xxh3_64_intdigest(payload, seed=_chunk_seed(seed, sequence_number, place, len(payload)))
+
+
+def chunk_hasher(seed: int, sequence_number: int, place: ChunkRange, num_bytes: int) -> xxhash.xxh3_64:
+    """The same for a payload that comes in parts: `update` with each, then `intdigest`."""
+    return xxhash.xxh3_64(seed=_chunk_seed(seed, sequence_number, place, num_bytes))
+
+
+def _chunk_seed(seed: int, sequence_number: int, place: ChunkRange, num_bytes: int) -> int:
     identity = _PLACE.pack(
-        sequence_number, place.first_block, place.num_blocks, place.first_layer, place.num_layers, len(payload)
+        sequence_number, place.first_block, place.num_blocks, place.first_layer, place.num_layers, num_bytes
     )
-    return xxhash.xxh3_64_intdigest(payload, seed=xxhash.xxh3_64_intdigest(identity, seed=seed))
+    return xxhash.xxh3_64_intdigest(identity, seed=seed)
 
 
 class Digest:

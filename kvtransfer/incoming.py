@@ -1,8 +1,9 @@
 """The rules of one transfer on its way in: pure checks, no I/O. `receiver.py` moves the bytes."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
+from kvtransfer.checksum import Digest, chunk_checksum, chunk_hasher, transfer_seed
 from kvtransfer.chunks import ChunkRange, Coverage
 from kvtransfer.messages import Chunk, Commit, TransferOpen
 from mesh.domain.errors import TransferCorrupt, TransferFailed
@@ -70,8 +71,14 @@ class IncomingTransfer:
         """Raises TransferCorrupt unless `payload` is what the sender gathered for this very place. On any thread."""
         if len(payload) != chunk.num_bytes:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} is truncated")
-        if chunk_checksum(self._seed, chunk.sequence_number, chunk.place, payload) != chunk.checksum:
-            raise TransferCorrupt(f"chunk {chunk.sequence_number} does not match its checksum")
+        self._check_sum(chunk, chunk_checksum(self._seed, chunk.sequence_number, chunk.place, payload))
+
+    def check_parts(self, chunk: Chunk, parts: Iterable[memoryview]) -> None:
+        """The same for a payload in parts, each read when it is its turn."""
+        hasher = chunk_hasher(self._seed, chunk.sequence_number, chunk.place, chunk.num_bytes)
+        for part in parts:
+            hasher.update(part)
+        self._check_sum(chunk, hasher.intdigest())
 
     def acknowledge(self, chunk: Chunk) -> None:
         """`chunk` is verified and written."""
@@ -89,6 +96,10 @@ class IncomingTransfer:
         self._coverage.require_full()
         if commit.digest != self._digest.value:
             raise TransferCorrupt("the digest of all chunks does not match")
+
+    def _check_sum(self, chunk: Chunk, checksum: int) -> None:
+        if checksum != chunk.checksum:
+            raise TransferCorrupt(f"chunk {chunk.sequence_number} does not match its checksum")
 
     def block_ids(self, place: ChunkRange) -> tuple[int, ...]:
         """Where these positions are here."""

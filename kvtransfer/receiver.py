@@ -3,8 +3,8 @@
 Life of a transfer here:
 
     expect()      blocks are reserved; chunks of this transfer id and attempt may be written into them
-    push()        the conversation, one call: open is checked and a transport chosen; each chunk is checked, verified on
-                  a thread, written, acknowledged; commit is checked
+    push()        the conversation, one call: open is checked and a transport chosen; each chunk is checked, written
+                  and verified on a thread, acknowledged; commit is checked
     on_committed  every block is there and verified
     on_failed     it will never be: a chunk did not verify, the layout differs, the sender went away, was silent for a
                   lease, or never came
@@ -14,7 +14,7 @@ Exactly one of the three ends a transfer. When it does (abort: when it returns) 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,12 +38,13 @@ from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transports import open_receive_transports
-from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
+from kvtransfer.transports.base import MOST_PARTS, Payload, PayloadSource, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
 from mesh.domain.tokens import SampledToken
 
 log = structlog.get_logger(__name__)
 
+_NEAR_BYTES = 256 << 10  # a part of the second-level cache
 Reply = Callable[[ReceiverMessage], None]
 
 
@@ -196,11 +197,16 @@ class KVReceiver:
         reply(Ack(chunk.sequence_number))
 
     def _verify_and_write(self, transfer: IncomingTransfer, source: PayloadSource, chunk: Chunk) -> None:
-        """On a thread. Nothing is written that has not been verified."""
+        """On a thread. Of what does not verify, something may have been written: nobody reads it before the commit."""
+        place = chunk.place
+        where = transfer.block_ids(place), place.first_layer, place.num_layers
+        parts = self._store.in_place(*where) if source.copies else None
+        if parts is not None:
+            transfer.check_parts(chunk, _fetched(source, chunk.payload, parts))
+            return
         payload = source.fetch(chunk.payload, chunk.num_bytes)
         transfer.check_payload(chunk, payload)
-        place = chunk.place
-        self._store.write_blocks(transfer.block_ids(place), place.first_layer, place.num_layers, payload)
+        self._store.write_blocks(*where, payload)
 
     def _connect(self, offers: Sequence[TransportOffer]) -> tuple[str, PayloadSource]:
         """The first offer that works here."""
@@ -236,3 +242,16 @@ class KVReceiver:
         expected.opening_lease.cancel()
         del self._expected[expected.transfer.reservation.transfer_id]
         expected.ended.set()
+
+
+def _fetched(source: PayloadSource, payload: Payload, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Each part, once it is filled: so many at a time that they are still near when they are looked at."""
+    if not parts:
+        return
+    at_once = max(1, min(MOST_PARTS, _NEAR_BYTES // len(parts[0])))
+    start = 0
+    for first in range(0, len(parts), at_once):
+        group = parts[first : first + at_once]
+        source.fetch_into(payload, start, group)
+        start += sum(map(len, group))
+        yield from group

@@ -11,9 +11,9 @@ class KVStore(Protocol):
 
     Payload order is C
     `[num_layers, 2, len(block_ids), block_size, kv_heads of this rank, head_dim]`, keys before values, of length
-    `num_layers * len(block_ids) * layout.layer_block_bytes`. Both methods are called from several threads at a
-    time, never for the same (layer, block) of one transfer, and should release the GIL while they copy. They neither
-    keep nor return the buffer.
+    `num_layers * len(block_ids) * layout.layer_block_bytes`. All methods are called from several threads at a
+    time, never for the same (layer, block) of one transfer, and should release the GIL while they copy. They do
+    not keep the buffer.
     """
 
     @property
@@ -29,4 +29,9 @@ class KVStore(Protocol):
         self, block_ids: Sequence[int], first_layer: int, num_layers: int, data: memoryview | bytes
     ) -> None:
         """Overwrite these blocks with `data`."""
+        ...
+
+    def in_place(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Sequence[memoryview] | None:
+        """These blocks where they lie, writable (format "B"), in payload order; None if this process cannot touch
+        them there, as on a GPU."""
         ...

@@ -8,8 +8,11 @@ To add a transport: one new file with a `SendTransport` and a `ReceiveTransport`
 `transports/__init__.py`. What it needs to meet (rank, address, keys) goes into its `TransportOffer`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+MOST_PARTS = 1024  # what Linux reads into with one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +73,18 @@ class SendTransport(Protocol):
 class PayloadSource(Protocol):
     """A receiver's view of one sender's payloads, for one transfer."""
 
+    copies: bool
+    """Whether `fetch` copies: then `fetch_into` saves a pass where KV can be written in place."""
+
     def fetch(self, payload: Payload, num_bytes: int) -> bytes | memoryview:
         """The payload, as memory that nobody changes until this thread's next fetch. Runs on a worker thread.
 
         Raises TransferCorrupt if `payload` points outside of what was offered, TransferFailed if it cannot be read.
         """
+        ...
+
+    def fetch_into(self, payload: Payload, start: int, parts: Sequence[memoryview]) -> None:
+        """Fill `parts`, at most MOST_PARTS, with the payload's bytes from `start` on. As `fetch` otherwise."""
         ...
 
     def close(self) -> None:

@@ -1,15 +1,16 @@
 """Payload through POSIX shared memory: for workers on the same host that see the same /dev/shm.
 
-The sender gathers straight into a slot of its arena; the receiver copies the slot once, with `pread`, verifies the copy
-and writes the copy. Thus what was verified is what is written, even if a faulty sender overwrites a slot too early, and
-a truncated arena is a short read, where a mapping would be a SIGBUS that kills the decode worker. The price is one more
-pass over the payload.
+The sender gathers straight into a slot of its arena; the receiver reads the slot once, with `preadv`, straight to where
+the KV belongs (or, for a GPU, into memory of its own) and verifies what it has read. Thus what was verified is what is
+there, even if a faulty sender overwrites a slot too early, and a truncated arena is a short read, where a mapping would
+be a SIGBUS that kills the decode worker.
 """
 
 import asyncio
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 
 import structlog
 
@@ -100,23 +101,29 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
 
 
 class _ArenaSource:
+    copies = True
+
     def __init__(self, fd: int, num_bytes: int, scratch: threading.local) -> None:
         self._fd = fd
         self._arena_bytes = num_bytes
         self._scratch = scratch
 
     def fetch(self, payload: Payload, num_bytes: int) -> memoryview:
-        offset = payload.arena_offset
-        if payload.inline or offset < HEADER_BYTES or offset + num_bytes > self._arena_bytes:
-            raise TransferCorrupt(f"a payload of {num_bytes} bytes at {offset} is not inside the arena")
         copy = self._buffer(num_bytes)
+        self.fetch_into(payload, 0, (copy,))
+        return copy
+
+    def fetch_into(self, payload: Payload, start: int, parts: Sequence[memoryview]) -> None:
+        num_bytes = sum(map(len, parts))
+        offset = payload.arena_offset + start
+        if payload.inline or payload.arena_offset < HEADER_BYTES or offset + num_bytes > self._arena_bytes:
+            raise TransferCorrupt(f"a payload of {num_bytes} bytes at {offset} is not inside the arena")
         try:
-            num_read = os.preadv(self._fd, [copy], offset)
+            num_read = os.preadv(self._fd, parts, offset)
         except OSError as error:
             raise TransferFailed("the sender's arena cannot be read") from error
         if num_read != num_bytes:
             raise TransferCorrupt(f"the sender's arena ended {num_bytes - num_read} bytes early")
-        return copy
 
     def _buffer(self, num_bytes: int) -> memoryview:
         """Each worker thread has one buffer, grown to the largest chunk it has seen."""

@@ -50,6 +50,19 @@ def test_written_blocks_land_elsewhere(dtype: str) -> None:
     assert torch.equal(target.tensor, expected)
 
 
+@pytest.mark.parametrize("block_ids", [[3], [4, 5, 6], [9, 0, 1, 7, 6], []])
+def test_blocks_in_place_are_those_of_the_payload(block_ids: list[int]) -> None:
+    cache = filled_cache("bfloat16")
+    parts = cache.in_place(block_ids, 1, 2)
+    assert parts is not None
+    assert b"".join(parts) == read(cache, block_ids, 1, 2)
+    for part in parts:
+        part[:] = bytes(len(part))
+    assert read(cache, block_ids, 1, 2) == bytes(cache.payload_bytes(len(block_ids), 2))
+    with pytest.raises(IndexError):
+        cache.in_place([NUM_BLOCKS], 0, 1)
+
+
 def test_threads_move_their_own_blocks() -> None:
     source, target = filled_cache(), KVCache(layout(), NUM_BLOCKS, CPU)
 

@@ -63,6 +63,20 @@ class FakeKVStore:
             self.data[first_layer : first_layer + num_layers][:, :, list(block_ids)] = source
             self.written[first_layer : first_layer + num_layers, list(block_ids)] += 1
 
+    def in_place(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview] | None:
+        """Not to be had."""
+        return None
+
     def blocks(self, block_ids: Sequence[int]) -> bytes:
         """All layers of these blocks."""
         return self.data[:, :, list(block_ids)].tobytes()
+
+
+class InPlaceKVStore(FakeKVStore):
+    """One whose blocks can be written where they lie: asking for them counts as a write."""
+
+    def in_place(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview]:
+        with self.writing:
+            layers = range(first_layer, first_layer + num_layers)
+            self.written[first_layer : first_layer + num_layers, list(block_ids)] += 1
+            return [self.data[layer, kind, block].data for layer in layers for kind in (0, 1) for block in block_ids]

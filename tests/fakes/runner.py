@@ -57,6 +57,9 @@ class FakeKVStore:
         shape = (num_layers, 2, len(block_ids), *self.data.shape[3:])
         layers[:, :, list(block_ids)] = np.frombuffer(data, dtype=np.float32).reshape(shape)
 
+    def in_place(self, block_ids: Items[int], first_layer: int, num_layers: int) -> None:
+        """Not to be had."""
+
 
 class FakeRunner:
     """Implements engine.batch.Runner over a FakeKVStore. `gate`, when closed, stops the engine in a step."""

@@ -49,6 +49,8 @@ class MemoryTransport:
 
 
 class _MemorySource:
+    copies = False
+
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
 

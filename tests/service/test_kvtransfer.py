@@ -38,15 +38,18 @@ from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.wire import duration_to_proto
 from tandem.v1 import kvtransfer_pb2 as pb
 from tandem.v1 import kvtransfer_pb2_grpc
-from tests.fakes.kv_store import TINY, FakeKVStore
+from tests.fakes.kv_store import TINY, FakeKVStore, InPlaceKVStore
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION
 from tests.fakes.transport import MemoryTransport
 from tests.service.transfer_pair import KEY, RESERVATION, SOURCE_IDS, Pair, arenas, push_all, serving, turn_until, until
 
 
-@pytest.fixture(params=["shm", "grpc"])
+@pytest.fixture(
+    params=[("shm", InPlaceKVStore), ("shm", FakeKVStore), ("grpc", FakeKVStore)], ids=["in-place", "shm", "grpc"]
+)
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
-    async with Pair(tmp_path, request.param).running() as pair:
+    transport, store = request.param
+    async with Pair(tmp_path, transport, store()).running() as pair:
         yield pair
 
 
@@ -85,7 +88,7 @@ async def test_blocks_the_receiver_has_are_not_sent(pair: Pair) -> None:
     assert pair.target.blocks([2]) == pair.source.blocks([3])
 
 
-async def test_a_bit_that_flips_on_the_way_is_refused_and_never_written(
+async def test_a_bit_that_flips_on_the_way_is_refused_and_never_committed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the sender has summed it up: on the wire, or in the arena."""
@@ -105,7 +108,8 @@ async def test_a_bit_that_flips_on_the_way_is_refused_and_never_written(
         with pytest.raises(TransferCorrupt, match="chunk 4 does not match its checksum"):
             await pair.start().commit(11, FIRST_TOKEN)
     assert isinstance(await pair.failure(), TransferCorrupt)
-    assert not pair.target.written[1, RESERVATION.block_ids[1]]
+    assert pair.outcomes.committed == []
+    assert pair.target.written[1, RESERVATION.block_ids[1]] == isinstance(pair.target, InPlaceKVStore)
     pair.outcomes.changed.clear()
     await pair.require_working()
 
@@ -199,7 +203,8 @@ async def test_pushed_twice_is_refused(pair: Pair) -> None:
 
 
 async def test_broken_stores_fail_the_transfer_on_both_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    for store, method in ((pair.source, "read_blocks"), (pair.target, "write_blocks")):
+    write = "in_place" if isinstance(pair.target, InPlaceKVStore) else "write_blocks"
+    for store, method in ((pair.source, "read_blocks"), (pair.target, write)):
         with monkeypatch.context() as patch:
             patch.setattr(store, method, lambda *_: 1 / 0)
             pair.outcomes.changed.clear()

@@ -68,7 +68,7 @@ async def serving(servicer: Any, key: MeshKey = KEY) -> AsyncIterator[Server]:
 class Pair:
     """A prefill worker's sender and a decode worker's receiver, with a real connection between them."""
 
-    def __init__(self, directory: Path, transport: str, **settings: Any) -> None:
+    def __init__(self, directory: Path, transport: str, target: FakeKVStore | None = None, **settings: Any) -> None:
         # One layer of one block per chunk: 9 chunks; 3 slots.
         self.settings = TransferSettings(
             transports=(transport,),
@@ -78,7 +78,7 @@ class Pair:
             shm_dir=str(directory),
             **settings,
         )
-        self.source, self.target = FakeKVStore(seed=1), FakeKVStore()
+        self.source, self.target = FakeKVStore(seed=1), target or FakeKVStore()
         self.outcomes = Outcomes()
         self.server: Server
 

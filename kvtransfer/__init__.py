@@ -17,8 +17,7 @@ Life of a transfer:
 
 If it fails: `on_failed(transfer_id, error)` on the left, `commit` and `ended` raise on the right.
 Either side may `await abort(...)` at any time. Who waits for commit, abort or a callback may free its blocks after it:
-no thread touches them any more. What arrives wrong is refused and never written; what never committed is never decoded
-from.
+no thread touches them any more. What arrives wrong is refused; what never committed is never decoded from.
 
 A transfer is a lease. From open to commit a task of the sender renews it, whatever the engine does, and the receiver
 answers. Who hears nothing from the other for `lease_s` ends the transfer, so that a dead, stopped or cut-off peer never

@@ -86,9 +86,7 @@ class IncomingTransfer:
         self.num_bytes += chunk.num_bytes
 
     def check_commit(self, commit: Commit) -> None:
-        """Raises TransferFailed or TransferCorrupt unless everything is there, once, verified and written."""
-        if self._num_unacknowledged:
-            raise TransferFailed("the sender committed before all chunks were acknowledged")
+        """Raises TransferFailed or TransferCorrupt unless everything has come, once. All chunks are acknowledged."""
         if commit.num_tokens != self.reservation.num_tokens:
             raise TransferFailed(f"{self.reservation.num_tokens} tokens are reserved, {commit.num_tokens} committed")
         if commit.num_chunks != self._num_chunks:

@@ -2,7 +2,7 @@
 
     open()        a task opens the conversation; meanwhile
     push()        the engine's thread names KV that is final; it is queued, gathered and sent as credit allows
-    commit()      when all is acknowledged, the first token goes out and the receiver confirms
+    commit()      the first token goes out behind the last chunk; the receiver confirms once all is written and verified
     abort()       or any failure: the call is cancelled, threads leave the store, slots go back
 
 Blocks must stay allocated until commit() or abort() has returned or raised: after that, no thread reads them.

@@ -167,10 +167,9 @@ class KVReceiver:
         reply(Granted(transport, credit, self._settings.lease_s))
         try:
             async with task_group() as writes:  # left only when every write has ended
-                while (request := await self._next(requests)) is not None:
-                    if isinstance(request, Commit):
-                        transfer.check_commit(request)
-                        return request
+                while not isinstance(request := await self._next(requests), Commit):
+                    if request is None:
+                        raise TransferFailed("the sender went away before it committed")
                     if isinstance(request, Renew):
                         reply(Renewed())
                         continue
@@ -178,7 +177,8 @@ class KVReceiver:
                         raise TransferFailed("a transfer is opened once")
                     transfer.accept(request, credit)
                     writes.create_task(self._write(transfer, source, request, reply))
-                raise TransferFailed("the sender went away before it committed")
+            transfer.check_commit(request)
+            return request
         finally:
             source.close()
 

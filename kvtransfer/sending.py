@@ -2,7 +2,7 @@
 
     open ──▶ granted     the receiver has chosen a transport and given credit; then four activities side by side:
     gather               waits for a push, a credit and a slot, then has a thread copy KV into the slot
-    send                 writes each filled chunk to the stream while the next is being filled; at the end, Commit
+    send                 writes each filled chunk to the stream while the next is being filled; behind the last, Commit
     renew                says three times in a lease that this side is alive, however long the engine computes
     listen               an ack frees the slot and gives the credit back; Committed ends it
 
@@ -128,7 +128,7 @@ class SendingConversation:
         chunks: _Chunks = asyncio.Queue()  # bounded by the credit
         async with task_group() as tasks:
             tasks.create_task(self._gather(transport, free, chunks))
-            tasks.create_task(self._send(call, chunks, free, granted.credit_chunks))
+            tasks.create_task(self._send(call, chunks))
             renewal = tasks.create_task(self._renew(call, min(granted.lease_s, self._parts.settings.lease_s) / 3))
             await self._listen(call, free)
             renewal.cancel()
@@ -173,15 +173,13 @@ class SendingConversation:
         message = Chunk(number, place, len(buffer), checksum, slot.seal())
         return _Filled(request_to_bytes(message), len(buffer), checksum)
 
-    async def _send(self, call: PushCall, chunks: _Chunks, free: asyncio.Semaphore, credit: int) -> None:
+    async def _send(self, call: PushCall, chunks: _Chunks) -> None:
         while (chunk := await chunks.get()) is not None:
             self._digest.add(chunk.checksum)
             self._num_chunks += 1
             self._num_bytes += chunk.num_bytes
             self._watchdog.asked()
             await call.write(chunk.request)
-        for _ in range(credit):  # all of it is back when everything is acknowledged
-            await free.acquire()
         self._is_committing = True
         commit = Commit(self.num_tokens, self._num_chunks, self._digest.value, self.first_token)
         self._watchdog.asked()

@@ -47,8 +47,8 @@ class KvTransferServicer:
     """
 
     def Push(self, request_iterator, context):
-        """open -> granted; then chunks, each acknowledged (credit); then commit -> committed. Beside them, renew -> renewed
-        until the commit. Anything doubtful ends the call with DATA_LOSS, FAILED_PRECONDITION or ABORTED, and nothing of it
+        """open -> granted; then chunks, each acknowledged (credit); commit right behind the last; when all acknowledgements are
+        out, committed. Beside them, renew -> renewed until the commit. Anything doubtful ends the call with DATA_LOSS, FAILED_PRECONDITION or ABORTED, and nothing of it
         is ever decoded from.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -137,10 +137,17 @@ async def test_credit_is_enforced(bench: Bench) -> None:
     assert [transfer_id for transfer_id, _ in bench.outcomes.failed] == ["transfer"]
 
 
-async def test_commit_before_the_acks_is_refused(bench: Bench) -> None:
-    with pytest.raises(TransferFailed, match="before all chunks were acknowledged"):
-        await bench.run(bench.opening, bench.chunks[0], bench.commit, hasty=True)
+async def test_commit_may_follow_the_last_chunk_at_once_and_waits_for_its_write(bench: Bench) -> None:
+    bench.target.writing.close()
+    chunk = make_chunk(bench.source, RESERVATION, SOURCE_IDS, 0, ChunkRange(0, 3, 0, TINY.num_layers))
+    messages = (bench.opening, chunk, make_commit(RESERVATION, [chunk]))
+    running = asyncio.create_task(bench.run(*messages, hasty=True))
+    await asyncio.to_thread(bench.target.writing.arrived.wait, 20)
+    await asyncio.sleep(0.05)
     assert bench.outcomes.committed == []
+    bench.target.writing.open()
+    await running
+    assert len(bench.outcomes.committed) == 1
 
 
 async def test_open_twice_is_refused(bench: Bench) -> None:

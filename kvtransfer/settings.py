@@ -11,7 +11,7 @@ class TransferSettings:
     """How KV moves. The sender's `transports` are offered in this order; a receiver uses those it lists too."""
 
     transports: tuple[str, ...] = ("shm", "grpc")
-    chunk_bytes: int = 4 << 20
+    chunk_bytes: int = 8 << 20
     """Most payload in one chunk; a single block of one layer may be larger. Each chunk costs a few thread switches."""
     credit_chunks: int = 4
     """Chunks a receiver allows to be unacknowledged, per transfer."""

@@ -101,13 +101,14 @@ class Engine:
         self.num_step_tokens = batch.num_tokens
         lent = self._cores.begin_step()
         self._runner.use_cores(lent)
-        if self._speculator is None:
-            return self.scheduler.update(batch, self._runner.run(batch, self._on_layers))
-        self._speculator.drafter.use_cores(lent)
-        batch = self._speculator.extend(batch, self.scheduler)
-        self.num_step_tokens = batch.num_tokens
+        if self._speculator is not None:
+            self._speculator.drafter.use_cores(lent)
+            batch = self._speculator.extend(batch, self.scheduler)
+            self.num_step_tokens = batch.num_tokens
         outputs = self._runner.run(batch, self._on_layers)
-        self._speculator.learn(batch, outputs)
+        self._cores.end_step()
+        if self._speculator is not None:
+            self._speculator.learn(batch, outputs)
         return self.scheduler.update(batch, outputs)
 
     def prepare(self, sequence: Sequence) -> "list[Future[None]]":

@@ -1,14 +1,21 @@
 """Cores that two workers of one machine lend each other: while one has nothing to compute, the other may use them.
 
 `tandem up` makes a small file, the core table, and pairs each prefill worker with a decode worker. Each worker writes
-the line of its first core: since when it is at work, or 0, and which process says so.
+the line of its first core: since when it is at work, or 0; which process says so; since when a step of it has been
+computing on the partner's cores, or 0.
 
-    step begins      own line: busy since now      partner's line: busy? no cores beyond one's own : the partner's
-    nothing to do    own line: 0, the cores are free to use
+    step begins      own line: busy since now
+                     partner's line: is a step on our cores? wait for its end, but not for long
+                     partner's line: busy? no cores beyond one's own : the partner's, and own line: borrowing since now
+    step ends        own line: borrowing 0
+    nothing to do    own line: busy 0, the cores are free to use
 
 "At work" is not the step but the work: a decode worker with running sequences is busy also between its steps, so a
 prompt never slows down streams that run. There is no lock: who begins at the very moment in which the other one looks
 shares its cores for that one step. A worker that died in its step holds nothing for longer than a second.
+
+The wait is worth it: threads of a step meet hundreds of times, so one that shares its core slows all down, and a step of
+each side at once took three times as long.
 """
 
 import contextlib
@@ -24,6 +31,8 @@ Cores = tuple[int, ...]
 _LINE_WORDS = 8  # 64 bytes, a cache line: neighbours write without slowing each other down
 # A step that began longer ago is either a long one or its worker's last: then the process is looked for.
 _BELIEVED_FOR_NS = 1_000_000_000
+_MOST_WAITED_NS = 20_000_000  # a decode step; the rest of a long prompt is shared with
+_LOOK_EVERY_S = 0.0002
 
 
 class ComputeCores(Protocol):
@@ -31,6 +40,10 @@ class ComputeCores(Protocol):
 
     def begin_step(self) -> Cores:
         """A step begins. Returns the cores that it may use beside the worker's own."""
+        ...
+
+    def end_step(self) -> None:
+        """The step uses no lent cores any more."""
         ...
 
     def rest(self) -> None:
@@ -44,6 +57,9 @@ class OwnCores:
     def begin_step(self) -> Cores:
         """See ComputeCores."""
         return ()
+
+    def end_step(self) -> None:
+        """See ComputeCores."""
 
     def rest(self) -> None:
         """See ComputeCores."""
@@ -63,20 +79,38 @@ class SharedCores:
         self._busy_since = own[0] * _LINE_WORDS
         self._partner_since = lent[0] * _LINE_WORDS
         self._lent = lent
-        self._words[self._busy_since] = 0
+        self._borrows_since = self._busy_since + 2
+        self._partner_borrows_since = self._partner_since + 2
+        self._words[self._busy_since] = self._words[self._borrows_since] = 0
         self._words[self._busy_since + 1] = os.getpid()
 
     def begin_step(self) -> Cores:
-        """See ComputeCores. Less than a microsecond."""
+        """See ComputeCores. Less than a microsecond, but for the wait."""
         words = self._words
         now_ns = time.monotonic_ns()
         words[self._busy_since] = now_ns
+        if words[self._partner_borrows_since]:
+            self._wait_for_own(now_ns)
         partner_since_ns = words[self._partner_since]
-        if partner_since_ns == 0:
-            return self._lent
-        if now_ns - partner_since_ns < _BELIEVED_FOR_NS or _is_alive(words[self._partner_since + 1]):
+        is_free = partner_since_ns == 0 or (
+            now_ns - partner_since_ns >= _BELIEVED_FOR_NS and not _is_alive(words[self._partner_since + 1])
+        )
+        if not is_free:
             return ()
+        words[self._borrows_since] = now_ns
         return self._lent
+
+    def end_step(self) -> None:
+        """See ComputeCores."""
+        self._words[self._borrows_since] = 0
+
+    def _wait_for_own(self, begun_ns: int) -> None:
+        """Until no step of the partner computes on one's own cores."""
+        while borrows_since_ns := self._words[self._partner_borrows_since]:
+            now_ns = time.monotonic_ns()
+            if now_ns - begun_ns > _MOST_WAITED_NS or now_ns - borrows_since_ns > _BELIEVED_FOR_NS:
+                return
+            time.sleep(_LOOK_EVERY_S)
 
     def rest(self) -> None:
         """See ComputeCores."""

@@ -26,10 +26,14 @@ class LendingCores:
         self.is_resting = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._next: tuple[int, ...] = (7,)
+        self.num_ended = 0
 
     def begin_step(self) -> tuple[int, ...]:
         lent, self._next = self._next, ()
         return lent
+
+    def end_step(self) -> None:
+        self.num_ended += 1
 
     def rest(self) -> None:
         self._next = (7,)
@@ -71,6 +75,7 @@ async def test_the_runner_hears_before_each_step_which_cores_are_lent(rig: Rig) 
         await rig.loop.call(lambda scheduler, request=request: scheduler.add(Sequence(request)))
         await asyncio.wait_for(rig.cores.is_resting.wait(), 5)
     assert rig.runner.lent_cores == [(7,), (), ()] * 2
+    assert rig.cores.num_ended == 6
 
 
 async def test_engine_that_cannot_go_on_waits_instead_of_spinning(rig: Rig) -> None:

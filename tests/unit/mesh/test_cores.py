@@ -42,6 +42,40 @@ def test_a_worker_gets_its_partners_cores_only_while_that_one_rests(table: Path)
     assert prefill.begin_step() == DECODE
 
 
+def test_who_wants_its_cores_back_waits_for_the_step_that_is_on_them_but_not_for_long(table: Path) -> None:
+    prefill, decode = SharedCores(table, PREFILL, DECODE), SharedCores(table, DECODE, PREFILL)
+    assert decode.begin_step() == PREFILL
+    ended_ns: list[int] = []
+
+    def end() -> None:
+        ended_ns.append(time.monotonic_ns())
+        decode.end_step()
+
+    timer = threading.Timer(0.005, end)
+    timer.start()
+    assert prefill.begin_step() == ()
+    assert ended_ns[0] < time.monotonic_ns()
+    timer.join()
+    prefill.rest()
+    assert decode.begin_step() == PREFILL
+    begun_ns = time.monotonic_ns()
+    assert prefill.begin_step() == ()  # the step does not end
+    assert time.monotonic_ns() - begun_ns >= 20_000_000
+    decode.rest()
+
+
+def test_a_dead_borrower_is_not_waited_for(table: Path) -> None:
+    SharedCores(table, DECODE, PREFILL)
+    long_ago_ns = time.monotonic_ns() - 60_000_000_000
+    with table.open("r+b") as file:
+        file.seek(64 * DECODE[0] + 16)
+        file.write(struct.pack("=q", long_ago_ns))
+    prefill = SharedCores(table, PREFILL, DECODE)
+    begun_ns = time.monotonic_ns()
+    prefill.begin_step()
+    assert time.monotonic_ns() - begun_ns < 20_000_000
+
+
 def test_a_long_step_keeps_its_cores_and_a_dead_worker_does_not(table: Path) -> None:
     prefill = SharedCores(table, PREFILL, DECODE)
     long_ago_ns = time.monotonic_ns() - 60_000_000_000

@@ -20,7 +20,7 @@ up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 
 test: lint  ## Everything CI asks for: lint, types, import rules, protocol, tests.
 	$(BIN)/python -m engine.cpu.compile
-	$(BIN)/pytest -q -m 'not gpu and not soak' -n 2
+	$(BIN)/pytest -q -m 'not gpu and not soak' -n 2 --dist worksteal
 
 lint: .venv/.installed  ## Style, types, import rules, protocol lint and generated code.
 	$(BIN)/ruff check $(SOURCES)

@@ -48,7 +48,9 @@ def check_greedy(theirs: EncoderDecoderReference, prompt: list[int], tokens: tup
     assert (ours - scores.gather(1, torch.tensor(ids)[:, None])[:, 0]).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["shm", pytest.param("grpc", marks=pytest.mark.soak), "colocated"])
+@pytest.mark.parametrize(
+    "mode", ["shm", pytest.param("grpc", marks=pytest.mark.soak), pytest.param("colocated", marks=pytest.mark.soak)]
+)
 @pytest.mark.timeout(180)
 async def test_parity(mode: str, model_dir: Path, tmp_path: Path) -> None:
     async with (

@@ -72,7 +72,8 @@ def check_same(events: list[tandem.TokenEvent], expected: tandem.Result) -> None
     "number",
     [
         signal.SIGKILL,
-        signal.SIGSTOP,  # frozen, not dead: found out by its silence
+        # Frozen, not dead: found out by its silence. In `make test` among all faults under load (tests/chaos).
+        pytest.param(signal.SIGSTOP, marks=pytest.mark.soak),
         signal.SIGTERM,  # drained: running sequences finish where they are
     ],
 )

@@ -502,7 +502,7 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             yield first
         _raise(script.fail_after_commit)
         yield prefill_pb2.PrefillResponse(
-            finished=prefill_pb2.TransferFinished(bytes=1, transport="grpc", duration_ms=3.0)
+            finished=prefill_pb2.TransferFinished(bytes=1, transport="grpc", duration_ms=0.1)
         )
 
 

@@ -1,5 +1,6 @@
 """Int8 through real processes: KV of one worker's int8 arithmetic is good for another's."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +24,11 @@ async def test_separated_equals_colocated(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     model = checkpoint("qwen2")
-    separated = await answers(model, tmp_path_factory.mktemp("separated"), "--quantize", "int8")
-    colocated = await answers(model, tmp_path_factory.mktemp("colocated"), "--quantize", "int8", "--colocated")
-    exact = await answers(model, tmp_path_factory.mktemp("fp32"), "--colocated")
+    separated, colocated, exact = await asyncio.gather(
+        answers(model, tmp_path_factory.mktemp("separated"), "--quantize", "int8"),
+        answers(model, tmp_path_factory.mktemp("colocated"), "--quantize", "int8", "--colocated"),
+        answers(model, tmp_path_factory.mktemp("fp32"), "--colocated"),
+    )
     same = [
         [token.id for token in ours.tokens] == [token.id for token in theirs.tokens]
         for ours, theirs in zip(separated, colocated, strict=True)

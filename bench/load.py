@@ -105,7 +105,8 @@ def through(client: tandem.AsyncClient) -> Send:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How much is asked for. Prompts are random, so no prefix is shared."""
+    """How much is asked for. Prompts are random: none shares a prefix with another, nor with any of another workload, or
+    a prefix cache that a warm-up or a smaller load has filled would answer in place of the engine."""
 
     num_clients: int
     requests_per_client: int = 2
@@ -121,7 +122,8 @@ class Workload:
     def jobs(self) -> list[Job]:
         """One for each request."""
         lengths = Lengths(self.input_tokens, self.output_tokens, self.vocab_size)
-        return random_jobs(lengths, self.num_clients * self.requests_per_client, self.seed)
+        sizes = (self.num_clients, self.requests_per_client, self.input_tokens, self.output_tokens)
+        return random_jobs(lengths, self.num_clients * self.requests_per_client, f"{self.seed}/{sizes}")
 
 
 def workload(num_clients: int) -> Workload:

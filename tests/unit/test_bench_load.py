@@ -31,6 +31,13 @@ async def test_what_a_sender_raises_ends_the_run_as_it_is() -> None:
         await run_closed_loop(Workload(num_clients=3), send)
 
 
+def test_no_workload_finds_its_prompts_in_a_cache_that_another_has_filled() -> None:
+    loads = [Workload(2, 1, 256, 8), Workload(1), Workload(8), Workload(32), Workload(32, 1)]
+    beginnings = [tuple(prompt[:16]) for load in loads for prompt in load.prompts()]
+    assert len(set(beginnings)) == len(beginnings)
+    assert Workload(8).prompts() == Workload(8).prompts()
+
+
 class Server:
     """Answers when it has as many requests as it waits for."""
 

@@ -105,8 +105,8 @@ def through(client: tandem.AsyncClient) -> Send:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How much is asked for. Prompts are random: none shares a prefix with another, nor with any of another workload, or
-    a prefix cache that a warm-up or a smaller load has filled would answer in place of the engine."""
+    """How much is asked for. Prompts are random: none shares a prefix with another, nor with any of another workload.
+    Otherwise a prefix cache that a warm-up or a smaller load has filled would answer in place of the engine."""
 
     num_clients: int
     requests_per_client: int = 2

@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from rich.table import Table
 from bench.load import Workload, percentile
 from bench.peers.arms import Arm, Setup, Stream, started
 from bench.peers.compare import add_common_flags, setup_of
-from bench.peers.process import PeerFailed
+from bench.peers.rounds import in_turn
 
 _STEADY = Workload(num_clients=4, requests_per_client=1, input_tokens=256, output_tokens=128, seed=2)
 _LONG = Workload(num_clients=8, requests_per_client=1, input_tokens=1500, output_tokens=64, seed=3)
@@ -114,16 +113,12 @@ def print_table(runs: dict[Arm, list[Burst]], title: str) -> None:
 async def compare(arms: Sequence[Arm], setup: Setup, repeats: int, json_file: Path | None) -> None:
     """All arms in turn, several times."""
     runs: dict[Arm, list[Burst]] = {}
-    left = list(arms)
-    for repeat in range(repeats):
-        for arm in list(left):
-            print(f"round {repeat + 1} of {repeats}: {arm.label}", file=sys.stderr, flush=True)
-            try:
-                async with started(arm, setup) as serving:
-                    runs.setdefault(arm, []).append(await run_burst(serving.stream))
-            except* PeerFailed as errors:
-                left.remove(arm)
-                print(f"left out from here: {errors.exceptions[0]}", file=sys.stderr, flush=True)
+
+    async def once(arm: Arm, _: int) -> None:
+        async with started(arm, setup) as serving:
+            runs.setdefault(arm, []).append(await run_burst(serving.stream))
+
+    async for _ in in_turn(arms, repeats, once):
         print_table(runs, f"{setup.shape}, {setup.precision}")
         if json_file:
             _write_json(json_file, runs, setup)

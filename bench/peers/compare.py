@@ -24,7 +24,7 @@ from rich.table import Table
 from bench.load import Measured, Workload, median_run, percentile, run_closed_loop
 from bench.peers.agreement import print_agreement
 from bench.peers.arms import Arm, Setup, parse_arm, send_through, started
-from bench.peers.process import PeerFailed
+from bench.peers.rounds import in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +136,18 @@ async def measure(arm: Arm, setup: Setup, load: Load) -> Mapping[int, Run]:
 
 
 async def compare(arms: Sequence[Arm], setup: Setup, load: Load, options: argparse.Namespace) -> None:
-    """All arms in turn, several times. An arm that fails is named and left out of later rounds."""
+    """All arms in turn, several times."""
     runs: Runs = {}
-    left = list(arms)
     title = f"{setup.shape}, {options.quantize}, {load.input_tokens} tokens in, {load.output_tokens} out"
     own = frozenset(arm.label for arm in arms if arm.is_tandem)
-    for repeat in range(options.repeats):
-        for arm in list(left):
-            print(f"round {repeat + 1} of {options.repeats}: {arm.label}", file=sys.stderr, flush=True)
-            try:
-                for clients, run in (await measure(arm, setup, load)).items():
-                    runs.setdefault((arm, clients), []).append(run)
-            except PeerFailed as error:
-                left.remove(arm)
-                print(f"left out from here: {error}", file=sys.stderr, flush=True)
+
+    async def once(arm: Arm, _: int) -> None:
+        for clients, run in (await measure(arm, setup, load)).items():
+            runs.setdefault((arm, clients), []).append(run)
+
+    async for _ in in_turn(arms, options.repeats, once):
         rows = [summarise(arm, clients, of_arm) for (arm, clients), of_arm in runs.items()]
-        print_table(rows, own, title)  # after each round: a long run may be cut short
+        print_table(rows, own, title)
         if options.json:
             _write_json(options.json, rows, own, setup)
 

@@ -1,23 +1,26 @@
 """Driving other engines: the protocol, runners that die, and what is made of the figures."""
 
+import asyncio
 import io
 import json
 import os
 import queue
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from bench.load import Workload, run_closed_loop
 from bench.peers.agreement import agreeing
-from bench.peers.arms import Arm, parse_arm, send_through
+from bench.peers.arms import Arm, Serving, parse_arm, send_through
 from bench.peers.burst import gaps_ending_in
 from bench.peers.burst import summarise as summarise_burst
 from bench.peers.compare import Row, best_ratios
+from bench.peers.goodput import run_rate
 from bench.peers.install import wanted
 from bench.peers.process import Command, PeerFailed, running
+from bench.peers.rounds import in_turn
 from bench.peers.wire import Request, Wire
 
 ECHO = """
@@ -140,3 +143,29 @@ def test_agreement_counts_tokens_up_to_the_first_that_differs() -> None:
 def test_requirements_of_extras_and_unwanted_ones_are_left_out() -> None:
     listed = ["numpy", "torchvision; platform_machine != 'riscv64'", 'scipy; extra == "bench"', "torch==2.13.0+cpu"]
     assert wanted(listed, ("torchvision",)) == ["numpy", "torch==2.13.0+cpu"]
+
+
+@pytest.mark.parametrize(("gap_s", "share"), [(0.0, 1.0), (0.07, 0.0)])
+async def test_answers_are_good_if_their_tokens_come_in_time(gap_s: float, share: float) -> None:
+    async def stream(prompt: Sequence[int], max_new_tokens: int) -> AsyncIterator[Sequence[int]]:
+        assert len(prompt) == 512
+        for _ in range(4):
+            await asyncio.sleep(gap_s * max_new_tokens / 4)
+            yield [1] * (max_new_tokens // 4)
+
+    found = await run_rate(Serving(stream, os.getpid()), rate=200, seconds=0.02, seed="0")
+    assert (found["num_ok"], found["slo_share"]) == (4, share)
+
+
+async def test_an_arm_that_fails_is_left_out_from_there(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    async def once(arm: Arm, repeat: int) -> None:
+        asked.append((arm.name, repeat))
+        if (arm.name, repeat) == ("vllm", 1):
+            raise PeerFailed("out of luck")
+
+    after_rounds = [len(asked) async for _ in in_turn([Arm("tandem"), Arm("vllm")], 3, once)]
+    assert after_rounds == [2, 4, 5]
+    assert asked == [("tandem", 0), ("vllm", 0), ("tandem", 1), ("vllm", 1), ("tandem", 2)]
+    assert "left out from here: out of luck" in capsys.readouterr().err

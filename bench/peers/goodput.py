@@ -1,0 +1,124 @@
+"""The highest rate of requests within latency targets, for Tandem and its peers.
+
+    python -m bench.peers.goodput --quantize int8 --arms tandem tandem-colocated vllm --rates 2 4 6 8 10 12
+
+Requests (512 tokens in, 64 out) arrive at random (Poisson), the same ones at the same times for every arm. An answer is
+good if its first token comes within 2 s and the others within 60 ms each on average; goodput is the highest rate at
+which nine in ten are. An arm that has missed at two rates in a row is not asked for more. Arms are as in
+bench.peers.compare; medians over the rounds.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import tandem
+from bench.figures import Slo, figures, goodput
+from bench.jobs import Job, Lengths, random_jobs
+from bench.load import LoadGenerator, OnToken, Reply, poisson_arrivals
+from bench.peers.arms import Arm, Serving, Setup, send_through, started
+from bench.peers.compare import add_common_flags, setup_of
+from bench.peers.process import PeerFailed
+from bench.peers.rounds import in_turn
+from bench.records import Failed
+from bench.targets import as_failure
+
+_SLO = Slo()
+_LENGTHS = Lengths(512, 64, 32000)
+Figures = dict[str, float]
+Runs = dict[tuple[Arm, float], list[Figures]]
+
+
+async def run_rate(serving: Serving, rate: float, seconds: float, seed: str) -> Figures:
+    """One open loop; figures as docs/benchmarking.md defines them."""
+    send = send_through(serving.stream)
+
+    async def target(job: Job, on_token: OnToken) -> Reply:
+        prompt = list(job.token_ids or ())
+        try:
+            return Reply(await send(prompt, job.max_tokens, on_token), len(prompt))
+        except tandem.TandemError as error:
+            raise as_failure(error) from error
+        except PeerFailed as error:
+            raise Failed(str(error)) from error
+
+    jobs = random_jobs(_LENGTHS, max(1, round(rate * seconds)), seed)
+    run = await LoadGenerator(target).open_loop(jobs, poisson_arrivals(rate, len(jobs), seed))
+    return figures(run, _SLO)
+
+
+async def measure(arm: Arm, setup: Setup, options: argparse.Namespace, repeat: int) -> dict[float, Figures]:
+    """One start of an arm, and all rates up to those that are too much for it."""
+    found: dict[float, Figures] = {}
+    num_missed = 0
+    async with started(arm, setup) as serving:
+        for rate in options.rates:
+            found[rate] = await run_rate(serving, rate, options.seconds, f"{repeat}/{rate}")
+            share = found[rate]["slo_share"]
+            print(f"  {rate:g} requests/s: {share:.0%} good", file=sys.stderr, flush=True)
+            num_missed = num_missed + 1 if share < _SLO.share else 0
+            if num_missed == 2:
+                break
+    return found
+
+
+def print_table(runs: Runs) -> None:
+    """A row for each arm and rate, and each arm's goodput: by the median share of each rate."""
+    table = Table(title=f"TTFT <= {_SLO.ttft_ms:g} ms, TPOT <= {_SLO.tpot_ms:g} ms; medians")
+    table.add_column("arm")
+    for column in ("requests/s", "good", "TTFT p50 / p90 ms", "TPOT p50 / p90 ms", "output tokens/s"):
+        table.add_column(column, justify="right")
+    points: dict[str, list[tuple[float, float]]] = {}
+    for (arm, rate), rounds in runs.items():
+        middle = {name: statistics.median(each.get(name, 0.0) for each in rounds) for name in rounds[0]}
+        points.setdefault(arm.label, []).append((rate, middle["slo_share"]))
+        times = (f"{middle[f'{name}_p50_ms']:.0f} / {middle[f'{name}_p90_ms']:.0f}" for name in ("ttft", "tpot"))
+        table.add_row(
+            arm.label, f"{rate:g}", f"{middle['slo_share']:.0%}", *times, f"{middle['output_tokens_per_s']:.0f}"
+        )
+    console = Console(width=120)
+    console.print(table)
+    for label, of_arm in points.items():
+        best = goodput(of_arm, _SLO.share)
+        console.print(f"goodput of {label}: {'none' if best is None else f'{best:g} requests/s'}")
+
+
+async def compare(arms: Sequence[Arm], setup: Setup, options: argparse.Namespace) -> None:
+    """All arms in turn, several times."""
+    runs: Runs = {}
+
+    async def once(arm: Arm, repeat: int) -> None:
+        for rate, found in (await measure(arm, setup, options, repeat)).items():
+            runs.setdefault((arm, rate), []).append(found)
+
+    async for _ in in_turn(arms, options.repeats, once):
+        print_table(runs)
+        if options.json:
+            _write_json(options.json, runs, setup)
+
+
+def _write_json(path: Path, runs: Runs, setup: Setup) -> None:
+    rows = [{"arm": arm.label, "rate": rate, "rounds": rounds} for (arm, rate), rounds in runs.items()]
+    shared = {"shape": setup.shape, "precision": setup.precision, "cores": setup.cores}
+    path.write_text(json.dumps({**shared, "rows": rows}, indent=1))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.peers.goodput", description=__doc__.split("\n\n")[0])
+    add_common_flags(parser, ("tandem", "tandem-colocated", "openvino:512", "vllm"))
+    parser.add_argument("--rates", type=float, nargs="+", default=[2, 4, 6, 8, 10, 12])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals at each rate")
+    options = parser.parse_args()
+    asyncio.run(compare(options.arms, setup_of(options), options))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.load import Measured, Workload, run_closed_loop, workload
+from bench.load import Measured, Workload, run_closed_loop
 from decode_worker.settings import DecodeSettings
 from engine.host import EngineLimits, build_host
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
@@ -61,7 +61,7 @@ async def main(model_dir: Path, quantize: str, clients: list[int]) -> None:
     alone = EngineAlone(model_dir, quantize)
     await run_closed_loop(Workload(1, 1, 32, 8), alone.send)  # warm-up: compiles kernels, touches memory
     for num_clients in clients:
-        print(to_json(await run_closed_loop(workload(num_clients), alone.send)), flush=True)
+        print(to_json(await run_closed_loop(Workload(num_clients), alone.send)), flush=True)
     await alone.stop()
 
 

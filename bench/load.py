@@ -126,11 +126,6 @@ class Workload:
         return random_jobs(lengths, self.num_clients * self.requests_per_client, f"{self.seed}/{sizes}")
 
 
-def workload(num_clients: int) -> Workload:
-    """Two requests for each client; one when there are many, which is enough to fill the batch."""
-    return Workload(num_clients, requests_per_client=2 if num_clients <= 8 else 1)
-
-
 @dataclass(slots=True)
 class Measured:
     """One run without failures. Times in seconds; gaps are between tokens of one stream."""

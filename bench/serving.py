@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.load import Measured, Workload, median_run, percentile, run_closed_loop, through, workload
+from bench.load import Measured, Workload, median_run, percentile, run_closed_loop, through
 from bench.meshes import own_mesh
 from bench.shapes import write_shape
 
@@ -62,7 +62,7 @@ async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measur
     async with own_mesh(flags) as address, tandem.AsyncClient(address) as client:
         send = through(client)
         await run_closed_loop(Workload(1, 1, 32, 8), send)
-        return [await run_closed_loop(workload(number), send) for number in clients]
+        return [await run_closed_loop(Workload(number), send) for number in clients]
 
 
 async def _measure_engine(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:

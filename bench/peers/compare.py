@@ -45,15 +45,15 @@ Runs = dict[tuple[Arm, int], list[Run]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent; bench.load.workload's choice where `requests_per_client` is None."""
+    """What is sent, for each number of clients."""
 
     clients: tuple[int, ...]
     input_tokens: int
     output_tokens: int
 
     def workload(self, num_clients: int) -> Workload:
-        """Two requests for each client; one when there are many, which is enough to fill the batch."""
-        return Workload(num_clients, 2 if num_clients <= 8 else 1, self.input_tokens, self.output_tokens)
+        """Two requests for each client."""
+        return Workload(num_clients, 2, self.input_tokens, self.output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         block_size=settings.block_size,
         memory_fraction=settings.kv_memory_fraction,
         layers_per_group=settings.layers_per_group,
+        group_bytes=settings.layer_group_bytes,
         # More than full seats could ever use would only be slower to look after.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )

@@ -41,7 +41,8 @@ class RunnerSettings:
 
     Without `num_blocks` the KV cache takes `memory_fraction` of the memory that is free once the weights are loaded,
     but no more than `max_blocks`; `companion_block_bytes` is what each block takes in another cache. `device` "auto" is
-    CUDA where it is there; `dtype` "auto" is the checkpoint's own, or fp32 on CPU. `layers_per_group`: see ModelRunner.
+    CUDA where it is there; `dtype` "auto" is the checkpoint's own, or fp32 on CPU. `layers_per_group`, `group_bytes`:
+    see ModelRunner.
     """
 
     model_dir: Path
@@ -56,6 +57,7 @@ class RunnerSettings:
     memory_fraction: float = 0.5
     attention: str = "auto"
     layers_per_group: int = 4
+    group_bytes: int = 0
     quantize: str = "none"
     kv_dtype: str = "auto"
     enforce_eager: bool = False
@@ -84,7 +86,9 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
     model = _model(settings, config, parameters, cache)
     masks = TokenMasks(GrammarCompiler(settings.model_dir), config.vocab_size)
-    return ModelRunner(model, cache, masks, layers_per_group=settings.layers_per_group)
+    return ModelRunner(
+        model, cache, masks, layers_per_group=settings.layers_per_group, group_bytes=settings.group_bytes
+    )
 
 
 def _model(settings: RunnerSettings, config: AnyConfig, parameters: dict[str, Tensor], cache: KVCache) -> Model:

@@ -33,14 +33,17 @@ _MAX_LOGITS = 2**24
 class ModelRunner:
     """Runs the model over a batch, then samples; implements `engine.batch.Runner`.
 
-    `layers_per_group` is how many layers' KV each call of the layer hook announces; the last group may be smaller. It
-    computes with as many threads as torch was set to when it was made.
+    `layers_per_group` is how many layers' KV each call of the layer hook announces, or more, if so many do not have
+    `group_bytes`; the last group may be smaller. It computes with as many threads as torch was set to when it was made.
     """
 
-    def __init__(self, model: Model, kv_cache: KVCache, masks: TokenMasks, *, layers_per_group: int = 4) -> None:
+    def __init__(
+        self, model: Model, kv_cache: KVCache, masks: TokenMasks, *, layers_per_group: int = 4, group_bytes: int = 0
+    ) -> None:
         self.kv_cache = kv_cache
         self._model = model
         self._layers_per_group = layers_per_group
+        self._group_bytes = group_bytes
         self._masks = masks
         self._sampler = Sampler(masks, encoded_prompts=model.config.whole_prompts)
         self._device = kv_cache.tensor.device
@@ -72,7 +75,7 @@ class ModelRunner:
         self._masks.begin(sequences)
         inputs = build_inputs(batch, self.kv_cache.layout.block_size, self._device)
         announce = partial(on_layers, batch) if on_layers is not None else None
-        groups = LayerGroups(self.config.num_layers, self._layers_per_group, announce)
+        groups = LayerGroups(self.config.num_layers, self._group_size(batch.num_tokens), announce)
         hidden = self._model.forward(inputs.token_ids, inputs.metadata, groups)
         tokens = self._sample(batch, sequences, hidden, inputs.starts)
         return [
@@ -100,6 +103,12 @@ class ModelRunner:
         """See Runner.forget."""
         self._sampler.forget(sequence)
         self._masks.forget(sequence)
+
+    def _group_size(self, num_tokens: int) -> int:
+        """Layers announced together: an announcement costs the same, however little KV it is about."""
+        layout = self.kv_cache.layout
+        layer_bytes = num_tokens * layout.layer_block_bytes // layout.block_size
+        return max(self._layers_per_group, -(-self._group_bytes // layer_bytes))
 
     def _sample(
         self, batch: ScheduledBatch, sequences: list[Sequence], hidden: Tensor, starts: list[int]

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from engine.masks import TokenMasks
 from engine.penalties import Penalties
 from engine.random_draws import uniform
-from engine.selection import argmax, log_normalisers, take_rows
+from engine.selection import argmax, summarise, take_rows
 from engine.sequence import Sequence
 from engine.truncation import Truncation
 from mesh.domain.sampling import SamplingParams
@@ -44,8 +44,9 @@ class Sampler:
         adjusted = self._penalties.apply(logits, sequences)
         if self._masks is not None:
             adjusted = self._masks.apply(logits, adjusted)
-        tokens = _choose(adjusted, sequences)
-        scored = score(logits, tokens, [sequence.request.top_logprobs for sequence in sequences])
+        summary = summarise(logits)
+        tokens = _choose(adjusted, sequences, summary.largest if adjusted is logits else None)
+        scored = _score(logits, tokens, [sequence.request.top_logprobs for sequence in sequences], summary.normaliser)
         return [SampledToken(*each) for each in zip(tokens.tolist(), scored.logprobs, scored.top, strict=True)]
 
     def forget(self, sequence: Sequence) -> None:
@@ -55,7 +56,10 @@ class Sampler:
 
 def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> ScoredTokens:
     """Log-probs of `tokens` [rows] under logits [rows, vocab_size]; `num_top`: how many top tokens each row wants."""
-    normaliser = log_normalisers(logits)
+    return _score(logits, tokens, num_top, summarise(logits).normaliser)
+
+
+def _score(logits: Tensor, tokens: Tensor, num_top: list[int], normaliser: Tensor) -> ScoredTokens:
     logprobs = (logits.gather(1, tokens[:, None])[:, 0] - normaliser).tolist()
     top: list[tuple[TokenLogprob, ...]] = [()] * len(num_top)
     asking = [row for row, wanted in enumerate(num_top) if wanted > 0]
@@ -69,12 +73,13 @@ def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> ScoredTokens:
     return ScoredTokens(logprobs, top)
 
 
-def _choose(logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
+def _choose(logits: Tensor, sequences: Rows[Sequence], largest: Tensor | None) -> Tensor:
+    """`largest`: each row's argmax, if it is known."""
     drawing = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
     drawn = _draw(take_rows(logits, drawing), [sequences[row] for row in drawing]) if drawing else None
     if drawn is not None and len(drawing) == len(sequences):
         return drawn
-    tokens = argmax(logits)
+    tokens = argmax(logits) if largest is None else largest
     if drawn is not None:
         tokens[drawing] = drawn
     return tokens

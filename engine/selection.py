@@ -1,5 +1,7 @@
 """Rows, and row-wise argmax, sort and k-th largest. On CPU numpy does them, 2 to 20 times as fast as torch."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,11 +23,19 @@ def argmax(values: Tensor) -> Tensor:
     return values.argmax(1)
 
 
-def log_normalisers(values: Tensor) -> Tensor:
-    """log(sum(exp(row))) of each row of fp32 values: [rows]."""
+class Summary(NamedTuple):
+    """Of each row: the column of its largest value (the first, of equal ones), and log(sum(exp(row)))."""
+
+    largest: Tensor  # [rows] int64
+    normaliser: Tensor  # [rows] fp32
+
+
+def summarise(values: Tensor) -> Summary:
+    """Of fp32 values [rows, columns]."""
     if values.is_cpu and values.stride(1) == 1:
-        return torch.from_numpy(normaliser.log_normalisers(values.numpy()))
-    return values.logsumexp(1)
+        largest, normalisers = normaliser.summarise(values.numpy())
+        return Summary(torch.from_numpy(largest), torch.from_numpy(normalisers))
+    return Summary(argmax(values), values.logsumexp(1))
 
 
 def descending(values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from engine.cpu.batch import NO_WINDOW, Batch, head_shape, why_not_paged
 from engine.cpu.buffers import Buffers
 from engine.cpu.features import amx_shapes, cpu_flags, has_amx
 from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
-from engine.cpu.normaliser import log_normalisers
+from engine.cpu.normaliser import summarise
 from engine.cpu.packing import MatrixShape, Packer
 from engine.cpu.step import Activations, Model, Team, Work, output_rows, run_layers
 from engine.cpu.team import Threads
@@ -122,7 +122,7 @@ class CompiledDecoder:
         that goes through no layer.
         """
         hidden = self.forward(torch.zeros(1, dtype=torch.int64), one_token(), [(0, 0)])
-        log_normalisers(self.logits(hidden).numpy())
+        summarise(self.logits(hidden).numpy())
 
     def _build(self, parameters: dict[str, Tensor], cache: KVCache) -> Model:
         config = self.config

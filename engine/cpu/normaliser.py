@@ -1,4 +1,4 @@
-"""log(sum(exp(x))) of long rows."""
+"""The largest of long rows, and log(sum(exp(x))): both while a row is near."""
 
 from typing import Any
 
@@ -7,22 +7,30 @@ from numpy.typing import NDArray
 
 from engine.cpu.jit import jit
 from engine.cpu.vectors import KEYS as LANES
-from engine.cpu.vectors import address, sum_of_exponents
+from engine.cpu.vectors import address, index_of_largest, sum_of_exponents
 
 
 @jit
-def _log_normalisers(logits: Any, highest: Any, out: Any) -> None:
+def _summarise(logits: Any, largest: Any, normalisers: Any) -> None:
     whole = logits.shape[1] // LANES
     for row in range(logits.shape[0]):
         values = logits[row]
-        total = np.float32(0.0) if whole == 0 else sum_of_exponents(address(values), whole, highest[row])
+        best = index_of_largest(address(values), whole) if whole > 0 else 0
         for i in range(whole * LANES, len(values)):
-            total += np.exp(values[i] - highest[row])
-        out[row] = np.log(total) + highest[row]
+            if values[i] > values[best]:
+                best = i
+        highest = values[best]
+        total = np.float32(0.0) if whole == 0 else sum_of_exponents(address(values), whole, highest)
+        for i in range(whole * LANES, len(values)):
+            total += np.exp(values[i] - highest)
+        largest[row] = best
+        normalisers[row] = np.log(total) + highest
 
 
-def log_normalisers(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """For each row of fp32 logits [rows, vocab_size], whose columns lie side by side."""
-    out = np.empty(len(logits), np.float32)
-    _log_normalisers(logits, logits.max(1), out)
-    return out
+def summarise(logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The column of each row's largest value (the first, of equal ones), and log(sum(exp(row))), of fp32 logits
+    [rows, vocab_size] whose columns lie side by side.
+    """
+    largest, normalisers = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
+    _summarise(logits, largest, normalisers)
+    return largest, normalisers

@@ -6,6 +6,7 @@ Arguments without another word are addresses, and steps count bytes: arrays woul
 loops. Nothing is checked.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -305,6 +306,28 @@ def prefetch(typing: Any, at: Any, num_bytes: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP), generate
+
+
+@_emit
+def index_of_largest(typing: Any, values: Any, num_vectors: Any) -> Any:
+    """Where the largest value is, the first of equal ones; NaNs count as smallest. There is at least one vector."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = Emitter(context, builder)
+        at, lanes = emit.pointer(args[0]), ir.Constant(INTS, list(range(LANES)))
+        with emit.loop(args[1], [constant(FLOATS, -math.inf), constant(INTS, 0)]) as loop:
+            read = emit.load(emit.at(at, builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
+            here = builder.add(emit.splat(builder.trunc(builder.mul(loop.index, INT64(LANES)), INT32)), lanes)
+            is_larger = builder.fcmp_ordered(">", read, loop.carried[0])
+            loop.next.append(builder.select(is_larger, read, loop.carried[0]))
+            loop.next.append(builder.select(is_larger, here, loop.carried[1]))
+        values, places = loop.next
+        largest = emit.splat(emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, values))
+        is_largest = builder.fcmp_ordered("==", values, largest)
+        places = builder.select(is_largest, places, constant(INTS, 2**31 - 1))
+        return builder.zext(emit.call("llvm.vector.reduce.umin.v16i32", INT32, places), INT64)
+
+    return types.intp(_INTP, _INTP), generate
 
 
 @_emit

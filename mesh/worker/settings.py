@@ -64,6 +64,7 @@ class WorkerSettings(ModelSettings):
     max_model_len: int = setting(0, "most tokens of a sequence; 0: the model's own limit")
     prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
     layers_per_group: int = setting(8, "layers whose KV is shipped together while the next ones compute")
+    layer_group_bytes: int = setting(2 << 20, "least KV that is shipped together: more layers, where prompts are short")
     num_threads: int = setting(0, "compute threads; 0: the number of cores allowed")
     lent_cores: str = setting("", "cores of another worker, to compute on while it has nothing to do; needs core_table")
     core_table: str = setting("", "file in which workers that lend each other cores say whether they are at work")

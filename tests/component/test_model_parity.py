@@ -93,6 +93,13 @@ def test_layer_groups_are_announced(checkpoint: Checkpoint, arm: str) -> None:
     assert driver.announced == [(0, 2), (2, 1)]
 
 
+def test_groups_of_little_kv_have_more_layers(checkpoint: Checkpoint) -> None:
+    runner = load_model_runner(settings(checkpoint("llama"), group_bytes=1 << 20))
+    driver = Driver(runner)
+    driver.step((driver.add(make_request("r", [1, 2, 3])), 3))
+    assert driver.announced == [(0, runner.config.num_layers)]
+
+
 def test_prompt_logprobs_in_pieces(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.model_runner._MAX_LOGITS", 1000)
     check_parity(checkpoint("llama"), load_model_runner(settings(checkpoint("llama"))))

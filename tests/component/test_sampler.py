@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.random_draws import uniform
 from engine.sampler import Sampler, inverse_cdf
-from engine.selection import log_normalisers
+from engine.selection import summarise
 from engine.sequence import Sequence
 from engine.truncation import Truncation
 from tests.component.plain_sampling import adjusted, distribution
@@ -63,13 +63,16 @@ def expected_token(row: Tensor, seq: Sequence) -> int:
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 264, 1000])
 @pytest.mark.parametrize("offset", [0.0, -500.0, 3000.0])
-def test_log_normalisers(vocab_size: int, offset: float) -> None:
+def test_summaries_of_rows(vocab_size: int, offset: float) -> None:
     padded = 20 * logits_for(9, vocab_size + 5) + offset
     padded[1, 0] = padded[2, vocab_size // 2] = offset + 1000.0
+    padded[3, vocab_size // 3] = padded[3, vocab_size - 1] = offset + 500.0  # of two largest the first
     logits = padded[:, :vocab_size]
     exact = logits.double().logsumexp(1).float()
-    torch.testing.assert_close(log_normalisers(logits), exact, atol=2e-6, rtol=2e-6)
-    torch.testing.assert_close(log_normalisers(logits.contiguous()), exact, atol=2e-6, rtol=2e-6)
+    for given in (logits, logits.contiguous()):
+        summary = summarise(given)
+        assert summary.largest.tolist() == logits.numpy().argmax(1).tolist()
+        torch.testing.assert_close(summary.normaliser, exact, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))

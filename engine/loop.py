@@ -105,11 +105,19 @@ class Engine:
             self._speculator.drafter.use_cores(lent)
             batch = self._speculator.extend(batch, self.scheduler)
             self.num_step_tokens = batch.num_tokens
-        outputs = self._runner.run(batch, self._on_layers)
+        outputs = self._runner.run(batch, self._between_layers if lent and self._on_layers else self._on_layers)
         self._cores.end_step()
         if self._speculator is not None:
             self._speculator.learn(batch, outputs)
         return self.scheduler.update(batch, outputs)
+
+    def _between_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
+        """Layers are done of a step that computes on lent cores, too."""
+        assert self._on_layers is not None
+        self._on_layers(batch, first, count)
+        if self._cores.are_wanted_back():
+            self._runner.use_cores(())
+            self._cores.end_step()
 
     def prepare(self, sequence: Sequence) -> "list[Future[None]]":
         """See Runner.prepare; of the runner and of who drafts for it."""

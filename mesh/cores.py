@@ -7,6 +7,7 @@ computing on the partner's cores, or 0.
     step begins      own line: busy since now
                      partner's line: is a step on our cores? wait for its end, but not for long
                      partner's line: busy? no cores beyond one's own : the partner's, and own line: borrowing since now
+    between layers   partner's line: busy? own line: borrowing 0, and on with one's own cores
     step ends        own line: borrowing 0
     nothing to do    own line: busy 0, the cores are free to use
 
@@ -31,7 +32,7 @@ Cores = tuple[int, ...]
 _LINE_WORDS = 8  # 64 bytes, a cache line: neighbours write without slowing each other down
 # A step that began longer ago is either a long one or its worker's last: then the process is looked for.
 _BELIEVED_FOR_NS = 1_000_000_000
-_MOST_WAITED_NS = 20_000_000  # a decode step; the rest of a long prompt is shared with
+_MOST_WAITED_NS = 40_000_000  # a decode step on a busy machine; what is left of a long prompt's layers is shared with
 _LOOK_EVERY_S = 0.0002
 
 
@@ -40,6 +41,10 @@ class ComputeCores(Protocol):
 
     def begin_step(self) -> Cores:
         """A step begins. Returns the cores that it may use beside the worker's own."""
+        ...
+
+    def are_wanted_back(self) -> bool:
+        """Whether the partner waits for the lent cores that the step uses."""
         ...
 
     def end_step(self) -> None:
@@ -57,6 +62,10 @@ class OwnCores:
     def begin_step(self) -> Cores:
         """See ComputeCores."""
         return ()
+
+    def are_wanted_back(self) -> bool:
+        """See ComputeCores."""
+        return False
 
     def end_step(self) -> None:
         """See ComputeCores."""
@@ -79,6 +88,7 @@ class SharedCores:
         self._busy_since = own[0] * _LINE_WORDS
         self._partner_since = lent[0] * _LINE_WORDS
         self._lent = lent
+        self._waited_for_ns = 0  # the partner's step that was waited for; once is enough
         self._borrows_since = self._busy_since + 2
         self._partner_borrows_since = self._partner_since + 2
         self._words[self._busy_since] = self._words[self._borrows_since] = 0
@@ -89,7 +99,7 @@ class SharedCores:
         words = self._words
         now_ns = time.monotonic_ns()
         words[self._busy_since] = now_ns
-        if words[self._partner_borrows_since]:
+        if words[self._partner_borrows_since] not in (0, self._waited_for_ns):
             self._wait_for_own(now_ns)
         partner_since_ns = words[self._partner_since]
         is_free = partner_since_ns == 0 or (
@@ -100,6 +110,10 @@ class SharedCores:
         words[self._borrows_since] = now_ns
         return self._lent
 
+    def are_wanted_back(self) -> bool:
+        """See ComputeCores."""
+        return self._words[self._borrows_since] != 0 and self._words[self._partner_since] != 0
+
     def end_step(self) -> None:
         """See ComputeCores."""
         self._words[self._borrows_since] = 0
@@ -107,6 +121,7 @@ class SharedCores:
     def _wait_for_own(self, begun_ns: int) -> None:
         """Until no step of the partner computes on one's own cores."""
         while borrows_since_ns := self._words[self._partner_borrows_since]:
+            self._waited_for_ns = borrows_since_ns
             now_ns = time.monotonic_ns()
             if now_ns - begun_ns > _MOST_WAITED_NS or now_ns - borrows_since_ns > _BELIEVED_FOR_NS:
                 return

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 
+from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks, StepResult
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -27,10 +28,14 @@ class LendingCores:
         self._loop = asyncio.get_running_loop()
         self._next: tuple[int, ...] = (7,)
         self.num_ended = 0
+        self.wanted_back = False
 
     def begin_step(self) -> tuple[int, ...]:
         lent, self._next = self._next, ()
         return lent
+
+    def are_wanted_back(self) -> bool:
+        return self.wanted_back and self.num_ended == 0
 
     def end_step(self) -> None:
         self.num_ended += 1
@@ -76,6 +81,21 @@ async def test_the_runner_hears_before_each_step_which_cores_are_lent(rig: Rig) 
         await asyncio.wait_for(rig.cores.is_resting.wait(), 5)
     assert rig.runner.lent_cores == [(7,), (), ()] * 2
     assert rig.cores.num_ended == 6
+
+
+async def test_lent_cores_go_back_between_layers_if_they_are_wanted(rig: Rig) -> None:
+    announced = []
+
+    def on_layers(batch: ScheduledBatch, first: int, count: int) -> None:
+        announced.append(first)
+        rig.cores.wanted_back = True
+
+    engine = Engine(rig.scheduler, rig.runner, on_layers, rig.cores)
+    rig.scheduler.add(Sequence(make_request("a", [1, 2, 3], max_new_tokens=3)))
+    engine.step()
+    assert rig.runner.lent_cores == [(7,), ()]
+    assert len(announced) > 1
+    assert rig.cores.num_ended == 2
 
 
 async def test_engine_that_cannot_go_on_waits_instead_of_spinning(rig: Rig) -> None:

@@ -58,10 +58,27 @@ def test_who_wants_its_cores_back_waits_for_the_step_that_is_on_them_but_not_for
     timer.join()
     prefill.rest()
     assert decode.begin_step() == PREFILL
-    begun_ns = time.monotonic_ns()
-    assert prefill.begin_step() == ()  # the step does not end
-    assert time.monotonic_ns() - begun_ns >= 20_000_000
+    for waits in (True, False):  # the step does not end: it is waited for once
+        begun_ns = time.monotonic_ns()
+        assert prefill.begin_step() == ()
+        assert (time.monotonic_ns() - begun_ns >= 40_000_000) is waits
     decode.rest()
+
+
+def test_who_computes_on_lent_cores_can_see_that_they_are_wanted_back(table: Path) -> None:
+    prefill, decode = SharedCores(table, PREFILL, DECODE), SharedCores(table, DECODE, PREFILL)
+    assert prefill.begin_step() == DECODE
+    assert not prefill.are_wanted_back()
+    began = threading.Event()
+    waiting = threading.Thread(target=lambda: (decode.begin_step(), began.set()))
+    waiting.start()
+    while not prefill.are_wanted_back():
+        time.sleep(0.0001)
+    assert not began.is_set()
+    prefill.end_step()
+    assert began.wait(5)
+    waiting.join()
+    assert not prefill.are_wanted_back()
 
 
 def test_a_dead_borrower_is_not_waited_for(table: Path) -> None:

@@ -38,7 +38,7 @@ from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transports import open_receive_transports
-from kvtransfer.transports.base import MOST_PARTS, Payload, PayloadSource, ReceiveTransport, TransportOffer
+from kvtransfer.transports.base import MOST_PARTS, PayloadSource, Reader, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
 from mesh.domain.tokens import SampledToken
 
@@ -200,9 +200,9 @@ class KVReceiver:
         """On a thread. Of what does not verify, something may have been written: nobody reads it before the commit."""
         place = chunk.place
         where = transfer.block_ids(place), place.first_layer, place.num_layers
-        parts = self._store.in_place(*where) if source.copies else None
-        if parts is not None:
-            transfer.check_parts(chunk, _fetched(source, chunk.payload, parts))
+        read = source.reader(chunk.payload)
+        if read is not None and (parts := self._store.in_place(*where)) is not None:
+            transfer.check_parts(chunk, _filled(parts, read))
             return
         payload = source.fetch(chunk.payload, chunk.num_bytes)
         transfer.check_payload(chunk, payload)
@@ -244,7 +244,7 @@ class KVReceiver:
         expected.ended.set()
 
 
-def _fetched(source: PayloadSource, payload: Payload, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+def _filled(parts: Sequence[memoryview], read: Reader) -> Iterator[memoryview]:
     """Each part, once it is filled: so many at a time that they are still near when they are looked at."""
     if not parts:
         return
@@ -252,6 +252,6 @@ def _fetched(source: PayloadSource, payload: Payload, parts: Sequence[memoryview
     start = 0
     for first in range(0, len(parts), at_once):
         group = parts[first : first + at_once]
-        source.fetch_into(payload, start, group)
+        read(start, group)
         start += sum(map(len, group))
         yield from group

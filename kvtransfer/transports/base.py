@@ -8,9 +8,9 @@ To add a transport: one new file with a `SendTransport` and a `ReceiveTransport`
 `transports/__init__.py`. What it needs to meet (rank, address, keys) goes into its `TransportOffer`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 MOST_PARTS = 1024  # what Linux reads into with one call
 
@@ -52,6 +52,11 @@ class Slot(Protocol):
         ...
 
 
+Reader: TypeAlias = Callable[[int, Sequence[memoryview]], None]
+"""`reader(start, parts)` fills `parts`, at most MOST_PARTS, with a payload's bytes from `start` on; on a worker thread,
+with the errors of `PayloadSource.fetch`."""
+
+
 class SendTransport(Protocol):
     """A sender's side, shared by all its transfers. Methods run on the event loop and do not block."""
 
@@ -73,9 +78,6 @@ class SendTransport(Protocol):
 class PayloadSource(Protocol):
     """A receiver's view of one sender's payloads, for one transfer."""
 
-    copies: bool
-    """Whether `fetch` copies: then `fetch_into` saves a pass where KV can be written in place."""
-
     def fetch(self, payload: Payload, num_bytes: int) -> bytes | memoryview:
         """The payload, as memory that nobody changes until this thread's next fetch. Runs on a worker thread.
 
@@ -83,8 +85,8 @@ class PayloadSource(Protocol):
         """
         ...
 
-    def fetch_into(self, payload: Payload, start: int, parts: Sequence[memoryview]) -> None:
-        """Fill `parts`, at most MOST_PARTS, with the payload's bytes from `start` on. As `fetch` otherwise."""
+    def reader(self, payload: Payload) -> Reader | None:
+        """For KV that can be written in place: saves the copy that `fetch` makes. None if `fetch` makes none."""
         ...
 
     def close(self) -> None:

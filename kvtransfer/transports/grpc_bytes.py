@@ -1,7 +1,5 @@
 """Payload inside the chunk message: works wherever gRPC does."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvtransfer.transports.base import Payload, TransportOffer
@@ -42,17 +40,13 @@ class GrpcSendTransport:
 
 
 class _InlineSource:
-    copies = False
-
     def fetch(self, payload: Payload, num_bytes: int) -> bytes | memoryview:
         if len(payload.inline) != num_bytes:
             raise TransferCorrupt(f"a payload has {len(payload.inline)} bytes instead of {num_bytes}")
         return payload.inline
 
-    def fetch_into(self, payload: Payload, start: int, parts: Sequence[memoryview]) -> None:
-        for part in parts:
-            part[:] = payload.inline[start : start + len(part)]
-            start += len(part)
+    def reader(self, payload: Payload) -> None:
+        return None
 
     def close(self) -> None:
         pass

@@ -11,12 +11,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import structlog
 
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.arena import HEADER_BYTES, Arena, open_arena, remove_orphans
-from kvtransfer.transports.base import Payload, TransportOffer
+from kvtransfer.transports.base import Payload, Reader, TransportOffer
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 
 log = structlog.get_logger(__name__)
@@ -101,8 +102,6 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
 
 
 class _ArenaSource:
-    copies = True
-
     def __init__(self, fd: int, num_bytes: int, scratch: threading.local) -> None:
         self._fd = fd
         self._arena_bytes = num_bytes
@@ -110,10 +109,13 @@ class _ArenaSource:
 
     def fetch(self, payload: Payload, num_bytes: int) -> memoryview:
         copy = self._buffer(num_bytes)
-        self.fetch_into(payload, 0, (copy,))
+        self._read(payload, 0, (copy,))
         return copy
 
-    def fetch_into(self, payload: Payload, start: int, parts: Sequence[memoryview]) -> None:
+    def reader(self, payload: Payload) -> Reader:
+        return partial(self._read, payload)
+
+    def _read(self, payload: Payload, start: int, parts: Sequence[memoryview]) -> None:
         num_bytes = sum(map(len, parts))
         offset = payload.arena_offset + start
         if payload.inline or payload.arena_offset < HEADER_BYTES or offset + num_bytes > self._arena_bytes:

@@ -49,10 +49,11 @@ class MemoryTransport:
 
 
 class _MemorySource:
-    copies = False
-
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
+
+    def reader(self, payload: Payload) -> None:
+        return None
 
     def fetch(self, payload: Payload, num_bytes: int) -> bytes:
         stored = self._transport.payloads.get(payload.arena_offset)

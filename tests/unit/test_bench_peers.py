@@ -1,6 +1,5 @@
 """Driving other engines: the protocol, runners that die, and what is made of the figures."""
 
-import asyncio
 import io
 import json
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tandem
 from bench.load import Workload, run_closed_loop
 from bench.peers.agreement import agreeing
 from bench.peers.arms import Arm, Serving, parse_arm, send_through
@@ -145,16 +145,17 @@ def test_requirements_of_extras_and_unwanted_ones_are_left_out() -> None:
     assert wanted(listed, ("torchvision",)) == ["numpy", "torch==2.13.0+cpu"]
 
 
-@pytest.mark.parametrize(("gap_s", "share"), [(0.0, 1.0), (0.07, 0.0)])
-async def test_answers_are_good_if_their_tokens_come_in_time(gap_s: float, share: float) -> None:
+@pytest.mark.parametrize("error", [None, PeerFailed("out of luck"), tandem.Overloaded("full")])
+async def test_only_whole_answers_in_time_are_good(error: Exception | None) -> None:
     async def stream(prompt: Sequence[int], max_new_tokens: int) -> AsyncIterator[Sequence[int]]:
         assert len(prompt) == 512
-        for _ in range(4):
-            await asyncio.sleep(gap_s * max_new_tokens / 4)
-            yield [1] * (max_new_tokens // 4)
+        yield [1] * (max_new_tokens // 2)
+        if error is not None:
+            raise error
+        yield [1] * (max_new_tokens // 2)
 
     found = await run_rate(Serving(stream, os.getpid()), rate=200, seconds=0.02, seed="0")
-    assert (found["num_ok"], found["slo_share"]) == (4, share)
+    assert (found["num_ok"], found["slo_share"]) == ((4, 1.0) if error is None else (0, 0.0))
 
 
 async def test_an_arm_that_fails_is_left_out_from_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from cli.main import main
 
-MOVED = ("queue", "dispatch", "prefill", "wait", "decode")
+MOVED = ("queue", "dispatch", "prefill", "decode")
 
 
 @pytest.mark.timeout(150)
@@ -17,8 +17,10 @@ def test_phases_of_a_real_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert all(found["phases"][name]["p50_ms"] > 0 for name in MOVED)
     for request in found["requests"]:
-        steps = [length for _, length in request["steps"]]
-        assert sum(steps) == pytest.approx(request["total_ms"], rel=1e-3)
+        steps = dict(request["steps"])
+        assert sum(steps.values()) == pytest.approx(request["total_ms"], rel=1e-3)
+        # The decode worker may be heard before the prefill worker says that the KV is handed over: then without a wait.
+        assert steps.get("transfer", 0) + steps.get("wait", 0) > 0
         assert 0 < request["first_token_ms"] < request["total_ms"]
 
 

@@ -186,7 +186,7 @@ class DecodeService:
     def close(self, session: Session) -> None:
         """The router is gone: end everything that came by it."""
         for key in list(session.entries):
-            self._end(key)
+            self.abort(session, key)  # unless it has gone with the one it was forked from
 
     # -- what the engine and the receiver tell ----------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from kvtransfer import TransferSettings
 from mesh.domain.request import Fork, Request
@@ -253,6 +254,16 @@ async def test_forks_of_a_prompt_that_never_comes_are_given_back(how: str) -> No
         if how == "newer attempt":
             await router.abort(replace(request, attempt=1))
         await rig.wait_whole()
+
+
+async def test_forks_that_wait_end_with_their_router() -> None:
+    async with worker_rig() as rig:
+        with capture_logs() as logs:
+            async with fake_router(rig) as router:
+                await router.start(forking(list(range(9))), "t")
+                assert rig.decode_service.num_sequences == 3
+            await rig.wait_whole()
+        assert [line for line in logs if line["log_level"] == "error"] == []
 
 
 async def test_a_fork_ends_alone() -> None:

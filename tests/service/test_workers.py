@@ -261,7 +261,7 @@ async def test_forks_that_wait_end_with_their_router() -> None:
         with capture_logs() as logs:
             async with fake_router(rig) as router:
                 await router.start(forking(list(range(9))), "t")
-                assert rig.decode_service.num_sequences == 3
+                await router.box("a").get()  # its blocks are reserved
             await rig.wait_whole()
         assert [line for line in logs if line["log_level"] == "error"] == []
 

@@ -117,6 +117,8 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[2, 4, 6, 8, 10, 12])
     parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals at each rate")
     options = parser.parse_args()
+    if min(*options.rates, options.seconds) <= 0:
+        parser.error("rates and seconds must be more than 0")
     asyncio.run(compare(options.arms, setup_of(options), options))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import tandem
 from bench.load import Workload, run_closed_loop
+from bench.peers import goodput
 from bench.peers.agreement import agreeing
 from bench.peers.arms import Arm, Serving, parse_arm, send_through
 from bench.peers.burst import gaps_ending_in
@@ -170,3 +171,13 @@ async def test_an_arm_that_fails_is_left_out_from_there(capsys: pytest.CaptureFi
     assert after_rounds == [2, 4, 5]
     assert asked == [("tandem", 0), ("vllm", 0), ("tandem", 1), ("vllm", 1), ("tandem", 2)]
     assert "left out from here: out of luck" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--rates", "0"], ["--rates", "2", "-1"], ["--seconds", "0"]])
+def test_rates_at_which_nothing_would_ever_come(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["goodput", *flags])
+    with pytest.raises(SystemExit):
+        goodput.main()
+    assert "must be more than 0" in capsys.readouterr().err

@@ -35,15 +35,15 @@ class _Cache:
         column = self._emit.builder.mul(index, INT64(LANES * self._kind.bitwidth // 8))
         return self._emit.floats(self._emit.at(self._rows[key], column), self._kind)
 
-    def scaled(self, vector: Any) -> Any:
-        """Lane i times the scale of row i, which int8 rows have."""
+    def scales(self) -> Any:
+        """Those of the 16 rows; None where rows have none."""
         if self._kind.bitwidth != 8:
-            return vector
+            return None
         emit, scales = self._emit, ir.Constant(FLOATS, ir.Undefined)
         for key, row in enumerate(self._rows):
             scale = emit.load(scale_at(emit, row, self.num_vectors), FLOAT, 1)
             scales = emit.builder.insert_element(scales, scale, INT32(key))
-        return emit.builder.fmul(vector, scales)
+        return scales
 
 
 @_emit
@@ -69,10 +69,11 @@ def score_keys(typing: Any, queries: Any, keys: Any, out: Any, num_rows: Any, ki
                         total = loop.carried[key * len(rows) + row]
                         loop.next.append(emit.multiply_add(left[row], right, total))
             halves.append([_fold(builder, loop.next[row :: len(rows)]) for row in rows])
+        scales = cache.scales()
         for row in rows:
             mixed = _merge(builder, halves[0][row], halves[1][row], 2)  # keys 0, 8, 1, 9, ...
             sums = builder.shuffle_vector(mixed, mixed, ir.Constant(INTS, _IN_ORDER))
-            emit.store(cache.scaled(sums), out_rows[row])
+            emit.store(sums if scales is None else builder.fmul(sums, scales), out_rows[row])
         return context.get_dummy_value()
 
     return types.void(queries, keys, out, num_rows, kind), generate
@@ -119,9 +120,9 @@ def add_values(typing: Any, weights: Any, values: Any, out: Any, num_rows: Any, 
         emit = Emitter(context, builder)
         cache = _Cache(emit, args[1], kind)
         weight_rows, out_rows = (_rows(emit, args[i], rows) for i in (0, 2))
-        if kind.bitwidth == 8:
+        if (scales := cache.scales()) is not None:
             for row in weight_rows:
-                emit.store(cache.scaled(emit.load(row, FLOATS)), row)
+                emit.store(builder.fmul(emit.load(row, FLOATS), scales), row)
         with emit.loop(cache.num_vectors, []) as loop:
             column = builder.mul(loop.index, INT64(_VECTOR_BYTES))
             targets = [emit.at(row, column) for row in out_rows]

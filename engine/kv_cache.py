@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.cpu.byte_slots import read_byte_slots
 from engine.cpu.memory import aligned
-from mesh.domain.kv import SCALE_BYTES, KVLayout
+from mesh.domain.kv import KVLayout
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
@@ -26,8 +27,8 @@ def num_blocks_for_memory(layout: KVLayout, memory_bytes: int, companion_block_b
 
 
 class KVCache:
-    """Keys and values of all layers: `[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]`; in int8, the 4
-    bytes of each row's scale come behind its head_dim.
+    """Keys and values of all layers: `[num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]`; in int8 with 4
+    bytes more for each row's scale, in an order of their own (`engine/cpu/byte_vectors.py`).
 
     It starts as zeros, because masked attention multiplies stale values by 0, which must not be NaN or infinite.
     """
@@ -131,11 +132,10 @@ def read_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of a layer at these slots (block_id * block_size + offset), as floating point:
     [*slots.shape, num_kv_heads, head_dim] each.
     """
+    if layer_cache.dtype == torch.int8:
+        return read_byte_slots(layer_cache, slots)
     rows = layer_cache.view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, elements of a row]
     found = rows.index_select(1, slots.flatten()).view(2, *slots.shape, *rows.shape[2:])
-    if found.dtype == torch.int8:
-        scales = found[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-        found = found[..., :-SCALE_BYTES].to(torch.float32).mul_(scales)
     return found[0], found[1]
 
 

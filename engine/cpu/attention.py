@@ -54,6 +54,7 @@ class AttentionScratch(NamedTuple):
     rows16: Any
     tile: Any
     factors: Any
+    limbs: Any  # bytes of split queries, see byte_vectors.split_query
 
 
 class Attending(NamedTuple):

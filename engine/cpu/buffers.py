@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from engine.attention.metadata import ForwardMetadata
 from engine.cpu import chunk_amx
 from engine.cpu.attention import AttentionScratch, HeadShape
+from engine.cpu.byte_vectors import LIMBS_TAIL
 from engine.cpu.chunk_head import KEY_TILE, QUERY_BLOCK, TILE_ROWS
 from engine.cpu.memory import aligned
 from engine.cpu.vectors import KEYS
@@ -35,7 +36,7 @@ class Buffers:
         rows = max(QUERY_BLOCK if has_prompt else 0, shape.num_heads)
         packed = context * (shape.head_dim + 16) if has_prompt else 0
         floats, halves = (0, packed) if bf16 else (packed, 0)
-        tile = max(TILE_ROWS * KEY_TILE, KEYS * shape.head_dim, chunk_amx.QUERY_BLOCK * KEY_TILE)
+        tile = max(TILE_ROWS * KEY_TILE, 2 * KEYS * shape.head_dim, chunk_amx.QUERY_BLOCK * KEY_TILE)
         return AttentionScratch(
             scores=self.get("scores", rows * context),
             keys=self.get("keys", floats),
@@ -45,4 +46,5 @@ class Buffers:
             rows16=self.get("rows16", chunk_amx.QUERY_BLOCK * max(context, shape.head_dim) if halves else 0, np.uint16),
             tile=self.get("tile", tile),
             factors=self.get("query_factors", max(QUERY_BLOCK, shape.num_heads)),
+            limbs=self.get("limbs", shape.num_heads * (2 * shape.head_dim + LIMBS_TAIL), np.uint8),
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.cpu.amx import multiply_bf16_tile
 from engine.cpu.jit import jit
+from engine.cpu.parts import head_of, read_keys, read_values
 from engine.cpu.vectors import (
     FLOAT_BYTES,
     HALF_BYTES,
@@ -17,7 +18,6 @@ from engine.cpu.vectors import (
     address,
     exponents,
     pair_rows,
-    read_rows,
     scale_row,
     to_bf16,
 )
@@ -38,18 +38,17 @@ def pack_head(parts: Any, span: Any, kv_head: Any, attending: Any, kv: Any) -> N
     shape, scratch = attending.shape, attending.scratch
     dim, step = shape.head_dim, shape.num_kv_heads * shape.row_bytes
     num_keys = padded(end - first)
-    tile, rows = address(scratch.tile), address(scratch.rows16)
-    pairs = scratch.rows16[: KEYS * dim].view(np.uint32)
+    tile, spare, rows = scratch.tile, scratch.tile[KEYS * dim :], address(scratch.rows16)
     for token in range(first, first + num_keys, KEYS):
-        place = parts[min(token, end - 1) // KEYS] * step + kv_head * shape.row_bytes
-        read_rows(kv.keys + place, step, dim // KEYS, tile, kv.kind)
-        to_bf16(tile, KEYS * dim // 16, rows)
-        panel = scratch.keys16[(token - first) * dim : (token - first + KEYS) * dim].view(np.uint32)
-        for d in range(dim // 2):
-            for key in range(KEYS):
-                panel[d * KEYS + key] = pairs[key * (dim // 2) + d]
-        read_rows(kv.values + place, step, dim // KEYS, tile, kv.kind)
-        to_bf16(tile, KEYS * dim // 16, rows)
+        place = head_of(parts[min(token, end - 1) // KEYS] * step, kv_head, shape, kv.kind)
+        read_keys(kv.keys + place, shape, tile, spare, kv.kind)
+        to_bf16(address(tile), dim, rows)
+        panel = address(scratch.keys16) + (token - first) * dim * HALF_BYTES
+        for d in range(0, dim, 2):
+            row = rows + d * KEYS * HALF_BYTES
+            pair_rows(row, row + KEYS * HALF_BYTES, 1, panel + d * KEYS * HALF_BYTES, 0)
+        read_values(kv.values + place, shape, address(tile), kv.kind)
+        to_bf16(address(tile), KEYS * dim // 16, rows)
         for key in range(0, KEYS, 2):
             row = rows + key * dim * HALF_BYTES
             out = address(scratch.values16) + (token - first + key) * 16 * HALF_BYTES

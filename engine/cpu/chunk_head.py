@@ -6,8 +6,9 @@ import numpy as np
 
 from engine.cpu import chunk_amx
 from engine.cpu.jit import jit
+from engine.cpu.parts import head_of, read_keys, read_values
 from engine.cpu.tiles import multiply_tile
-from engine.cpu.vectors import FLOAT_BYTES, KEYS, address, exponents, read_rows, scale_row
+from engine.cpu.vectors import FLOAT_BYTES, KEYS, address, exponents, scale_row
 
 TILE_ROWS = 12
 QUERY_BLOCK = 4 * TILE_ROWS
@@ -58,13 +59,10 @@ def _pack_head(parts: Any, span: Any, kv_head: Any, attending: Any, kv: Any) -> 
     dim, step = shape.head_dim, shape.num_kv_heads * shape.row_bytes
     num_keys, tile, at = _padded(end - first), scratch.tile, address(scratch.tile)
     for token in range(first, first + num_keys, KEYS):
-        place = parts[min(token, end - 1) // KEYS] * step + kv_head * shape.row_bytes
+        place = head_of(parts[min(token, end - 1) // KEYS] * step, kv_head, shape, kv.kind)
         panel = scratch.keys[(token - first) * dim : (token - first + KEYS) * dim]
-        read_rows(kv.keys + place, step, dim // KEYS, at, kv.kind)
-        for d in range(dim):
-            for key in range(KEYS):
-                panel[d * KEYS + key] = tile[key * dim + d]
-        read_rows(kv.values + place, step, dim // KEYS, at, kv.kind)
+        read_keys(kv.keys + place, shape, panel, tile, kv.kind)
+        read_values(kv.values + place, shape, at, kv.kind)
         for p in range(dim // 16):
             panel = scratch.values[(p * num_keys + token - first) * 16 : (p * num_keys + token - first + KEYS) * 16]
             for key in range(KEYS):

@@ -6,6 +6,7 @@ import numpy as np
 
 from engine.cpu.group_vectors import MAX_ROWS, add_values, score_keys
 from engine.cpu.jit import jit
+from engine.cpu.parts import head_of, put_queries
 from engine.cpu.vectors import FLOAT_BYTES, KEYS, address, exponents, prefetch, scale_row
 
 _AHEAD = 2
@@ -27,34 +28,37 @@ def attend_decode(query_at: Any, heads: Any, attending: Any, kv: Any) -> None:
     num_rows = (heads[1] - heads[0]) * group
     at = heads[0] * group * shape.head_dim
     query = address(queries.rows) + (row_number * queries.step + at) * FLOAT_BYTES
-    _score_parts(query, heads, attending, kv.keys, (parts, kv.kind))
+    given = put_queries(query, num_rows, shape, scratch, kv.kind)
+    _score_parts(given, heads, attending, kv.keys, (parts, kv.kind), (kv.values, parts))
     seen = (start - first * KEYS, end - first * KEYS)
     for g in range(num_rows):
         row = address(scratch.scores) + g * width * FLOAT_BYTES
-        scratch.factors[g] = np.float32(1.0) / exponents(row, width // KEYS, seen, shape.scale)
+        scratch.factors[g] = np.float32(1.0) / exponents(row, width // KEYS, seen, shape.scale * scratch.factors[g])
     out_at = row_number * shape.num_heads * shape.head_dim + at
     queries.out[out_at : out_at + num_rows * shape.head_dim] = np.float32(0.0)
     out = address(queries.out) + out_at * FLOAT_BYTES
-    _add_parts(out, heads, attending, kv.values, (parts, kv.kind))
+    _add_parts(out, heads, attending, kv.values, (parts, kv.kind), (kv.keys, _next_parts(seq, batch, kv.window)))
     for g in range(num_rows):
         row = out + g * shape.head_dim * FLOAT_BYTES
         scale_row(row, shape.head_dim // KEYS, scratch.factors[g], row)
 
 
 @jit
-def _score_parts(query: Any, heads: Any, attending: Any, keys: Any, parts: Any) -> None:
-    """Scores [query heads, keys] of all parts; `parts`: (their first slots, a number of the cache's dtype)."""
+def _score_parts(queries: Any, heads: Any, attending: Any, keys: Any, parts: Any, then: Any) -> None:
+    """Scores [query heads, keys] of all parts, but for the queries' factors; `parts`: (their first slots, a number of
+    the cache's dtype); `then`: what is read afterwards, (address, first slots).
+    """
     shape = attending.shape
     slots, kind = parts
-    num_heads, (group, head_bytes, step) = heads[1] - heads[0], _steps(shape)
+    num_heads, (group, _, step) = heads[1] - heads[0], _steps(shape)
     row_bytes, scores = len(slots) * KEYS * FLOAT_BYTES, address(attending.scratch.scores)
     for i in range(len(slots)):
         for head in range(num_heads):
-            _fetch(keys + slots[min(i + _AHEAD, len(slots) - 1)] * step, KEYS * step, (head, num_heads))
-            at = (keys + slots[i] * step + (heads[0] + head) * shape.row_bytes, step, shape.head_dim // 16)
+            _fetch(_ahead(keys, slots, i + _AHEAD, then, step), KEYS * step, (head, num_heads))
+            at = (head_of(keys + slots[i] * step, heads[0] + head, shape, kind), step, shape.head_dim // 16)
             for g in range(0, group, MAX_ROWS):
                 row = head * group + g
-                given = (query + row * head_bytes, head_bytes)
+                given = (queries[0] + row * queries[1], queries[1])
                 out = (scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
                 if group - g >= 3:
                     score_keys(given, at, out, 3, kind)
@@ -65,7 +69,7 @@ def _score_parts(query: Any, heads: Any, attending: Any, keys: Any, parts: Any) 
 
 
 @jit
-def _add_parts(out: Any, heads: Any, attending: Any, values: Any, parts: Any) -> None:
+def _add_parts(out: Any, heads: Any, attending: Any, values: Any, parts: Any, then: Any) -> None:
     """Add all parts' values, weighted by what the scores have become, to `out`."""
     shape = attending.shape
     slots, kind = parts
@@ -73,8 +77,8 @@ def _add_parts(out: Any, heads: Any, attending: Any, values: Any, parts: Any) ->
     row_bytes, scores = len(slots) * KEYS * FLOAT_BYTES, address(attending.scratch.scores)
     for i in range(len(slots)):
         for head in range(num_heads):
-            _fetch(values + slots[min(i + _AHEAD, len(slots) - 1)] * step, KEYS * step, (head, num_heads))
-            at = (values + slots[i] * step + (heads[0] + head) * shape.row_bytes, step, shape.head_dim // 16)
+            _fetch(_ahead(values, slots, i + _AHEAD, then, step), KEYS * step, (head, num_heads))
+            at = (head_of(values + slots[i] * step, heads[0] + head, shape, kind), step, shape.head_dim // 16)
             for g in range(0, group, MAX_ROWS):
                 row = head * group + g
                 weights = (scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
@@ -85,6 +89,21 @@ def _add_parts(out: Any, heads: Any, attending: Any, values: Any, parts: Any) ->
                     add_values(weights, at, target, 2, kind)
                 else:
                     add_values(weights, at, target, 1, kind)
+
+
+@jit
+def _next_parts(seq: Any, batch: Any, window: Any) -> Any:
+    """First slots of the parts that the next sequence begins with."""
+    seq = min(seq + 1, len(batch.context_lens) - 1)
+    return batch.parts[seq, max(0, batch.context_lens[seq] - window) // KEYS :]
+
+
+@jit
+def _ahead(at: Any, slots: Any, i: Any, then: Any, step: Any) -> Any:
+    """Where part number `i` is, counted on into those that are read afterwards."""
+    if i < len(slots):
+        return at + slots[i] * step
+    return then[0] + then[1][min(i - len(slots), len(then[1]) - 1)] * step
 
 
 @jit

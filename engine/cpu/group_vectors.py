@@ -1,7 +1,8 @@
 """Vector loops of decode attention: 16 keys or values of the cache against the query rows that share them.
 
 Each row of the cache is read, and converted, once for up to MAX_ROWS query rows. Arguments are as in `vectors.py`:
-addresses, steps in bytes, `kind` any number of the cache's dtype; `num_rows` is a compile-time constant.
+addresses, steps in bytes, `kind` any number of the cache's dtype; `num_rows` is a compile-time constant. What lies in
+int8 is in `byte_vectors.py`.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from engine.cpu.ir import FLOAT, FLOATS, INT32, INT64, INTS, LANES, Emitter, constant
-from engine.cpu.vectors import KEYS, scale_at
+from engine.cpu.byte_vectors import add_bytes, score_bytes
+from engine.cpu.ir import FLOAT, FLOATS, INT64, INTS, LANES, Emitter, constant
+from engine.cpu.vectors import KEYS
 
 MAX_ROWS = 3
 _HALF = KEYS // 2
@@ -31,33 +33,27 @@ class _Cache:
         self._rows = [emit.at(emit.pointer(at), builder.mul(step, INT64(key))) for key in range(KEYS)]
 
     def floats(self, key: int, index: Any) -> Any:
-        """Vector number `index` of a row; int8 without its scale."""
+        """Vector number `index` of a row."""
         column = self._emit.builder.mul(index, INT64(LANES * self._kind.bitwidth // 8))
         return self._emit.floats(self._emit.at(self._rows[key], column), self._kind)
-
-    def scales(self) -> Any:
-        """Those of the 16 rows; None where rows have none."""
-        if self._kind.bitwidth != 8:
-            return None
-        emit, scales = self._emit, ir.Constant(FLOATS, ir.Undefined)
-        for key, row in enumerate(self._rows):
-            scale = emit.load(scale_at(emit, row, self.num_vectors), FLOAT, 1)
-            scales = emit.builder.insert_element(scales, scale, INT32(key))
-        return scales
 
 
 @_emit
 def score_keys(typing: Any, queries: Any, keys: Any, out: Any, num_rows: Any, kind: Any) -> Any:
     """out[row][0:16] = dot products of each query row with 16 keys.
 
-    queries, out: (address, step from row to row); keys: (address, step, vectors of a row).
+    queries, as `parts.put_queries` puts them, and out: (address, step from row to row); keys: (address, step, vectors
+    of a row).
     """
     rows = range(num_rows.literal_value)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        cache = _Cache(emit, args[1], kind)
         query_rows, out_rows = (_rows(emit, args[i], rows) for i in (0, 2))
+        if kind == types.int8:
+            score_bytes(emit, query_rows, _part(emit, args[1]), out_rows)
+            return context.get_dummy_value()
+        cache = _Cache(emit, args[1], kind)
         halves = []
         for half in range(2):
             with emit.loop(cache.num_vectors, [constant(FLOATS, 0.0)] * (_HALF * len(rows))) as loop:
@@ -69,11 +65,10 @@ def score_keys(typing: Any, queries: Any, keys: Any, out: Any, num_rows: Any, ki
                         total = loop.carried[key * len(rows) + row]
                         loop.next.append(emit.multiply_add(left[row], right, total))
             halves.append([_fold(builder, loop.next[row :: len(rows)]) for row in rows])
-        scales = cache.scales()
         for row in rows:
             mixed = _merge(builder, halves[0][row], halves[1][row], 2)  # keys 0, 8, 1, 9, ...
             sums = builder.shuffle_vector(mixed, mixed, ir.Constant(INTS, _IN_ORDER))
-            emit.store(sums if scales is None else builder.fmul(sums, scales), out_rows[row])
+            emit.store(sums, out_rows[row])
         return context.get_dummy_value()
 
     return types.void(queries, keys, out, num_rows, kind), generate
@@ -82,6 +77,11 @@ def score_keys(typing: Any, queries: Any, keys: Any, out: Any, num_rows: Any, ki
 def _rows(emit: Emitter, place: Any, rows: range) -> list[Any]:
     at, step = emit.builder.extract_value(place, 0), emit.builder.extract_value(place, 1)
     return [emit.at(emit.pointer(at), emit.builder.mul(step, INT64(row))) for row in rows]
+
+
+def _part(emit: Emitter, place: Any) -> tuple[Any, Any]:
+    """A part of int8, and the vectors of a row."""
+    return emit.pointer(emit.builder.extract_value(place, 0)), emit.builder.extract_value(place, 2)
 
 
 def _fold(builder: Any, vectors: list[Any]) -> Any:
@@ -110,7 +110,7 @@ def _merge(builder: Any, low: Any, high: Any, size: int) -> Any:
 
 @_emit
 def add_values(typing: Any, weights: Any, values: Any, out: Any, num_rows: Any, kind: Any) -> Any:
-    """out[row] += sum over 16 keys of weights[row][key] * value row; int8: the weights are scaled in place.
+    """out[row] += sum over 16 keys of weights[row][key] * value row; what the weights are afterwards is undefined.
 
     weights, out: (address, step from row to row); values: (address, step, vectors of a row).
     """
@@ -118,11 +118,11 @@ def add_values(typing: Any, weights: Any, values: Any, out: Any, num_rows: Any, 
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
-        cache = _Cache(emit, args[1], kind)
         weight_rows, out_rows = (_rows(emit, args[i], rows) for i in (0, 2))
-        if (scales := cache.scales()) is not None:
-            for row in weight_rows:
-                emit.store(builder.fmul(emit.load(row, FLOATS), scales), row)
+        if kind == types.int8:
+            add_bytes(emit, weight_rows, _part(emit, args[1]), out_rows)
+            return context.get_dummy_value()
+        cache = _Cache(emit, args[1], kind)
         with emit.loop(cache.num_vectors, []) as loop:
             column = builder.mul(loop.index, INT64(_VECTOR_BYTES))
             targets = [emit.at(row, column) for row in out_rows]

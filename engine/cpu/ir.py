@@ -86,11 +86,9 @@ class Emitter:
         return self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
 
     def floats(self, pointer: Any, element: Any) -> Any:
-        """16 fp32 lanes from a byte pointer to fp32, to fp16 kept in arrays of uint16, or to int8."""
+        """16 fp32 lanes from a byte pointer to fp32, or to fp16 kept in arrays of uint16."""
         if element.bitwidth == 16:
             return self.builder.fpext(self.load(pointer, HALVES, 2), FLOATS)
-        if element.bitwidth == 8:
-            return self.builder.sitofp(self.load(pointer, BYTES, 1), FLOATS)
         return self.load(pointer, FLOATS)
 
     def splat(self, scalar: Any) -> Any:

@@ -13,15 +13,16 @@ from numba.extending import overload
 
 from engine.cpu.ir import LANES
 from engine.cpu.jit import OPTIONS, jit
+from engine.cpu.parts import head_of, write_head
 from engine.cpu.vectors import (
     FLOAT_BYTES,
+    KEYS,
     address,
     largest_magnitude,
     quantise_vectors,
     rotate_halves,
     scale_row,
     weigh_row,
-    write_row,
 )
 
 _LEVELS = np.float32(127)
@@ -112,18 +113,21 @@ def place_heads(qkv: Any, norms: Any, attending: Any, cache: Any, layer: Any, sp
                 _norm_head(heads[head * dim : (head + 1) * dim], weight, norms[1])
         _rotate(heads, batch.cos[r], batch.sin[r])
         keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
-        slot = layer_at + batch.slots[r] * num_kv_heads * shape.row_bytes
-        _write_heads(keys, keys + num_kv_heads * dim * FLOAT_BYTES, slot, cache[0], shape)
+        values = keys + num_kv_heads * dim * FLOAT_BYTES
+        _write_heads(keys, values, (layer_at, batch.slots[r]), cache[0], shape)
 
 
 @jit
-def _write_heads(keys: Any, values: Any, slot: Any, kind: Any, shape: Any) -> None:
-    """One token's keys and values [num_kv_heads, head_dim], fp32 at these addresses, to its slot of the cache."""
-    half_layer = shape.num_slots * shape.num_kv_heads * shape.row_bytes
+def _write_heads(keys: Any, values: Any, place: Any, kind: Any, shape: Any) -> None:
+    """One token's keys and values [num_kv_heads, head_dim], fp32 at these addresses, to the cache; `place`: (the
+    layer's address, the token's slot).
+    """
+    token_bytes = shape.num_kv_heads * shape.row_bytes
+    token = place[1] % KEYS
+    part = place[0] + (place[1] - token) * token_bytes
     for head in range(shape.num_kv_heads):
-        at, to = head * shape.head_dim * FLOAT_BYTES, slot + head * shape.row_bytes
-        write_row(keys + at, shape.head_dim // 16, to, kind)
-        write_row(values + at, shape.head_dim // 16, to + half_layer, kind)
+        at, to = head * shape.head_dim * FLOAT_BYTES, head_of(part, head, shape, kind)
+        write_head(keys + at, values + at, (to, to + shape.num_slots * token_bytes), token, shape, kind)
 
 
 @jit
@@ -131,6 +135,5 @@ def write_tokens(keys: Any, values: Any, slots: Any, cache: Any, shape: Any) -> 
     """Keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
     token_bytes = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES
     for token in range(len(slots)):
-        slot = address(cache) + slots[token] * shape.num_kv_heads * shape.row_bytes
-        at = token * token_bytes
-        _write_heads(address(keys) + at, address(values) + at, slot, cache[0], shape)
+        place, at = (address(cache), slots[token]), token * token_bytes
+        _write_heads(address(keys) + at, address(values) + at, place, cache[0], shape)

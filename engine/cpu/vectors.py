@@ -1,7 +1,7 @@
 """Vector loops of attention over a paged KV cache, and conversions between fp32 and the cache's rows.
 
-A row of the cache is one head of one token: fp32, fp16 (arrays of uint16: numba has no fp16 on CPU), or int8 followed
-by the 4 bytes of its fp32 scale. `kind` is any number of the cache's dtype. Rows have 16 * num_vectors numbers.
+A row of the cache is one head of one token: fp32, or fp16 (arrays of uint16: numba has no fp16 on CPU); int8 is in
+`byte_vectors.py`. `kind` is any number of the cache's dtype. Rows have 16 * num_vectors numbers.
 Arguments without another word are addresses, and steps count bytes: arrays would be counted references in the innermost
 loops. Nothing is checked.
 """
@@ -38,8 +38,8 @@ FLOAT_BYTES = 4
 HALF_BYTES = 2
 _VECTOR_BYTES = 64
 _CACHE_LINE_BYTES = 64
-_INT8_LEVELS = 127.0
-_TINY = 1e-20
+INT8_LEVELS = 127.0
+TINY = ir.Constant(FLOAT, 1e-20)
 _INTP = types.intp
 _emit: Callable[[Callable[..., Any]], Any] = intrinsic(prefer_literal=True)
 
@@ -59,14 +59,15 @@ def largest_magnitude(typing: Any, values: Any, num_vectors: Any) -> Any:
     """The largest absolute value, at least a tiny one."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _largest(Emitter(context, builder), args[0], args[1])
+        return largest_of(Emitter(context, builder), args[0], args[1])
 
     return types.float32(_INTP, _INTP), generate
 
 
-def _largest(emit: Emitter, values: Any, num_vectors: Any) -> Any:
+def largest_of(emit: Emitter, values: Any, num_vectors: Any) -> Any:
+    """Write code that finds the largest absolute value, at least TINY."""
     at = emit.pointer(values)
-    with emit.loop(num_vectors, [constant(FLOATS, _TINY)]) as loop:
+    with emit.loop(num_vectors, [constant(FLOATS, TINY.constant)]) as loop:
         read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
         magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
         loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
@@ -138,17 +139,12 @@ def read_rows(typing: Any, rows: Any, step: Any, num_vectors: Any, out: Any, kin
         emit = Emitter(context, builder)
         rows_at, out_at = emit.pointer(args[0]), emit.pointer(args[3])
         rows = [emit.at(rows_at, builder.mul(args[1], INT64(key))) for key in range(KEYS)]
-        scales = []
-        if bits == 8:
-            scales = [emit.splat(emit.load(scale_at(emit, row, args[2]), FLOAT, 1)) for row in rows]
         out_step = builder.mul(args[2], INT64(_VECTOR_BYTES))
         with emit.loop(args[2], []) as loop:
             column = builder.mul(loop.index, INT64(LANES * bits // 8))
             target = emit.at(out_at, builder.mul(loop.index, INT64(_VECTOR_BYTES)))
             for key, row in enumerate(rows):
                 values = emit.floats(emit.at(row, column), kind)
-                if scales:
-                    values = builder.fmul(values, scales[key])
                 emit.store(values, emit.at(target, builder.mul(out_step, INT64(key))))
         return context.get_dummy_value()
 
@@ -163,29 +159,14 @@ def write_row(typing: Any, values: Any, num_vectors: Any, row: Any, kind: Any) -
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = Emitter(context, builder)
         values_at, row_at = emit.pointer(args[0]), emit.pointer(args[2])
-        factor = emit.splat(_quantising_factor(emit, args[0], row_at, args[1])) if bits == 8 else None
         with emit.loop(args[1], []) as loop:
             read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(_VECTOR_BYTES))), FLOATS)
             if bits == 16:
                 read = builder.fptrunc(read, HALVES)
-            elif bits == 8:
-                read = builder.trunc(emit.rounded(builder.fmul(read, factor)), BYTES)
             emit.store(read, emit.at(row_at, builder.mul(loop.index, INT64(LANES * bits // 8))), bits // 8)
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, _INTP, kind), generate
-
-
-def _quantising_factor(emit: Emitter, values: Any, row_at: Any, num_vectors: Any) -> Any:
-    """Store the scale behind an int8 row; returns what values are multiplied with."""
-    largest = _largest(emit, values, num_vectors)
-    emit.store(emit.builder.fdiv(largest, FLOAT(_INT8_LEVELS)), scale_at(emit, row_at, num_vectors), 1)
-    return emit.builder.fdiv(FLOAT(_INT8_LEVELS), largest)
-
-
-def scale_at(emit: Emitter, row_at: Any, num_vectors: Any) -> Any:
-    """Where the scale of an int8 row is."""
-    return emit.at(row_at, emit.builder.mul(num_vectors, INT64(LANES)))
 
 
 @_emit

@@ -7,7 +7,7 @@ from mesh.domain.errors import LayoutMismatch
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Types of weights."""
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1}
-"""Types of KV. An int8 row (one head of one token) is followed by its scale, in fp32."""
+"""Types of KV. In int8 each row (one head of one token) has a scale, in fp32."""
 SCALE_BYTES = 4
 
 
@@ -16,7 +16,8 @@ class KVLayout:
     """KV shape and the model it belongs to.
 
     One block of one layer is two arrays (keys, then values) of shape
-    `[block_size, kv_heads of this rank, head_dim]`, C order; in int8 each head_dim is followed by a scale.
+    `[block_size, kv_heads of this rank, head_dim]`, C order; in int8, rows and scales are arranged as the CPU
+    multiplies them (`engine/cpu/byte_vectors.py`). Blocks are moved whole.
     """
 
     model_fingerprint: str

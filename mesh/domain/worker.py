@@ -6,7 +6,7 @@ from enum import Enum
 from mesh.domain.kv import KVLayout
 
 # Raised whenever the meaning of an internal message changes; routers and workers of other versions refuse each other.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class WorkerRole(Enum):

@@ -47,17 +47,28 @@ def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
     cache = KVCache(layout, NUM_TOKENS // block_size, CPU).layer(0)
     if dtype != "int8":
         return cache.copy_(torch.randn(cache.shape))
-    cache.copy_(torch.randint(-127, 128, cache.shape))
-    scales = torch.rand(cache.shape[:-1]) / 64 + 1e-3
-    cache[..., shape.head_dim :] = scales[..., None].view(torch.int8)
+    numbers, scales = int8_parts(cache, shape.head_dim)
+    numbers.copy_(torch.randint(-127, 128, numbers.shape))
+    scales.copy_(torch.rand(scales.shape) / 64 + 1e-3)
     return cache
 
 
+def int8_parts(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Views of a layer in int8: bytes [2, parts, heads, 16 * head_dim], scales [2, parts, heads, 16]."""
+    heads = cache.flatten(1).view(2, -1, cache.shape[3], 16 * cache.shape[4])
+    size = 16 * head_dim
+    return heads[..., :size], heads.view(torch.float32)[..., size // 4 :]
+
+
 def as_floats(cache: Tensor, head_dim: int) -> Tensor:
-    """The numbers that a cache stands for."""
+    """The numbers that a cache stands for, as [2, num_blocks, block_size, num_kv_heads, head_dim]."""
     if cache.dtype != torch.int8:
         return cache.float()
-    return cache[..., :head_dim].float() * cache[..., head_dim:].contiguous().view(torch.float32)
+    numbers, scales = int8_parts(cache, head_dim)
+    keys = numbers[0].unflatten(-1, (head_dim // 4, 16, 4)).transpose(2, 3).flatten(3)
+    values = numbers[1].unflatten(-1, (4, head_dim, 4)).transpose(3, 4).flatten(2, 3)
+    rows = torch.stack([keys, values]) * scales[..., None]
+    return rows.transpose(2, 3).contiguous().view(*cache.shape[:-1], head_dim)
 
 
 def written(cache: Tensor, metadata: ForwardMetadata) -> Tensor:
@@ -119,10 +130,11 @@ def test_rows_of_the_cache_are_rounded_to_the_nearest(shape: AttentionShape, dty
     )
     new[:, 0] = 0.0
     CpuAttention(shape, 1).attend(torch.zeros(num_tokens, shape.num_heads, shape.head_dim), *new, cache, None, metadata)
-    found = written(as_floats(cache, shape.head_dim), metadata)
+    after, before = as_floats(cache, shape.head_dim), as_floats(before, shape.head_dim)
+    found = written(after, metadata)
     assert bool(((found - new).abs() <= error * new.abs().amax(-1, keepdim=True)).all())
-    cache.flatten(1, 2)[:, metadata.slot_mapping] = written(before, metadata)
-    assert torch.equal(cache, before), "something else was written, too"
+    after.flatten(1, 2)[:, metadata.slot_mapping] = written(before, metadata)
+    assert torch.equal(after, before), "something else was written, too"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])

@@ -12,6 +12,7 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionPlace, select_backend
 from engine.checkpoint import open_checkpoint
 from engine.cpu.decoder import CompiledDecoder, why_not_compiled
+from engine.cpu.features import why_no_loops
 from engine.cpu.vectors import KEYS
 from engine.kv_cache import KVCache, num_blocks_for_memory
 from engine.masks import TokenMasks
@@ -189,7 +190,7 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         return settings.kv_dtype
     if settings.quantize != "int8":
         return _dtype(settings, config)
-    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0
+    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops(int8=True) is None
     return "int8" if fits and _attention_shape(config).is_plain else "float16"
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.cpu import normaliser
+from engine.cpu.features import why_no_loops
 
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:
@@ -32,7 +33,7 @@ class Summary(NamedTuple):
 
 def summarise(values: Tensor) -> Summary:
     """Of fp32 values [rows, columns]."""
-    if values.is_cpu and values.stride(1) == 1:
+    if values.is_cpu and values.stride(1) == 1 and why_no_loops(int8=False) is None:
         largest, normalisers = normaliser.summarise(values.numpy())
         return Summary(torch.from_numpy(largest), torch.from_numpy(normalisers))
     return Summary(argmax(values), values.logsumexp(1))

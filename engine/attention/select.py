@@ -43,8 +43,10 @@ def select_backend(shape: AttentionShape, place: AttentionPlace, name: str = "au
     """The backend called `name`, or the best one; ConfigurationError if that one cannot run here."""
     names = available_backends(shape, place)
     if not names or (name != "auto" and name not in names):
+        why = why_not_paged(place.layout)
         raise ConfigurationError(
             f"attention backend {name!r} cannot run on {place}; available: {', '.join(names) or 'none'}"
+            + (f" (not cpu: {why})" if why is not None else "")
         )
     chosen = names[0] if name == "auto" else name
     if chosen == "cpu":

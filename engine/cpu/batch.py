@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata
 from engine.cpu.attention import HeadShape
+from engine.cpu.features import why_no_loops
 from engine.cpu.ir import LOG2_E
 from engine.cpu.vectors import KEYS
 from mesh.domain.kv import KVLayout
@@ -62,4 +63,4 @@ def why_not_paged(layout: KVLayout) -> str | None:
         return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
     if layout.block_size % KEYS:
         return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"
-    return None
+    return why_no_loops(int8=layout.dtype == "int8")

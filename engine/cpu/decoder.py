@@ -17,7 +17,7 @@ from engine.cpu import chunk_amx
 from engine.cpu.attention import Attending, Queries
 from engine.cpu.batch import NO_WINDOW, Batch, head_shape, why_not_paged
 from engine.cpu.buffers import Buffers
-from engine.cpu.features import amx_shapes, cpu_flags, has_amx
+from engine.cpu.features import amx_shapes, has_amx, why_no_loops
 from engine.cpu.matmul import TILE_ROWS, UNIT, Operand
 from engine.cpu.normaliser import summarise
 from engine.cpu.packing import MatrixShape, Packer
@@ -54,9 +54,8 @@ _LOOP_DOES = {
 
 def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
     """What keeps a model from being compiled here; None if nothing does."""
-    needed = {"avx512f", "avx512bw", "avx512vl"} | ({"avx512_vnni"} if int8 else set())
-    if missing := needed - cpu_flags():
-        return f"the CPU has no {', '.join(sorted(missing))}"
+    if (missing := why_no_loops(int8=int8)) is not None:
+        return missing
     for name, value in _LOOP_DOES.items():
         if getattr(config, name) != value:
             return f"{name} {getattr(config, name)}"

@@ -15,6 +15,8 @@ _XFEATURE_XTILEDATA = 18
 _NUM_TILES = 8
 _TILE_ROWS = 16
 _TILE_ROW_BYTES = 64
+_VECTORS = frozenset({"avx512f", "avx512bw", "avx512vl"})
+_BYTE_VECTORS = frozenset({"avx512_vnni"})
 
 
 @lru_cache(maxsize=1)
@@ -25,6 +27,14 @@ def cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def why_no_loops(*, int8: bool) -> str | None:
+    """What keeps this CPU from running the vector loops of this package (`int8`: also those over bytes), which its
+    compiler would end the process about; None if nothing does.
+    """
+    missing = (_VECTORS | _BYTE_VECTORS if int8 else _VECTORS) - cpu_flags()
+    return f"the CPU has no {', '.join(sorted(missing))}" if missing else None
 
 
 def knows_amx() -> bool:

@@ -40,7 +40,7 @@ def test_what_is_not_compiled(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.cpu.decoder.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
+    monkeypatch.setattr("engine.cpu.features.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"})
     config = load_config(checkpoint("llama"))
     layout = kv_layout(config, settings(checkpoint("llama")))
     assert why_not_compiled(config, layout, int8=True) is None
@@ -51,7 +51,7 @@ def test_what_is_not_compiled(
 def test_families_that_are_llama_once_loaded_are_compiled(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.cpu.decoder.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
+    monkeypatch.setattr("engine.cpu.features.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
     reasons = {}
     for family in OTHER_FAMILIES:
         config = load_config(checkpoint(family))
@@ -68,12 +68,12 @@ def test_families_that_are_llama_once_loaded_are_compiled(
 def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = checkpoint("llama")
     config, layout = load_config(model_dir), kv_layout(load_config(model_dir), settings(model_dir))
-    monkeypatch.setattr("engine.cpu.decoder.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
+    monkeypatch.setattr("engine.cpu.features.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
     assert why_not_compiled(config, layout, int8=False) is None
     assert why_not_compiled(config, layout, int8=True) == "the CPU has no avx512_vnni"
-    monkeypatch.setattr("engine.cpu.decoder.cpu_flags", lambda: {"avx512f"})
+    monkeypatch.setattr("engine.cpu.features.cpu_flags", lambda: {"avx2"})
     runner = load_model_runner(settings(model_dir))
-    assert runner.attention_backend == "cpu"
+    assert runner.attention_backend == "torch"
     check_parity(model_dir, runner)
 
 

@@ -16,8 +16,8 @@ def read_byte_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]
     """
     dim, heads = layer_cache.shape[-1] - SCALE_BYTES, layer_cache.shape[3]
     parts = layer_cache.view(2, -1, heads, KEYS * layer_cache.shape[4])
-    keys = parts[0, :, :, : KEYS * dim].unflatten(-1, (dim // _GROUP, KEYS, _GROUP))
-    values = parts[1, :, :, : KEYS * dim].unflatten(-1, (KEYS // _GROUP, dim, _GROUP))
+    keys = parts[0, :, :, : KEYS * dim].view(-1, heads, dim // _GROUP, KEYS, _GROUP)
+    values = parts[1, :, :, : KEYS * dim].view(-1, heads, KEYS // _GROUP, dim, _GROUP)
     part, token = slots // KEYS, slots % KEYS
     scales = parts.view(torch.float32)[..., -KEYS:][:, part, :, token]  # [*slots.shape, 2, num_kv_heads]
     key_rows = keys[part, :, :, token].flatten(-2)

@@ -18,8 +18,9 @@ from engine.cpu.byte_vectors import (
     write_key,
     write_value,
 )
+from engine.cpu.ir import LANES
 from engine.cpu.jit import OPTIONS
-from engine.cpu.vectors import FLOAT_BYTES, KEYS, LANES, address, read_rows, write_row
+from engine.cpu.vectors import FLOAT_BYTES, KEYS, address, read_rows, write_row
 
 
 def head_of(part: Any, head: Any, shape: Any, kind: Any) -> Any:

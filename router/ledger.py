@@ -29,8 +29,8 @@ class Booking:
         self.placement = placement
         self.num_tokens = num_tokens
         """Prompt and generated tokens so far: what the decode worker holds KV for."""
-        self.prefill_tokens = num_tokens if placement.prefill is not None else 0
-        """Prompt tokens the prefill worker has still to compute."""
+        self.prefill_tokens = num_tokens
+        """Prompt tokens that the prefill worker, or without one the decode worker, has still to compute."""
         self.reserved_at_s: float | None = None
         """When the decode worker confirmed its reservation."""
         self.num_shared_tokens = 0
@@ -52,12 +52,14 @@ class Booking:
 
     def first_token(self) -> None:
         """The attempt has brought a token. Only the first call counts."""
+        if self.placement.prefill is None and self.prefill_tokens > 0:
+            self.prefill_computed()
         callback, self._on_first_token = self._on_first_token, None
         if callback is not None:
             callback()
 
     def prefill_computed(self) -> None:
-        """The prompt is computed; its blocks stay on the prefill worker until they are sent."""
+        """The prompt is computed; its blocks stay on a prefill worker until they are sent."""
         self.prefill_tokens = 0
         self._ledger.changed()
 
@@ -78,7 +80,7 @@ class Booking:
     def fork(self) -> "Booking":
         """A sequence at the same decode worker that begins with this one's KV."""
         booking = self._ledger.book(Placement(None, self.placement.decode), self.num_tokens)
-        booking.num_shared_tokens = self.num_tokens
+        booking.num_shared_tokens, booking.prefill_tokens = self.num_tokens, 0
         self.forks.append(booking)
         return booking
 
@@ -162,7 +164,8 @@ class Ledger:
             blocks = decode.layout.num_blocks_for(booking.num_tokens) + 1
             blocks -= booking.num_shared_tokens // decode.layout.block_size
             reported = self._is_reported(booking, last_seen_s.get(decode.incarnation, 0.0))
-            _add(sums, decode, InFlight(1, blocks, 0 if reported else blocks, 0))
+            own_tokens = booking.prefill_tokens if prefill is None else 0
+            _add(sums, decode, InFlight(1, blocks, 0 if reported else blocks, own_tokens))
             if prefill is not None and booking.holds_prefill:
                 blocks = prefill.layout.num_blocks_for(booking.num_tokens)
                 _add(sums, prefill, InFlight(1, blocks, 0, booking.prefill_tokens))

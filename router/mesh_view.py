@@ -50,10 +50,13 @@ class Sources:
 class MeshView:
     """Cheap to ask; keeps nothing."""
 
-    def __init__(self, model: ServedModel, sources: Sources, *, prefill_threshold: int = 0) -> None:
+    def __init__(
+        self, model: ServedModel, sources: Sources, *, prefill_threshold: int = 0, prefill_overflow: int = 0
+    ) -> None:
         self._model = model
         self._sources = sources
         self._prefill_threshold = prefill_threshold
+        self._prefill_overflow = prefill_overflow
 
     def snapshot(self) -> Snapshot:
         """For placement."""
@@ -69,6 +72,7 @@ class MeshView:
             unproven=frozenset(info.incarnation for info, proof in proofs if proof is Proof.NONE),
             local_only=frozenset(info.incarnation for info, proof in proofs if proof is Proof.LOCAL and can_transfer),
             prefill_threshold=self._prefill_threshold,
+            prefill_overflow=self._prefill_overflow,
         )
 
     def num_healthy(self, role: WorkerRole, *, with_transfers: bool = False) -> int:

@@ -61,6 +61,7 @@ class ModelRouter:
             model,
             Sources(workers, shared.links, self.ledger, self.proving),
             prefill_threshold=settings.prefill_threshold,
+            prefill_overflow=settings.prefill_overflow,
         )
         forecast = Forecast(time.monotonic)
         self.queue = PlacementQueue(

@@ -109,7 +109,7 @@ class NoPlacement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that placement looks at. Three sets hold incarnations: `unreachable` of workers the router has no working
+    """All that placement looks at; router/settings.py says what the two numbers are. Three sets hold incarnations: `unreachable` of workers the router has no working
     connection to, `unproven` of those it does not trust, `local_only` of decode workers that have to prefill.
     """
 
@@ -121,6 +121,7 @@ class Snapshot:
     unproven: frozenset[str] = frozenset()
     local_only: frozenset[str] = frozenset()
     prefill_threshold: int = 0
+    prefill_overflow: int = 0
 
     @property
     def num_canary_seats(self) -> int:
@@ -153,7 +154,9 @@ def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
     if not prefillers or locally or uncached < snapshot.prefill_threshold:
         return Placement(None, decode.info)
     prefill = _choose(query, [c for c in prefillers if prefill_has_room(query, c)], prefill_cost)
-    return NoPlacement.NO_PREFILL_ROOM if prefill is None else Placement(prefill.info, decode.info)
+    if prefill is None and decode.in_flight.prefill_tokens + uncached > snapshot.prefill_overflow:
+        return NoPlacement.NO_PREFILL_ROOM
+    return Placement(None if prefill is None else prefill.info, decode.info)
 
 
 def usable(snapshot: Snapshot) -> list[WorkerView]:

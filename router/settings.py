@@ -31,7 +31,7 @@ _DURATIONS = (
     "slow_reader_s",
     "grace_s",
 )
-_NOT_NEGATIVE = ("prefill_threshold", "expect_prefill", "expect_decode")
+_NOT_NEGATIVE = ("prefill_threshold", "prefill_overflow", "expect_prefill", "expect_decode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,9 @@ class RouterSettings(ModelSettings):
         False, "refuse structured output: JSON schemas, regular expressions, grammars", env=("DISABLE_GRAMMAR_SUPPORT",)
     )
     prefill_threshold: int = setting(0, "prompts with fewer uncached tokens are prefilled by the decode worker")
+    prefill_overflow: int = setting(
+        0, "uncached prompt tokens that a decode worker takes on at once while the prefill workers are full"
+    )
 
     max_attempts: int = setting(10, "dispatches of a request in a row that bring no token, before it fails")
     max_worker_losses: int = setting(4, "workers lost in a row under a request that got no token, before it fails")

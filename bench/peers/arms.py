@@ -1,7 +1,7 @@
 """Arms of a comparison: Tandem and its peers, each started on the same cores from the same weights.
 
-An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-colocated`, or a peer of
-bench.peers.catalog; BUDGET is the most tokens of one step, prompts being computed in chunks of what is left of it.
+An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-overflow` (the same, but
+the decode worker helps with prompts while the prefill worker is full), `tandem-colocated`, or a peer of bench.peers.catalog; BUDGET is the most tokens of one step, prompts being computed in chunks of what is left of it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from bench.peers.process import Command, PeerFailed, running
 Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
 """`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
 
-TANDEM = {"tandem": (), "tandem-colocated": ("--colocated",)}
+TANDEM = {"tandem": (), "tandem-overflow": ("--prefill-overflow=512",), "tandem-colocated": ("--colocated",)}
 _PRECISION_FLAGS = {"none": (), "int8": ("--quantize", "int8"), "bf16": ("--dtype", "bfloat16")}
 _MAX_SEQS = 64
 _KV_TOKENS = 32768
@@ -64,7 +64,8 @@ def parse_arm(text: str) -> Arm:
     name, colon, budget = text.partition(":")
     if name not in TANDEM and name not in PEERS:
         raise ValueError(f"no arm {name}: {', '.join([*TANDEM, *PEERS])}")
-    if colon and not (name == "tandem-colocated" or (name in PEERS and PEERS[name].has_budget)):
+    has_budget = PEERS[name].has_budget if name in PEERS else name != "tandem"
+    if colon and not has_budget:
         raise ValueError(f"{name} has no step budget")
     return Arm(name, int(budget) if colon else 0)
 

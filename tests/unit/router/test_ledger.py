@@ -2,7 +2,7 @@
 
 from router.ledger import Ledger
 from router.placement import Placement
-from tests.fakes.router_views import BLOCK, decode
+from tests.fakes.router_views import BLOCK, decode, prefill
 
 
 def test_shared_blocks_are_counted_once_until_the_last_that_holds_them_is_gone() -> None:
@@ -19,3 +19,24 @@ def test_shared_blocks_are_counted_once_until_the_last_that_holds_them_is_gone()
         assert counted() == 8 + 3 - number
     forks[2].release()
     assert counted() == 0
+
+
+def test_prompt_tokens_count_where_they_are_computed_until_they_are() -> None:
+    first, second, ledger = prefill(), decode(), Ledger(lambda: 0.0)
+    room_appeared: list[int] = []
+
+    def counted() -> dict[str, int]:
+        sums = ledger.in_flight([first, second])
+        return {view.info.worker_id: sums[view.info.incarnation].prefill_tokens for view in (first, second)}
+
+    shipped = ledger.book(Placement(first.info, second.info), 7)
+    local = ledger.book(Placement(None, second.info), 5)
+    local.fork()
+    assert counted() == {"p0": 7, "d0": 5}
+    ledger.on_change(lambda: room_appeared.append(1))
+    shipped.prefill_computed()
+    assert counted() == {"p0": 0, "d0": 5}
+    for _ in range(2):
+        local.first_token()
+    assert counted() == {"p0": 0, "d0": 0}
+    assert len(room_appeared) == 2

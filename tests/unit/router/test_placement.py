@@ -144,6 +144,20 @@ def test_short_uncached_prompts_stay_on_decode(threshold: int, cached: int, expe
     assert (placed.prefill and placed.prefill.worker_id) == expected
 
 
+@pytest.mark.parametrize(
+    ("overflow", "waiting", "cached", "expected"),
+    [(0, 0, 0, NoPlacement.NO_PREFILL_ROOM), (8, 0, 0, (None, "d0")), (7, 0, 0, NoPlacement.NO_PREFILL_ROOM)]
+    + [(8, 1, 0, NoPlacement.NO_PREFILL_ROOM), (8, 4, 4, (None, "d0")), (16, 8, 0, (None, "d0"))],
+)
+def test_decode_helps_while_prefill_is_full(overflow: int, waiting: int, cached: int, expected: object) -> None:
+    busy = {"p0": InFlight(num_seqs=1, prefill_tokens=10**6), "d0": InFlight(num_seqs=1, prefill_tokens=waiting)}
+    workers = (prefill(), decode(cached=range(cached)))
+    placed = place(query(8), snapshot(*workers, in_flight=busy, prefill_overflow=overflow))
+    assert (placed if isinstance(placed, NoPlacement) else names(placed)) == expected
+    idle = place(query(8), snapshot(*workers, in_flight={"d0": busy["d0"]}, prefill_overflow=overflow))
+    assert names(idle) == ("p0", "d0")
+
+
 def test_prefill_locally_when_asked() -> None:
     assert names(place(query(prefill_locally=True), snapshot(prefill(), decode()))) == (None, "d0")
 

@@ -109,8 +109,9 @@ class NoPlacement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that placement looks at; router/settings.py says what the two numbers are. Three sets hold incarnations: `unreachable` of workers the router has no working
-    connection to, `unproven` of those it does not trust, `local_only` of decode workers that have to prefill.
+    """All that placement looks at. Three sets hold incarnations: `unreachable` of workers the router has no working
+    connection to, `unproven` of those it does not trust, `local_only` of decode workers that have to prefill. The two
+    numbers are settings of the router.
     """
 
     views: Sequence[WorkerView]

@@ -1,7 +1,8 @@
 """Arms of a comparison: Tandem and its peers, each started on the same cores from the same weights.
 
 An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-overflow` (the same, but
-the decode worker helps with prompts while the prefill worker is full), `tandem-colocated`, or a peer of bench.peers.catalog; BUDGET is the most tokens of one step, prompts being computed in chunks of what is left of it.
+the decode worker helps with prompts while the prefill worker is full), `tandem-colocated`, or a peer of
+bench.peers.catalog; BUDGET is the most tokens of one step, prompts being computed in chunks of what is left of it.
 """
 
 import asyncio

@@ -146,8 +146,14 @@ def test_short_uncached_prompts_stay_on_decode(threshold: int, cached: int, expe
 
 @pytest.mark.parametrize(
     ("overflow", "waiting", "cached", "expected"),
-    [(0, 0, 0, NoPlacement.NO_PREFILL_ROOM), (8, 0, 0, (None, "d0")), (7, 0, 0, NoPlacement.NO_PREFILL_ROOM)]
-    + [(8, 1, 0, NoPlacement.NO_PREFILL_ROOM), (8, 4, 4, (None, "d0")), (16, 8, 0, (None, "d0"))],
+    [
+        (0, 0, 0, NoPlacement.NO_PREFILL_ROOM),
+        (7, 0, 0, NoPlacement.NO_PREFILL_ROOM),
+        (8, 0, 0, (None, "d0")),
+        (8, 1, 0, NoPlacement.NO_PREFILL_ROOM),
+        (8, 4, 4, (None, "d0")),
+        (16, 8, 0, (None, "d0")),
+    ],
 )
 def test_decode_helps_while_prefill_is_full(overflow: int, waiting: int, cached: int, expected: object) -> None:
     busy = {"p0": InFlight(num_seqs=1, prefill_tokens=10**6), "d0": InFlight(num_seqs=1, prefill_tokens=waiting)}

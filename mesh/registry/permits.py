@@ -12,8 +12,8 @@ least 1. What it already holds, it keeps. So routers together can be above the c
 shares when Redis went, and only until that work ends; when Redis returns, each writes its leases anew.
 
 A Redis that is there but has lost its data (wiped, failed over) does not know all leases until every router has
-renewed. Until then, some two seconds, a router takes no more than it held when it last knew the sum, and its part of
-what was free then: one that has just started, nothing.
+renewed. Until then, some two seconds, or a whole lease if one is missing, a router takes no more than it held when it
+last knew the sum, and its part of what was free then, within its share: one that has just started, nothing.
 """
 
 import asyncio
@@ -180,7 +180,7 @@ class SharedPermits:
         keeps = self._holdings.keeps(renew=renew)
         if not keeps and not asks:
             return
-        exchange = Exchange(renew, renew and self._has_been_here, keeps, self._takes(asks))
+        exchange = Exchange(renew, self._num_routers, renew and self._has_been_here, keeps, self._takes(asks))
         try:
             known, answers = await self._store.exchange(redis, exchange)
         except FAILURES as error:
@@ -222,7 +222,9 @@ class SharedPermits:
 
     def _note_total(self, num_leased: int) -> None:
         """All routers hold this many."""
-        self._allowance = self.num_held + max(0, self._cap - num_leased) // self._num_routers
+        free = max(0, self._cap - num_leased) // self._num_routers
+        # Not beyond the share: others may take what was free before this router hears of it.
+        self._allowance = min(self.num_held + free, max(self.num_held, self.share))
 
     def _found_touch(self) -> None:
         self._has_been_here = True

@@ -4,7 +4,7 @@
     tandem:permits:of:<tenant>  the same, of one tenant
     tandem:routers              router ids, by expiry
     tandem:settling             there for a while after leases had to be written anew: Redis came back without them,
-                                and other routers' leases may still be missing
+                                and other routers' leases may still be missing; the routers that are back
 
 Each model has its own: `tandem:permits@<model>`, and so on. All times are Redis's own clock, in milliseconds.
 """
@@ -21,55 +21,75 @@ local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
 
+# It takes `least` at least, and as long as some of the `known` routers are not back, until a lease is over: whoever was
+# silent for that long holds none.
+_SETTLING = """
+local function is_settling(key, lease, least, known)
+  local left = redis.call('PTTL', key)
+  return left > 0 and (left > lease - least or redis.call('SCARD', key) < known)
+end
+"""
+
 # KEYS: permits, permits of the tenant, routers, settling
-# ARGV: lease, settling time, router id or '', 1 if the router has been here before, number of released ids,
-# released ids, held ids
+# ARGV: lease, least settling time, routers known, router id or '', 1 if the router has been here before, number of
+# released ids, released ids, held ids
 _KEEP = (
     _NOW
+    + _SETTLING
     + """
-local lease, released = tonumber(ARGV[1]), tonumber(ARGV[5])
-for i = 6, 5 + released do
+local lease, released = tonumber(ARGV[1]), tonumber(ARGV[6])
+for i = 7, 6 + released do
   redis.call('ZREM', KEYS[1], ARGV[i])
   redis.call('ZREM', KEYS[2], ARGV[i])
 end
-local missing = ARGV[4] == '1' and redis.call('EXISTS', KEYS[3]) == 0
-for i = 6 + released, #ARGV do
+local returning = ARGV[5] == '1'
+local missing = returning and redis.call('EXISTS', KEYS[3]) == 0
+for i = 7 + released, #ARGV do
   if redis.call('ZADD', KEYS[1], now + lease, ARGV[i]) == 1 then missing = true end
   redis.call('ZADD', KEYS[2], now + lease, ARGV[i])
 end
 redis.call('PEXPIRE', KEYS[1], 2 * lease)
 redis.call('PEXPIRE', KEYS[2], 2 * lease)
-if missing then redis.call('SET', KEYS[4], '1', 'PX', ARGV[2]) end
+if missing or (returning and redis.call('EXISTS', KEYS[4]) == 1) then redis.call('SADD', KEYS[4], ARGV[4]) end
+if missing then redis.call('PEXPIRE', KEYS[4], lease) end
+local settling = 1
+if not is_settling(KEYS[4], lease, tonumber(ARGV[2]), tonumber(ARGV[3])) then
+  redis.call('PEXPIRE', KEYS[4], 0)
+  settling = 0
+end
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
-if ARGV[3] ~= '' then
-  redis.call('ZADD', KEYS[3], now + lease, ARGV[3])
+if ARGV[4] ~= '' then
+  redis.call('ZADD', KEYS[3], now + lease, ARGV[4])
   redis.call('PEXPIRE', KEYS[3], 2 * lease)
 end
-return {redis.call('ZCARD', KEYS[3]), redis.call('EXISTS', KEYS[4]), redis.call('ZCARD', KEYS[1])}
+return {redis.call('ZCARD', KEYS[3]), settling, redis.call('ZCARD', KEYS[1])}
 """
 )
 
-# KEYS: as above. ARGV: lease, cap, cap of the tenant or -1, router id, what this router may hold while leases of others
-# may be missing, what it holds, ids. Redis that has lost the router has lost leases, even if nobody has said so yet.
+# KEYS: as above. ARGV: lease, least settling time, routers known, router id, cap, cap of the tenant or -1, what this
+# router may hold while leases of others may be missing, what it holds, ids. Redis that has lost the router has lost
+# leases, even if nobody has said so yet.
 _TAKE = (
     _NOW
+    + _SETTLING
     + """
-local count = #ARGV - 6
+local lease, count = tonumber(ARGV[1]), #ARGV - 8
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
 local held, held_by_tenant = redis.call('ZCARD', KEYS[1]), redis.call('ZCARD', KEYS[2])
-local tenant_cap = tonumber(ARGV[3])
+local tenant_cap = tonumber(ARGV[6])
 if tenant_cap >= 0 and held_by_tenant + count > tenant_cap then return {0, 1, held_by_tenant, 1} end
-if held + count > tonumber(ARGV[2]) then return {0, 0, held, 0} end
+if held + count > tonumber(ARGV[5]) then return {0, 0, held, 0} end
 local settling = 0
-if redis.call('EXISTS', KEYS[4]) == 1 or not redis.call('ZSCORE', KEYS[3], ARGV[4]) then settling = 1 end
-if settling == 1 and ARGV[6] + count > tonumber(ARGV[5]) then return {0, 0, held, 1} end
-for i = 7, #ARGV do
-  redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[i])
-  redis.call('ZADD', KEYS[2], now + ARGV[1], ARGV[i])
+if is_settling(KEYS[4], lease, tonumber(ARGV[2]), tonumber(ARGV[3])) then settling = 1 end
+if not redis.call('ZSCORE', KEYS[3], ARGV[4]) then settling = 1 end
+if settling == 1 and ARGV[8] + count > tonumber(ARGV[7]) then return {0, 0, held, 1} end
+for i = 9, #ARGV do
+  redis.call('ZADD', KEYS[1], now + lease, ARGV[i])
+  redis.call('ZADD', KEYS[2], now + lease, ARGV[i])
 end
-redis.call('PEXPIRE', KEYS[1], 2 * ARGV[1])
-redis.call('PEXPIRE', KEYS[2], 2 * ARGV[1])
+redis.call('PEXPIRE', KEYS[1], 2 * lease)
+redis.call('PEXPIRE', KEYS[2], 2 * lease)
 return {1, 0, held + count, settling}
 """
 )
@@ -77,7 +97,7 @@ return {1, 0, held + count, settling}
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """How long a lease lasts unless renewed, and how long caution lasts after leases had to be written anew."""
+    """How long a lease lasts unless renewed, and how long caution lasts at least after leases had to be written anew."""
 
     lease_s: float = 5.0
     renew_s: float = 1.0
@@ -137,9 +157,10 @@ class Known:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """What goes to Redis in one round trip, in this order. `present` keeps the router among the known ones, `returning`
-    says that it must be among them already."""
+    says that it must be among them already, and `num_routers` how many there were when it last heard."""
 
     present: bool
+    num_routers: int = 1
     returning: bool = False
     keeps: list[Keep] = field(default_factory=list)
     takes: list[Take] = field(default_factory=list)
@@ -159,7 +180,7 @@ class PermitStore:
             for keep in exchange.keeps:
                 pipe.eval(_KEEP, 4, *self._keys(keep.tenant), *self._keep_args(keep, exchange))
             for take in exchange.takes:
-                pipe.eval(_TAKE, 4, *self._keys(take.tenant), *self._take_args(take))
+                pipe.eval(_TAKE, 4, *self._keys(take.tenant), *self._take_args(take, exchange))
             answers = await pipe.execute()
         num_keeps = len(exchange.keeps)
         taken = [Taken(bool(yes), bool(mine), int(held), not part) for yes, mine, held, part in answers[num_keeps:]]
@@ -174,13 +195,17 @@ class PermitStore:
         await redis.zrem(self._key("routers"), self._router_id)
 
     def _keep_args(self, keep: Keep, exchange: Exchange) -> list[str | int]:
-        times, router_id = self._times, self._router_id if exchange.present else ""
-        head: list[str | int] = [times.lease_ms, times.settling_ms, router_id, int(exchange.returning)]
+        router_id = self._router_id if exchange.present else ""
+        head = [*self._caution(exchange), router_id, int(exchange.returning)]
         return [*head, len(keep.released), *keep.released, *keep.held]
 
-    def _take_args(self, take: Take) -> list[str | int]:
+    def _take_args(self, take: Take, exchange: Exchange) -> list[str | int]:
         tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
-        return [self._times.lease_ms, take.cap, tenant_cap, self._router_id, take.allowance, take.held, *take.ids]
+        caps = (take.cap, tenant_cap, take.allowance, take.held)
+        return [*self._caution(exchange), self._router_id, *caps, *take.ids]
+
+    def _caution(self, exchange: Exchange) -> list[str | int]:
+        return [self._times.lease_ms, self._times.settling_ms, exchange.num_routers]
 
     def _keys(self, tenant: str) -> tuple[str, str, str, str]:
         permits = self._key("permits")

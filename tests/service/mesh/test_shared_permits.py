@@ -1,6 +1,7 @@
 """Permits shared by routers: never above the cap, given back exactly once, and what holds while Redis is away."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -171,6 +172,24 @@ async def test_no_cap_is_passed_while_leases_are_written_anew(routers: Routers, 
             await asyncio.sleep(0.02)
     assert granted <= 3
     assert all(permits.share == 3 for permits in (first, second))
+
+
+async def test_a_router_that_is_late_is_waited_for_a_lease(routers: Routers, redis_server: RedisServer) -> None:
+    first, second = await routers.start(2)
+    await first.acquire(2)
+    await second.acquire(3)
+    await asyncio.sleep(2 * TIMES.renew_s)  # each hears what the other holds
+    await routers.kill(second)
+    async with redis_server.client() as redis:
+        await redis.flushall()
+    lost_s = time.monotonic()
+    while (age_s := time.monotonic() - lost_s) < TIMES.lease_s + 2 * TIMES.renew_s:
+        with contextlib.suppress(Overloaded):
+            await first.acquire(2)
+            break
+        await asyncio.sleep(0.02)
+    assert age_s > 2 * TIMES.settling_ms / 1000, "its leases may come back"
+    await first.acquire(2)  # a whole lease is over: it holds none
 
 
 async def test_redis_hangs(routers: Routers, redis_server: RedisServer) -> None:

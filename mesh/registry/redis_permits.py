@@ -97,7 +97,7 @@ return {1, 0, held + count, settling}
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """How long a lease lasts unless renewed, and how long caution lasts at least after leases had to be written anew."""
+    """How long a lease lasts unless renewed, and caution at least, after leases had to be written anew."""
 
     lease_s: float = 5.0
     renew_s: float = 1.0

@@ -137,6 +137,7 @@ def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, dis
 def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
     """Raise ConfigurationError for what would fail later; returns the trial that the router's settings allow."""
     router: RouterSettings = plan.resolve(plan.router(), environ)
+    _require_keys_file(router, environ)
     identity = router.load_public_tls()
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
     for worker in plan.workers("127.0.0.1:1"):
@@ -148,6 +149,15 @@ def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
         _require_installed("uvicorn")
         _require_free_port(http.host, http.port)
     return Trial(router.prefill_threshold if plan.has_prefill else 0, trial_key, tls)
+
+
+def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> None:
+    """Whoever sets TGI's API_KEY believes that nobody gets in without it."""
+    if environ.get("API_KEY") and not router.api_keys_file and not router.allow_anonymous:
+        raise ConfigurationError(
+            "API_KEY is set, but keys are in a file here: make it with `tandem keys new` and give --api-keys-file, "
+            "or --allow-anonymous to serve without keys"
+        )
 
 
 def _require_installed(package: str) -> None:

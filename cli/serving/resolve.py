@@ -1,7 +1,7 @@
 """From keys to settings, with checks of what contradicts, and lines that say what came from where."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cli.serving.knobs import KNOBS, Knob
@@ -40,6 +40,8 @@ def read_low_code(path: str | None, environ: Mapping[str, str], roles_of: RolesO
 
 
 def _apply(knob: Knob, given: Given, found: LowCode, environ: Mapping[str, str]) -> None:
+    if knob.is_secret:
+        given = replace(given, value="***")
     try:
         value = knob.convert(given.value)
         spread = knob.spread(given.value) if knob.spread else {}

@@ -261,6 +261,30 @@ def test_wrong_configurations_are_one_line(
     assert captured.out == ""
 
 
+def test_tgis_api_key_is_not_taken_for_protection(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cli.main import main
+
+    monkeypatch.setenv("API_KEY", "tgi-secret")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["up", f"--model={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "give --api-keys-file" in said
+    assert "tgi-secret" not in said
+
+
+def test_tgis_api_key_beside_a_choice_of_ones_own(
+    tmp_path: Path, started: list[Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "tgi-secret")
+    up = Up(tmp_path, "--allow-anonymous")
+    started.append(up)
+    up.wait_ready()
+    assert "API_KEY=*** (API_KEY) has no effect" in up.stderr()
+    assert up.end(signal.SIGINT) == 0
+
+
 def test_a_port_in_use_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from cli.main import main
 

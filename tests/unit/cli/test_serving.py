@@ -85,6 +85,36 @@ def test_variables_of_tgi_and_sagemaker() -> None:
     assert any("WAITING_SERVED_RATIO=1.2" in warning for warning in found.warnings)
 
 
+def test_the_compiled_decoder_and_the_type_of_kv_are_the_workers(tmp_path: Path) -> None:
+    found = read(tmp_path, "option.enforce_eager=true", KV_CACHE_DTYPE="bf16")
+    assert found.of("prefill") == found.of("decode") == {"enforce_eager": "true", "kv_dtype": "bfloat16"}
+    assert "KV_CACHE_DTYPE=bf16 (KV_CACHE_DTYPE): decode.kv_dtype = bfloat16" in found.lines
+    assert read(tmp_path, ENFORCE_EAGER="1").of("decode") == {"enforce_eager": "1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ENABLE_CUDA_GRAPHS",
+        "CUDA_GRAPHS",
+        "MAX_BEST_OF",
+        "MAX_STOP_SEQUENCES",
+        "MAX_TOP_N_TOKENS",
+        "LORA_ADAPTERS",
+        "SERVING_BATCH_SIZE",
+        "TGI_V1",
+    ],
+)
+def test_variables_without_effect_are_warned_about(tmp_path: Path, name: str) -> None:
+    (warning,) = read(tmp_path, **{name: "1"}).warnings
+    assert warning.startswith(f"{name}=1 ({name}) has no effect: ")
+
+
+def test_a_key_is_never_shown(tmp_path: Path) -> None:
+    found = read(tmp_path, API_KEY="tgi-secret")
+    assert found.warnings == ["API_KEY=*** (API_KEY) has no effect: keys are in a file, see --api-keys-file"]
+
+
 @pytest.mark.parametrize(
     ("properties", "environ", "said"),
     [
@@ -94,6 +124,7 @@ def test_variables_of_tgi_and_sagemaker() -> None:
         ("option.enable_lora=true", {}, "not supported"),
         ("option.output_formatter=3p", {}, "jsonlines"),
         ("option.dtype=int8", {}, "option.quantize=int8"),
+        ("", {"KV_CACHE_DTYPE": "fp8_e5m2"}, "there is no fp8 KV"),
         ("", {"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "contradict each other"),
         ("", {"MAX_INPUT_TOKENS": "9", "MAX_TOTAL_TOKENS": "9"}, "`max_input_tokens` must be < `max_total_tokens`"),
         (

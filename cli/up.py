@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         core_table = Path(folder) / "table"
         make_core_table(core_table, max(available_cores()) + 1)
         plan = replace(_plan(args, settings, low_code, display), core_table=core_table)
+        plan = _with_lmi_defaults(plan, low_code, environ, display)
         trial = _check(plan, environ, trial_key)
         log_dir = _log_dir(settings)
         display.line(f"logs: {log_dir}")
@@ -132,6 +133,15 @@ def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, dis
     finally:
         display.loaded()
     return MeshPlan(settings, models, hasattr(os, "sched_getaffinity"), config=args.config, values=values)
+
+
+def _with_lmi_defaults(plan: MeshPlan, low_code: LowCode, environ: Mapping[str, str], display: Display) -> MeshPlan:
+    """For those of the router's settings that flags, environment and file leave alone."""
+    origins = plan.origins(plan.router(), environ)
+    left = {name: value for name, value in low_code.router_defaults.items() if origins[name] == "default"}
+    for name, value in left.items():
+        display.line(f"job_queue_size={value} (LMI's default): router.{name} = {value}")
+    return replace(plan, values={**plan.values, "router": {**plan.values["router"], **left}})
 
 
 def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cli.serving.conversions import flag
 from cli.serving.knobs import KNOBS, Knob
 from cli.serving.sources import Given, find, known_keys, read_options, read_properties
 from mesh.domain.errors import ConfigurationError
@@ -11,12 +12,20 @@ from mesh.domain.errors import ConfigurationError
 RolesOf = Mapping[str, Iterable[str]]
 """The services' own settings: name to the roles that have it."""
 
+# LMI's job_queue_size. Both: what waits is in service, too.
+_LMI_DEFAULTS = {"max_concurrent_requests": "1000", "max_queued_requests": "1000"}
+
 
 @dataclass
 class LowCode:
-    """What the keys mean. `values` are settings by role, "up" included; the rest is to be shown."""
+    """What the keys mean.
+
+    `values` are settings by role, "up" included. `router_defaults` are LMI's, for what nobody sets, in whatever way.
+    `lines` and `warnings` are to be shown.
+    """
 
     values: dict[str, dict[str, str]] = field(default_factory=dict)
+    router_defaults: dict[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -36,6 +45,8 @@ def read_low_code(path: str | None, environ: Mapping[str, str], roles_of: RolesO
     _pass_through(layers, found, roles_of, environ)
     _check_mode(layers)
     _check_budgets(found)
+    if (path or layers[1]) and not flag(found.of("gateway").get("tgi_compat", "false")):
+        found.router_defaults = dict(_LMI_DEFAULTS)
     return found
 
 

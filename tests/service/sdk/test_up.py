@@ -131,6 +131,20 @@ def test_a_serving_properties_file_is_enough(tmp_path: Path, started: list[Up]) 
     assert up.flags("gateway")["tgi-compat"] == "true"
     assert "option.max_rolling_batch_size=7 (serving.properties)" in up.stderr()
     assert "option.odd (serving.properties) is not known here" in up.stderr()
+    assert "max-queued-requests" not in up.flags("router"), "TGI's default stays with option.tgi_compat"
+    assert up.end(signal.SIGINT) == 0
+
+
+def test_lmis_queue_holds_where_nobody_says_otherwise(tmp_path: Path, started: list[Up]) -> None:
+    file, config = tmp_path / "serving.properties", tmp_path / "tandem.toml"
+    file.write_text("option.max_rolling_batch_size=7\n")
+    config.write_text("[router]\nmax_queued_requests = 50\n")
+    up = Up(tmp_path, f"--serving-properties={file}", "--http-port=0", f"--config={config}")
+    started.append(up)
+    up.wait_ready()
+    assert up.flags("router")["max-concurrent-requests"] == "1000"
+    assert "max-queued-requests" not in up.flags("router"), "the file's own stays"
+    assert "job_queue_size=1000 (LMI's default): router.max_concurrent_requests = 1000" in up.stderr()
     assert up.end(signal.SIGINT) == 0
 
 

@@ -191,6 +191,14 @@ def test_speculation_that_does_not_exist_here(tmp_path: Path, value: str, messag
         read(tmp_path, f"option.speculative_config={value}")
 
 
+def test_lmis_queue_is_for_lmis_configuration(tmp_path: Path) -> None:
+    lmi = {"max_concurrent_requests": "1000", "max_queued_requests": "1000"}
+    assert read(tmp_path).router_defaults == lmi
+    assert read_low_code(None, {"OPTION_DTYPE": "fp32"}, roles_of()).router_defaults == lmi
+    assert read_low_code(None, {"DTYPE": "fp32"}, roles_of()).router_defaults == {}
+    assert read(tmp_path, "option.tgi_compat=true").router_defaults == {}
+
+
 def test_the_handler_of_a_file_lies_beside_it(tmp_path: Path) -> None:
     assert read(tmp_path, "option.entryPoint=model.py").of("gateway") == {"handler": str(tmp_path / "model.py")}
     assert read(tmp_path, "option.entryPoint=/a/model.py").of("gateway") == {"handler": "/a/model.py"}

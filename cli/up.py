@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import importlib.util
+import json
 import os
 import secrets
 import socket
@@ -24,7 +25,7 @@ from cli.services import ROLES, MeshPlan, passed_on, roles_of, split_by_role
 from cli.serving import LowCode, read_low_code
 from cli.supervisor import MeshFailed, Supervisor
 from cli.trial import Trial
-from cli.up_settings import UpSettings
+from cli.up_settings import HandlerChoice, UpSettings
 from gateway.settings import GatewaySettings
 from mesh.cores import make_core_table
 from mesh.domain.errors import ConfigurationError
@@ -77,14 +78,14 @@ def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
 def run(args: argparse.Namespace) -> int:
     """Start, serve, stop."""
     display = Display(Console(stderr=True, highlight=False))
-    low_code = read_low_code(args.serving_properties, os.environ, roles_of())
+    low_code = read_low_code(args.serving_properties, os.environ, roles_of(), has_handler=_has_handler(args))
     for line in low_code.lines:
         display.line(line)
     for line in low_code.warnings:
         display.line(line, "yellow")
     settings = _settings(args, low_code)
     trial_key = new_key()
-    environ = _child_environ(settings, trial_key)
+    environ = _child_environ(settings, trial_key, low_code.properties)
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
         core_table = Path(folder) / "table"
         make_core_table(core_table, max(available_cores()) + 1)
@@ -124,15 +125,24 @@ def _settings(args: argparse.Namespace, low_code: LowCode) -> UpSettings:
 def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, display: Display) -> MeshPlan:
     """What is to be started. Models that services share are downloaded here, once, before any of them starts."""
     overrides = Overrides.read(args.set)
-    given = {name: getattr(args, name) for name in passed_on() if name in args}
-    flags = split_by_role(given, overrides.for_all)
-    values = {role: low_code.of(role) | dict(own) for role, own in flags.items()}
+    values = {role: low_code.of(role) | own for role, own in _flags_by_role(args).items()}
     find_draft(values["decode"], settings)
     try:
         models = plan_models(settings, overrides, lambda name: partial(display.loading, f"download {name}"))
     finally:
         display.loaded()
     return MeshPlan(settings, models, hasattr(os, "sched_getaffinity"), config=args.config, values=values)
+
+
+def _flags_by_role(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    given = {name: getattr(args, name) for name in passed_on() if name in args}
+    return split_by_role(given, Overrides.read(args.set).for_all)
+
+
+def _has_handler(args: argparse.Namespace) -> bool:
+    given = {"handler": _flags_by_role(args)["gateway"].get("handler"), "config": args.config}
+    flags = [f"--{name}={value}" for name, value in given.items() if value]
+    return bool(load_settings(HandlerChoice, flags, prog="gateway").values.handler)
 
 
 def _with_lmi_defaults(plan: MeshPlan, low_code: LowCode, environ: Mapping[str, str], display: Display) -> MeshPlan:
@@ -187,11 +197,16 @@ def _require_free_port(host: str, port: int) -> None:
             raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another port") from error
 
 
-def _child_environ(settings: UpSettings, trial_key: str) -> dict[str, str]:
-    environ = dict(os.environ) | {
-        "TANDEM_MESH_KEY": settings.mesh_key or secrets.token_hex(32),
-        "TANDEM_TRIAL_KEY_SHA256": digest_of(trial_key),
-    }
+def _child_environ(settings: UpSettings, trial_key: str, properties: Mapping[str, str]) -> dict[str, str]:
+    given = {"TANDEM_HANDLER_PROPERTIES": json.dumps(properties)} if properties else {}
+    environ = (
+        given
+        | os.environ
+        | {
+            "TANDEM_MESH_KEY": settings.mesh_key or secrets.token_hex(32),
+            "TANDEM_TRIAL_KEY_SHA256": digest_of(trial_key),
+        }
+    )
     packages = Path(__file__).resolve().parent.parent
     if (packages / "pyproject.toml").exists():  # a checkout that need not be installed
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), environ.get("PYTHONPATH"))))

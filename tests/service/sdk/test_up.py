@@ -148,6 +148,18 @@ def test_lmis_queue_holds_where_nobody_says_otherwise(tmp_path: Path, started: l
     assert up.end(signal.SIGINT) == 0
 
 
+def test_keys_nobody_knows_are_for_the_handler(tmp_path: Path, started: list[Up]) -> None:
+    file, handler = tmp_path / "serving.properties", tmp_path / "model.py"
+    file.write_text("option.my_key=1\n")
+    up = Up(tmp_path, f"--serving-properties={file}", "--http-port=0", f"--set=gateway.handler={handler}")
+    started.append(up)
+    up.wait_ready()
+    assert "option.my_key (serving.properties) is for the handler" in up.stderr()
+    (gateway,) = [pid for name, pid in up.pids() if name == "gateway"]
+    assert json.loads(psutil.Process(gateway).environ()["TANDEM_HANDLER_PROPERTIES"]) == {"my_key": "1"}
+    assert up.end(signal.SIGINT) == 0
+
+
 def test_ctrl_c_reaches_the_whole_group_and_children_stop_in_order(tmp_path: Path, started: list[Up]) -> None:
     up = Up(tmp_path)
     started.append(up)

@@ -191,6 +191,29 @@ def test_speculation_that_does_not_exist_here(tmp_path: Path, value: str, messag
         read(tmp_path, f"option.speculative_config={value}")
 
 
+def test_keys_are_properties_of_a_handler(tmp_path: Path) -> None:
+    given = "engine=Python\noption.entryPoint=model.py\noption.my_key=1\noption.dtype=fp16\nmy.own=2"
+    found = read(tmp_path, given, OPTION_MY_KEY="0", HF_MODEL_ID="/models/llama", API_KEY="tgi-secret")
+    assert found.properties == {
+        "engine": "Python",
+        "entryPoint": "model.py",
+        "my_key": "1",
+        "dtype": "fp16",
+        "my.own": "2",
+        "model_id": "/models/llama",
+    }
+    assert "option.my_key (serving.properties) is for the handler" in found.lines
+    assert "my.own (serving.properties) is for the handler" in found.lines
+    assert not any("my_key" in warning for warning in found.warnings)
+
+
+def test_unknown_keys_of_a_handler_that_is_named_elsewhere() -> None:
+    environ = {"OPTION_MY_KEY": "1"}
+    assert read_low_code(None, environ, roles_of(), has_handler=True).warnings == []
+    (warning,) = read_low_code(None, environ, roles_of()).warnings
+    assert warning == "option.my_key (OPTION_MY_KEY) is not known here and has no effect"
+
+
 def test_lmis_queue_is_for_lmis_configuration(tmp_path: Path) -> None:
     lmi = {"max_concurrent_requests": "1000", "max_queued_requests": "1000"}
     assert read(tmp_path).router_defaults == lmi

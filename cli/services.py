@@ -12,7 +12,7 @@ from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from mesh.cores import Cores
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import load_settings
+from mesh.settings import Resolved, load_settings
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 
@@ -169,8 +169,15 @@ class MeshPlan:
 
     def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
         """The settings that `service` will find. Raises ConfigurationError as it would itself."""
+        return self._load(service, environ).values
+
+    def origins(self, service: Service, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """Where each of those settings comes from. Raises ConfigurationError as `resolve` does."""
+        return self._load(service, environ).origins
+
+    def _load(self, service: Service, environ: Mapping[str, str]) -> Resolved[Any]:
         module, settings = ROLES[service.role]
-        return load_settings(settings, service.flags, prog=module, environ=environ).values
+        return load_settings(settings, service.flags, prog=module, environ=environ)
 
     def _worker(self, model: ModelPlan, place: tuple[str, int, Cores], registry_address: str) -> Service:
         role, number, cores = place

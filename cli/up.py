@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import importlib.util
+import json
 import os
 import secrets
 import socket
@@ -24,7 +25,7 @@ from cli.services import ROLES, MeshPlan, passed_on, roles_of, split_by_role
 from cli.serving import LowCode, read_low_code
 from cli.supervisor import MeshFailed, Supervisor
 from cli.trial import Trial
-from cli.up_settings import UpSettings
+from cli.up_settings import HandlerChoice, UpSettings
 from gateway.settings import GatewaySettings
 from mesh.cores import make_core_table
 from mesh.domain.errors import ConfigurationError
@@ -77,18 +78,19 @@ def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
 def run(args: argparse.Namespace) -> int:
     """Start, serve, stop."""
     display = Display(Console(stderr=True, highlight=False))
-    low_code = read_low_code(args.serving_properties, os.environ, roles_of())
+    low_code = read_low_code(args.serving_properties, os.environ, roles_of(), has_handler=_has_handler(args))
     for line in low_code.lines:
         display.line(line)
     for line in low_code.warnings:
         display.line(line, "yellow")
     settings = _settings(args, low_code)
     trial_key = new_key()
-    environ = _child_environ(settings, trial_key)
+    environ = _child_environ(settings, trial_key, low_code.properties)
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
         core_table = Path(folder) / "table"
         make_core_table(core_table, max(available_cores()) + 1)
         plan = replace(_plan(args, settings, low_code, display), core_table=core_table)
+        plan = _with_lmi_defaults(plan, low_code, environ, display)
         trial = _check(plan, environ, trial_key)
         log_dir = _log_dir(settings)
         display.line(f"logs: {log_dir}")
@@ -123,9 +125,7 @@ def _settings(args: argparse.Namespace, low_code: LowCode) -> UpSettings:
 def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, display: Display) -> MeshPlan:
     """What is to be started. Models that services share are downloaded here, once, before any of them starts."""
     overrides = Overrides.read(args.set)
-    given = {name: getattr(args, name) for name in passed_on() if name in args}
-    flags = split_by_role(given, overrides.for_all)
-    values = {role: low_code.of(role) | dict(own) for role, own in flags.items()}
+    values = {role: low_code.of(role) | own for role, own in _flags_by_role(args).items()}
     find_draft(values["decode"], settings)
     try:
         models = plan_models(settings, overrides, lambda name: partial(display.loading, f"download {name}"))
@@ -134,9 +134,30 @@ def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, dis
     return MeshPlan(settings, models, hasattr(os, "sched_getaffinity"), config=args.config, values=values)
 
 
+def _flags_by_role(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    given = {name: getattr(args, name) for name in passed_on() if name in args}
+    return split_by_role(given, Overrides.read(args.set).for_all)
+
+
+def _has_handler(args: argparse.Namespace) -> bool:
+    given = {"handler": _flags_by_role(args)["gateway"].get("handler"), "config": args.config}
+    flags = [f"--{name}={value}" for name, value in given.items() if value]
+    return bool(load_settings(HandlerChoice, flags, prog="gateway").values.handler)
+
+
+def _with_lmi_defaults(plan: MeshPlan, low_code: LowCode, environ: Mapping[str, str], display: Display) -> MeshPlan:
+    """For those of the router's settings that flags, environment and file leave alone."""
+    origins = plan.origins(plan.router(), environ)
+    left = {name: value for name, value in low_code.router_defaults.items() if origins[name] == "default"}
+    for name, value in left.items():
+        display.line(f"job_queue_size={value} (LMI's default): router.{name} = {value}")
+    return replace(plan, values={**plan.values, "router": {**plan.values["router"], **left}})
+
+
 def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
     """Raise ConfigurationError for what would fail later; returns the trial that the router's settings allow."""
     router: RouterSettings = plan.resolve(plan.router(), environ)
+    _require_keys_file(router, environ)
     identity = router.load_public_tls()
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
     for worker in plan.workers("127.0.0.1:1"):
@@ -148,6 +169,15 @@ def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
         _require_installed("uvicorn")
         _require_free_port(http.host, http.port)
     return Trial(router.prefill_threshold if plan.has_prefill else 0, trial_key, tls)
+
+
+def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> None:
+    """Whoever sets TGI's API_KEY believes that nobody gets in without it."""
+    if environ.get("API_KEY") and not router.api_keys_file and not router.allow_anonymous:
+        raise ConfigurationError(
+            "API_KEY is set, but keys are in a file here: make it with `tandem keys new` and give --api-keys-file, "
+            "or --allow-anonymous to serve without keys"
+        )
 
 
 def _require_installed(package: str) -> None:
@@ -167,11 +197,16 @@ def _require_free_port(host: str, port: int) -> None:
             raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another port") from error
 
 
-def _child_environ(settings: UpSettings, trial_key: str) -> dict[str, str]:
-    environ = dict(os.environ) | {
-        "TANDEM_MESH_KEY": settings.mesh_key or secrets.token_hex(32),
-        "TANDEM_TRIAL_KEY_SHA256": digest_of(trial_key),
-    }
+def _child_environ(settings: UpSettings, trial_key: str, properties: Mapping[str, str]) -> dict[str, str]:
+    given = {"TANDEM_HANDLER_PROPERTIES": json.dumps(properties)} if properties else {}
+    environ = (
+        given
+        | os.environ
+        | {
+            "TANDEM_MESH_KEY": settings.mesh_key or secrets.token_hex(32),
+            "TANDEM_TRIAL_KEY_SHA256": digest_of(trial_key),
+        }
+    )
     packages = Path(__file__).resolve().parent.parent
     if (packages / "pyproject.toml").exists():  # a checkout that need not be installed
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(packages), environ.get("PYTHONPATH"))))

@@ -60,6 +60,13 @@ class UpSettings:
         return 0 if self.colocated else self.prefill
 
 
+@dataclass(frozen=True, kw_only=True)
+class HandlerChoice:
+    """The one of the gateway's settings that says whose unknown keys of serving.properties are."""
+
+    handler: str = setting("", "model.py of your own")
+
+
 def find_model(
     source: ModelSource, on_progress: Progress = lambda fraction: None, bundled: Path = BUNDLED_MODELS
 ) -> Path:

@@ -1,5 +1,6 @@
 """The gateway's settings."""
 
+import json
 from dataclasses import dataclass
 
 from mesh.domain.errors import ConfigurationError
@@ -59,6 +60,7 @@ class GatewaySettings(ProcessSettings):
     )
     handler: str = setting("", "model.py of your own, which answers /invocations; see docs/http.md")
     handler_function: str = setting("handle", "name of the function in it", env=("OPTION_HANDLER",))
+    handler_properties: str = setting("{}", "JSON object: properties for its inputs", secret=True)
     handler_start_s: float = setting(600.0, "seconds in which the handler must have loaded")
     tgi_compat: bool = setting(False, "/invocations answers as TGI does", env=("OPTION_TGI_COMPAT", "COMPAT_TGI"))
 
@@ -79,6 +81,7 @@ class GatewaySettings(ProcessSettings):
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             known = ", ".join(TOOL_CALL_PARSERS)
             raise ConfigurationError(f"tool_call_parser must be one of {known}, got {self.tool_call_parser!r}")
+        parse_properties(self.handler_properties)
         if not self.router_tls and (self.router_tls_ca or self.router_tls_name):
             raise ConfigurationError("router_tls_ca and router_tls_name need router_tls")
 
@@ -86,3 +89,14 @@ class GatewaySettings(ProcessSettings):
     def allowed_origins(self) -> list[str]:
         """Origins whose pages may call."""
         return [origin.strip() for origin in self.cors_allow_origin.split(",") if origin.strip()]
+
+
+def parse_properties(text: str) -> dict[str, str]:
+    """Of a handler; LMI has texts only. Raises ConfigurationError, without the values: they may be secret."""
+    try:
+        properties = json.loads(text)
+    except ValueError:
+        properties = None
+    if not isinstance(properties, dict) or not all(isinstance(value, str) for value in properties.values()):
+        raise ConfigurationError("handler_properties must be a JSON object of texts")
+    return properties

@@ -34,6 +34,13 @@ def dtype(value: str) -> str:
     return _DTYPES.get(value.lower(), value)
 
 
+def kv_dtype(value: str) -> str:
+    """TGI's and vLLM's types of KV are mostly fp8."""
+    if value.lower().startswith("fp8"):
+        raise ConfigurationError("there is no fp8 KV: int8 is as small")
+    return _DTYPES.get(value.lower(), value)
+
+
 def formatter(value: str) -> str:
     """Chat has the formatters of the rest."""
     if value not in _FORMATTERS:

@@ -16,7 +16,7 @@ class Knob:
     `targets` are settings as ROLE.NAME, those of `tandem up` itself as up.NAME; without any, the key is known and has
     no effect, for the reason in `note`. `also` are its other names in serving.properties, `env` names of variables
     beside OPTION_*, the strongest first. With `spread` one value holds several settings, by target. A value that
-    `is_file` is relative to the folder of serving.properties, if it stands there.
+    `is_file` is relative to the folder of serving.properties, if it stands there; one that `is_secret` is never shown.
     """
 
     key: str
@@ -27,6 +27,7 @@ class Knob:
     note: str = ""
     spread: Callable[[str], Mapping[str, str]] | None = None
     is_file: bool = False
+    is_secret: bool = False
 
 
 def _workers(name: str) -> tuple[str, ...]:
@@ -36,6 +37,8 @@ def _workers(name: str) -> tuple[str, ...]:
 _BATCHES = "batching is always continuous"
 _SEPARATE = "prefill has workers of its own"
 _DEVICES = "see --prefill and --decode"
+_FIXED = "the limit is fixed, see docs/http.md"
+_NO_GRAPHS = "there are no CUDA graphs; option.enforce_eager turns the compiled decoder off"
 
 KNOBS = (
     Knob("option.model_id", ("up.model",), env=("MODEL_ID", "HF_MODEL_ID")),
@@ -100,6 +103,13 @@ KNOBS = (
         env=("QUANTIZE", "HF_MODEL_QUANTIZE"),
         also=("option.quantization",),
     ),
+    Knob(
+        "option.kv_cache_dtype",
+        _workers("kv_dtype"),
+        env=("KV_CACHE_DTYPE", "KV_DTYPE"),
+        also=("option.kv_dtype",),
+        convert=to.kv_dtype,
+    ),
     Knob("option.load_format", _workers("load_format")),
     Knob("option.gpu_memory_utilization", _workers("kv_memory_fraction"), env=("CUDA_MEMORY_FRACTION",)),
     Knob("option.enable_prefix_caching", _workers("prefix_caching"), also=("option.enable_kv_cache_reuse",)),
@@ -130,19 +140,26 @@ KNOBS = (
     Knob("option.enable_chunked_prefill", note="prompts are always computed in chunks"),
     Knob("option.enable_auto_tool_choice", note="calls are read where their format is known"),
     Knob("option.disable_grammar_support", ("router.disable_grammar_support",), env=("DISABLE_GRAMMAR_SUPPORT",)),
-    Knob("option.enforce_eager", note="the engine decides"),
+    Knob("option.enforce_eager", _workers("enforce_eager"), env=("ENFORCE_EAGER",)),
+    Knob("option.enable_cuda_graphs", env=("ENABLE_CUDA_GRAPHS",), note=_NO_GRAPHS),
+    Knob("option.cuda_graphs", env=("CUDA_GRAPHS",), note=_NO_GRAPHS),
+    Knob("option.max_best_of", env=("MAX_BEST_OF",), note=_FIXED),
+    Knob("option.max_stop_sequences", env=("MAX_STOP_SEQUENCES",), note=_FIXED),
+    Knob("option.max_top_n_tokens", env=("MAX_TOP_N_TOKENS",), note=_FIXED),
+    Knob("option.tgi_v1", env=("TGI_V1",), note="without max_new_tokens an answer may take the rest of the budget"),
+    Knob("option.api_key", env=("API_KEY",), note="keys are in a file, see --api-keys-file", is_secret=True),
     Knob("option.enable_streaming", note="each request says whether it streams"),
     Knob("option.parallel_loading", note="workers load side by side"),
     Knob("option.task", note="text generation is the only one"),
     Knob("option.device_map", note=_DEVICES),
     Knob("load_on_devices", note=_DEVICES),
-    Knob("minWorkers", also=("gpu.minWorkers",), note=_DEVICES),
-    Knob("maxWorkers", also=("gpu.maxWorkers",), note=_DEVICES),
-    Knob("batch_size", also=("max_dynamic_batch_size",), note=_BATCHES),
-    Knob("max_batch_delay", note=_BATCHES),
-    Knob("max_idle_time", note="workers stay"),
-    Knob("retry_threshold", note="workers that die are always started again"),
-    Knob("chunked_read_timeout", note="see --slow-reader-s"),
+    Knob("minWorkers", env=("SERVING_MIN_WORKERS",), also=("gpu.minWorkers",), note=_DEVICES),
+    Knob("maxWorkers", env=("SERVING_MAX_WORKERS",), also=("gpu.maxWorkers",), note=_DEVICES),
+    Knob("batch_size", env=("SERVING_BATCH_SIZE",), also=("max_dynamic_batch_size",), note=_BATCHES),
+    Knob("max_batch_delay", env=("SERVING_MAX_BATCH_DELAY",), note=_BATCHES),
+    Knob("max_idle_time", env=("SERVING_MAX_IDLE_TIME",), note="workers stay"),
+    Knob("retry_threshold", env=("SERVING_RETRY_THRESHOLD",), note="workers that die are always started again"),
+    Knob("chunked_read_timeout", env=("SERVING_CHUNKED_READ_TIMEOUT",), note="see --slow-reader-s"),
     Knob(
         "option.entryPoint",
         ("gateway.handler",),
@@ -152,6 +169,7 @@ KNOBS = (
     ),
     Knob("option.handler", ("gateway.handler_function",)),
     Knob("option.enable_lora", convert=to.off_only, note="it is off"),
+    Knob("option.lora_adapters", env=("LORA_ADAPTERS",), note="there are no adapters"),
     Knob("option.speculative_config", spread=to.speculation),
     Knob("option.speculative_draft_model", ("decode.draft_model",), also=("option.draft_model_id",)),
     Knob(

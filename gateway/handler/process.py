@@ -176,11 +176,12 @@ class HandlerProcess:
             "router": settings.router,
         }
         flags = [f"--{name}={value}" for name, value in given.items()]
+        environ = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "gateway.handler", *flags, "--follow-stdin"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={name: value for name, value in os.environ.items() if name not in _SECRETS},
+            env=environ | {"TANDEM_HANDLER_PROPERTIES": settings.handler_properties},
             limit=_MAX_LINE_BYTES,
         )
 

@@ -1,5 +1,6 @@
 """A user's model.py, with djl_python's names to import, so that handlers written for LMI run as they are."""
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from mesh.domain.errors import ConfigurationError
 
 Function = Callable[..., Any]
 _MARK = "_tandem_formatter"
+_LMIS_MODELS = ("init_handler", "prediction_handler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ def load_user_code(path: Path, function_name: str) -> UserCode:
     spec = importlib.util.spec_from_file_location("model", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigurationError(f"there is no handler {path}")
+    _refuse_handlers_of_lmis_models(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["model"] = module
     sys.path.insert(0, str(path.parent))
@@ -45,6 +48,19 @@ def load_user_code(path: Path, function_name: str) -> UserCode:
     if not code.parts:
         raise ConfigurationError(f"{path} has no function {function_name}, and no formatter")
     return code
+
+
+def _refuse_handlers_of_lmis_models(path: Path) -> None:
+    """By name, before the file runs: where it imports them from differs."""
+    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for decorator in node.decorator_list:
+            name = ast.unparse(decorator).rpartition(".")[2]
+            if name in _LMIS_MODELS:
+                raise ConfigurationError(
+                    f"{path}: @{name} is for models that LMI loads itself, such as scikit-learn's: write a handle"
+                )
 
 
 def _marks(kind: str) -> Function:

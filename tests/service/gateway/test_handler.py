@@ -10,6 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from tests.service.gateway.http import RunningGateway, running_gateway
 
@@ -181,6 +182,51 @@ async def test_answers_and_failures_are_lmis(
             assert failed.status_code == code
             assert failed.json() == {"code": code, "message": "invoke handler failure", "error": error}
         assert (await gateway.post("/v1/completions", {"prompt": "x"})).status_code == 200, "other routes are built in"
+
+
+async def test_the_operators_properties_reach_the_handler(with_handler: Make) -> None:
+    source = """
+from djl_python import Output
+
+loaded = {}
+
+def handle(inputs):
+    if inputs.is_empty():
+        loaded.update(inputs.get_properties())
+        return None
+    return Output().add_as_json({"loaded": loaded["my_key"], "asked": inputs.get_property("MY_KEY"),
+                                 "dir": loaded["model_dir"] == inputs.get_property("model_dir") != "/"})
+"""
+    given = json.dumps({"my_key": "1", "model_dir": "/"})
+    async with with_handler(source, handler_properties=given) as gateway:
+        answer = await gateway.post("/invocations?my_key=evil", {}, my_key="evil")
+        assert answer.json() == {"loaded": "1", "asked": "1", "dir": True}
+
+
+@pytest.mark.parametrize("given", ["{", "[]", '{"a": 1}'])
+def test_properties_are_texts(given: str) -> None:
+    with pytest.raises(ConfigurationError, match="JSON object of texts"):
+        GatewaySettings(handler_properties=given)
+
+
+async def test_requirements_are_not_installed(
+    with_handler: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "requirements.txt").write_text("nothing")
+    async with with_handler(SYNC):
+        pass
+    assert "requirements of the custom handler are not installed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("decorator", ["init_handler", "prediction_handler"])
+async def test_handlers_of_lmis_own_models_are_refused(
+    with_handler: Make, decorator: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = f"from djl_python.anywhere import {decorator}\n\n@{decorator}\ndef mine(*given):\n    return None\n"
+    with pytest.raises(ConfigurationError, match="does not start"):
+        async with with_handler(source + SYNC):
+            pass
+    assert f"@{decorator} is for models that LMI loads itself" in capfd.readouterr().err
 
 
 async def test_a_handler_that_dies_is_started_again(with_handler: Make) -> None:

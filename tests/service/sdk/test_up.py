@@ -131,6 +131,32 @@ def test_a_serving_properties_file_is_enough(tmp_path: Path, started: list[Up]) 
     assert up.flags("gateway")["tgi-compat"] == "true"
     assert "option.max_rolling_batch_size=7 (serving.properties)" in up.stderr()
     assert "option.odd (serving.properties) is not known here" in up.stderr()
+    assert "max-queued-requests" not in up.flags("router"), "TGI's default stays with option.tgi_compat"
+    assert up.end(signal.SIGINT) == 0
+
+
+def test_lmis_queue_holds_where_nobody_says_otherwise(tmp_path: Path, started: list[Up]) -> None:
+    file, config = tmp_path / "serving.properties", tmp_path / "tandem.toml"
+    file.write_text("option.max_rolling_batch_size=7\n")
+    config.write_text("[router]\nmax_queued_requests = 50\n")
+    up = Up(tmp_path, f"--serving-properties={file}", "--http-port=0", f"--config={config}")
+    started.append(up)
+    up.wait_ready()
+    assert up.flags("router")["max-concurrent-requests"] == "1000"
+    assert "max-queued-requests" not in up.flags("router"), "the file's own stays"
+    assert "job_queue_size=1000 (LMI's default): router.max_concurrent_requests = 1000" in up.stderr()
+    assert up.end(signal.SIGINT) == 0
+
+
+def test_keys_nobody_knows_are_for_the_handler(tmp_path: Path, started: list[Up]) -> None:
+    file, handler = tmp_path / "serving.properties", tmp_path / "model.py"
+    file.write_text("option.my_key=1\n")
+    up = Up(tmp_path, f"--serving-properties={file}", "--http-port=0", f"--set=gateway.handler={handler}")
+    started.append(up)
+    up.wait_ready()
+    assert "option.my_key (serving.properties) is for the handler" in up.stderr()
+    (gateway,) = [pid for name, pid in up.pids() if name == "gateway"]
+    assert json.loads(psutil.Process(gateway).environ()["TANDEM_HANDLER_PROPERTIES"]) == {"my_key": "1"}
     assert up.end(signal.SIGINT) == 0
 
 
@@ -259,6 +285,30 @@ def test_wrong_configurations_are_one_line(
     assert said in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_tgis_api_key_is_not_taken_for_protection(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cli.main import main
+
+    monkeypatch.setenv("API_KEY", "tgi-secret")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["up", f"--model={tmp_path}"]) == 2
+    said = capsys.readouterr().err
+    assert "give --api-keys-file" in said
+    assert "tgi-secret" not in said
+
+
+def test_tgis_api_key_beside_a_choice_of_ones_own(
+    tmp_path: Path, started: list[Up], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "tgi-secret")
+    up = Up(tmp_path, "--allow-anonymous")
+    started.append(up)
+    up.wait_ready()
+    assert "API_KEY=*** (API_KEY) has no effect" in up.stderr()
+    assert up.end(signal.SIGINT) == 0
 
 
 def test_a_port_in_use_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -85,6 +85,36 @@ def test_variables_of_tgi_and_sagemaker() -> None:
     assert any("WAITING_SERVED_RATIO=1.2" in warning for warning in found.warnings)
 
 
+def test_the_compiled_decoder_and_the_type_of_kv_are_the_workers(tmp_path: Path) -> None:
+    found = read(tmp_path, "option.enforce_eager=true", KV_CACHE_DTYPE="bf16")
+    assert found.of("prefill") == found.of("decode") == {"enforce_eager": "true", "kv_dtype": "bfloat16"}
+    assert "KV_CACHE_DTYPE=bf16 (KV_CACHE_DTYPE): decode.kv_dtype = bfloat16" in found.lines
+    assert read(tmp_path, ENFORCE_EAGER="1").of("decode") == {"enforce_eager": "1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ENABLE_CUDA_GRAPHS",
+        "CUDA_GRAPHS",
+        "MAX_BEST_OF",
+        "MAX_STOP_SEQUENCES",
+        "MAX_TOP_N_TOKENS",
+        "LORA_ADAPTERS",
+        "SERVING_BATCH_SIZE",
+        "TGI_V1",
+    ],
+)
+def test_variables_without_effect_are_warned_about(tmp_path: Path, name: str) -> None:
+    (warning,) = read(tmp_path, **{name: "1"}).warnings
+    assert warning.startswith(f"{name}=1 ({name}) has no effect: ")
+
+
+def test_a_key_is_never_shown(tmp_path: Path) -> None:
+    found = read(tmp_path, API_KEY="tgi-secret")
+    assert found.warnings == ["API_KEY=*** (API_KEY) has no effect: keys are in a file, see --api-keys-file"]
+
+
 @pytest.mark.parametrize(
     ("properties", "environ", "said"),
     [
@@ -94,6 +124,7 @@ def test_variables_of_tgi_and_sagemaker() -> None:
         ("option.enable_lora=true", {}, "not supported"),
         ("option.output_formatter=3p", {}, "jsonlines"),
         ("option.dtype=int8", {}, "option.quantize=int8"),
+        ("", {"KV_CACHE_DTYPE": "fp8_e5m2"}, "there is no fp8 KV"),
         ("", {"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "contradict each other"),
         ("", {"MAX_INPUT_TOKENS": "9", "MAX_TOTAL_TOKENS": "9"}, "`max_input_tokens` must be < `max_total_tokens`"),
         (
@@ -158,6 +189,37 @@ def test_speculation(tmp_path: Path, properties: str, environ: dict[str, str], d
 def test_speculation_that_does_not_exist_here(tmp_path: Path, value: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         read(tmp_path, f"option.speculative_config={value}")
+
+
+def test_keys_are_properties_of_a_handler(tmp_path: Path) -> None:
+    given = "engine=Python\noption.entryPoint=model.py\noption.my_key=1\noption.dtype=fp16\nmy.own=2"
+    found = read(tmp_path, given, OPTION_MY_KEY="0", HF_MODEL_ID="/models/llama", API_KEY="tgi-secret")
+    assert found.properties == {
+        "engine": "Python",
+        "entryPoint": "model.py",
+        "my_key": "1",
+        "dtype": "fp16",
+        "my.own": "2",
+        "model_id": "/models/llama",
+    }
+    assert "option.my_key (serving.properties) is for the handler" in found.lines
+    assert "my.own (serving.properties) is for the handler" in found.lines
+    assert not any("my_key" in warning for warning in found.warnings)
+
+
+def test_unknown_keys_of_a_handler_that_is_named_elsewhere() -> None:
+    environ = {"OPTION_MY_KEY": "1"}
+    assert read_low_code(None, environ, roles_of(), has_handler=True).warnings == []
+    (warning,) = read_low_code(None, environ, roles_of()).warnings
+    assert warning == "option.my_key (OPTION_MY_KEY) is not known here and has no effect"
+
+
+def test_lmis_queue_is_for_lmis_configuration(tmp_path: Path) -> None:
+    lmi = {"max_concurrent_requests": "1000", "max_queued_requests": "1000"}
+    assert read(tmp_path).router_defaults == lmi
+    assert read_low_code(None, {"OPTION_DTYPE": "fp32"}, roles_of()).router_defaults == lmi
+    assert read_low_code(None, {"DTYPE": "fp32"}, roles_of()).router_defaults == {}
+    assert read(tmp_path, "option.tgi_compat=true").router_defaults == {}
 
 
 def test_the_handler_of_a_file_lies_beside_it(tmp_path: Path) -> None:

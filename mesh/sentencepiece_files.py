@@ -1,9 +1,11 @@
 """sentencepiece models (Kudo and Richardson 2018) as tokenizers of the `tokenizers` library.
 
-A model is BPE (Llama 2, Mistral, Baichuan, InternLM) or unigram (T5). Both spell a space as U+2581; BPE spells what it
-does not know as bytes. Merges are not in the file: two pieces merge if their sum is a piece, the earlier piece first.
+A model is BPE (Llama 2, Mistral, Baichuan, InternLM, ChatGLM) or unigram (T5). Both spell a space as U+2581; BPE
+spells what it does not know as bytes. Merges are not in the file: two pieces merge if their sum is a piece, the earlier
+piece first.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ _SPACE = "\u2581"
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _CONTROL, _USER_DEFINED = 3, 4  # ModelProto.SentencePiece.Type
 _SENTINELS = "<extra_id_{}>"
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
-def read_sentencepiece(path: Path, config: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer without what transformers adds around it. Raises ConfigurationError."""
+def read_sentencepiece(path: Path, config: Mapping[str, Any], *, exact_spaces: bool = False) -> Tokenizer:
+    """The tokenizer without what transformers adds around it. `exact_spaces` puts a space before every text, as
+    sentencepiece does; transformers leaves it out before a text that has one. Raises ConfigurationError.
+    """
     model = _parse(path)
     if model.trainer_spec.model_type == _BPE:
-        tokenizer = _bpe(model, config)
+        tokenizer = _bpe(model, config, exact_spaces=exact_spaces)
     elif model.trainer_spec.model_type == _UNIGRAM:
         tokenizer = _unigram(model, config)
     else:
@@ -39,16 +44,19 @@ def _parse(path: Path) -> Any:
     from sentencepiece import sentencepiece_model_pb2
 
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    content = path.read_bytes()
+    if _TIKTOKEN_LINE.match(content):
+        raise ConfigurationError(f"{path} is in tiktoken's format, which is not read; put a tokenizer.json beside it")
     try:
-        model.ParseFromString(path.read_bytes())
-    except Exception as error:  # of protobuf, whichever implementation runs, or of the system
+        model.ParseFromString(content)
+    except Exception as error:  # of protobuf, whichever implementation runs
         raise ConfigurationError(f"{path} is no sentencepiece model: {error}") from error
     if not model.pieces:
         raise ConfigurationError(f"{path} is no sentencepiece model: it has no pieces")
     return model
 
 
-def _bpe(model: Any, config: Mapping[str, Any]) -> Tokenizer:
+def _bpe(model: Any, config: Mapping[str, Any], *, exact_spaces: bool) -> Tokenizer:
     vocab = {piece.piece: id_ for id_, piece in enumerate(model.pieces)}
     special = {piece.piece for piece in model.pieces if piece.type in (_CONTROL, _USER_DEFINED)}
     unknown = model.pieces[model.trainer_spec.unk_id].piece
@@ -57,8 +65,11 @@ def _bpe(model: Any, config: Mapping[str, Any]) -> Tokenizer:
         BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=bool(model.trainer_spec.byte_fallback))
     )
     add_space = bool(config.get("add_prefix_space", model.normalizer_spec.add_dummy_prefix))
-    scheme = "never" if not add_space else "always" if config.get("legacy") else "first"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
+    if add_space and exact_spaces:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    else:
+        scheme = "never" if not add_space else "always" if config.get("legacy") else "first"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme, split=False)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if add_space else steps)
     return tokenizer

@@ -103,6 +103,41 @@ def test_added_tokens_have_the_ids_that_the_files_say(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("listed", [{}, {"421": {"content": "[gMASK]", "special": True}}], ids=["silent", "listed"])
+def test_chatglm_frames_texts_with_tokens_behind_its_model(listed: dict[str, object], tmp_path: Path) -> None:
+    """As its own code does around sentencepiece, whether its files list some of the tokens or not."""
+    ours = load(write_llama(tmp_path, tokenizer_class="ChatGLMTokenizer", added_tokens_decoder=listed))
+    theirs: Any = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    gmask, sop, user, assistant = 421, 423, 426, 427
+    for text in (*TEXTS[:8], "a philosophy of gossip"):
+        ids = ours.encode(text, add_special_tokens=True)
+        assert ids == [gmask, sop, *theirs.encode(text)], text
+        assert ours.decode(ids) == text
+    chat = ours.encode("[gMASK]sop<|user|>\n  Hello world<|assistant|>", add_special_tokens=False)
+    assert chat == [gmask, sop, user, *theirs.encode("\n  Hello world"), assistant]
+    assert {420, 422, 424, 425, 428} < ours.special_ids
+
+
+def test_internlm_2_begins_with_a_token_as_the_first_one_does(tmp_path: Path) -> None:
+    assert (
+        load(write_llama(tmp_path, tokenizer_class="InternLM2Tokenizer")).encode("a", add_special_tokens=True)[0] == 1
+    )
+
+
+def test_classes_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
+    write_llama(tmp_path, tokenizer_class="OrionTokenizer")
+    with pytest.raises(ConfigurationError, match=r"what OrionTokenizer adds to .* put a tokenizer\.json beside it"):
+        load(tmp_path)
+    assert load(write_llama(tmp_path, tokenizer_class=None)).encode("a", add_special_tokens=True)[0] != 1
+
+
+def test_tiktoken_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\nIHRoZQ== 2\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ChatGLM4Tokenizer"}')
+    with pytest.raises(ConfigurationError, match=r"tokenizer\.model is in tiktoken's format.* tokenizer\.json"):
+        load(tmp_path)
+
+
 def test_broken_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"has no tokenizer: neither tokenizer\.json nor tokenizer\.model nor"):
         load(tmp_path)

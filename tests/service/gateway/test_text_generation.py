@@ -1,43 +1,26 @@
-"""TGI's own client, unmodified. Its environment is made once and kept in the user's cache, or the test is skipped."""
+"""TGI's own client, unmodified, in an environment of its own."""
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import grpc
 import pytest
 
+from tests.client_environment import python_with
 from tests.fakes.sdk_router import Refusal
 from tests.service.gateway.http import running_gateway
 
 _PACKAGE = "text-generation==0.7.0"
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem-tests"
 _CLIENT = Path(__file__).with_name("text_generation_client.py")
 
 
 @pytest.fixture(scope="session")
 def python_with_client() -> str:
-    """An interpreter that has the package."""
-    folder = _CACHE / f"{_PACKAGE}-{sys.version_info.major}.{sys.version_info.minor}"
-    python = folder / "bin" / "python"
-    if (
-        subprocess.run([python, "-c", "import text_generation"], capture_output=True).returncode
-        if python.exists()
-        else 1
-    ):
-        try:
-            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, capture_output=True)
-            pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", _PACKAGE]
-            subprocess.run(pip, check=True, capture_output=True, timeout=200)
-        except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"no environment with {_PACKAGE}: {error}")
-    return str(python)
+    return python_with(_PACKAGE, "text_generation")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(360)
 async def test_the_text_generation_client(python_with_client: str) -> None:
     async with running_gateway() as gateway:
         ok = Refusal(grpc.StatusCode.OK, after_messages=1000)

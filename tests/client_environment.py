@@ -1,0 +1,32 @@
+"""Other people's clients, whose requirements are not ours: environments made once, kept in the user's cache."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def python_with(requirement: str, module: str) -> str:
+    """An interpreter that has `module` of the package. Where it cannot be installed, a person's test is skipped; CI's
+    fails, because there nobody would notice.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem-tests"
+    folder = cache / f"{requirement}-{sys.version_info.major}.{sys.version_info.minor}"
+    python = folder / "bin" / "python"
+    if not _has(python, module):
+        try:
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, capture_output=True)
+            pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement]
+            subprocess.run(pip, check=True, capture_output=True, timeout=280)
+        except (OSError, subprocess.SubprocessError) as error:
+            give_up = pytest.fail if os.environ.get("CI") else pytest.skip
+            give_up(f"no environment with {requirement}: {error}")
+    return str(python)
+
+
+def _has(python: Path, module: str) -> bool:
+    if not python.exists():
+        return False
+    return subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode == 0

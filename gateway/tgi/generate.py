@@ -76,7 +76,7 @@ def _parse(exchange: Exchange) -> GenerateBody:
 
 
 def _figures(exchange: Exchange, body: GenerateBody, answer: Answer) -> dict[str, str]:
-    """TGI's headers of a whole answer, of its best choice. Times are whole milliseconds, but the compute time seconds."""
+    """TGI's headers of a whole answer: its best choice's. Times are whole milliseconds, the compute time is seconds."""
     best = answer.choices[0]
     total_s = exchange.arrival.progress.duration_s()
     return {

@@ -53,6 +53,14 @@ class Script:
     release: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def let_one_pass(self) -> None:
+        """Of a call that is held: one more message, then it is held again."""
+        assert self.hold_after_messages is not None
+        self.hold_after_messages += 1
+        self.holding.clear()
+        self.release.set()
+        self.release.clear()
+
 
 class FakeGeneration(generation_pb2_grpc.GenerationServicer):
     def __init__(self, script: Script) -> None:

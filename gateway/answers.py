@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import tandem
 from gateway.feed import Feed
-from tandem import Choice, FinishReason, Token, TokenEvent, Usage
+from tandem import Choice, FinishReason, Timing, Token, TokenEvent, Usage
 
 
 @dataclass
@@ -15,6 +15,7 @@ class _Growing:
     tokens: list[Token] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     usage: Usage = field(default_factory=Usage)
+    timing: Timing | None = None
 
     def add(self, event: TokenEvent) -> None:
         self.texts.append(event.text)
@@ -22,6 +23,7 @@ class _Growing:
             self.tokens.append(event.token)
         if event.finish_reason is not None:
             self.finish_reason, self.usage = event.finish_reason, event.usage or self.usage
+            self.timing = event.timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ async def collect(feed: Feed, num_choices: int = 1) -> Answer:
 def _choice(index: int, growing: _Growing) -> Choice:
     if growing.finish_reason is None:
         raise tandem.InternalError("an answer ended without a finish reason")
-    return Choice(index, "".join(growing.texts), tuple(growing.tokens), growing.finish_reason, growing.usage)
+    text, tokens = "".join(growing.texts), tuple(growing.tokens)
+    return Choice(index, text, tokens, growing.finish_reason, growing.usage, growing.timing)
 
 
 def total_usage(choices: tuple[Choice, ...], num_choices: int) -> Usage:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
+from gateway.phases import Phases
 from mesh.metrics import TOKENS, new_registry
 from tandem import Timing
 
@@ -79,11 +80,10 @@ class Metrics:
 
     def timed(self, timing: Timing) -> None:
         """Where a choice's time went, as the router says."""
-        phases_ms = timing.phases_ms
-        prepare_ms, queue_ms = phases_ms["prepare"], phases_ms["queue"]
-        self._validation.observe(prepare_ms / 1000)
-        self._queue.observe(queue_ms / 1000)
-        self._inference.observe((timing.total_ms - prepare_ms - queue_ms) / 1000)
+        phases = Phases.of(timing)
+        self._validation.observe(phases.validation_ms / 1000)
+        self._queue.observe(phases.queue_ms / 1000)
+        self._inference.observe(phases.inference_ms / 1000)
 
     def _seconds(self, name: str, about: str) -> Histogram:
         return Histogram(name, about, buckets=_SECONDS, registry=self._registry)

@@ -19,7 +19,7 @@ async def health(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """SageMaker's: 200 only once a complete path of workers serves."""
+    """SageMaker's: 200 only while the router's health says SERVING."""
     is_ready = await request.app.state.backend.readiness.is_ready()
     return JSONResponse({"status": "Healthy" if is_ready else "Unhealthy"}, 200 if is_ready else 503)
 

@@ -9,8 +9,8 @@ where ours may finish within the grace.
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
@@ -79,11 +79,14 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 @dataclass(frozen=True, slots=True)
 class Streamer:
-    """Makes the streaming response of an exchange. Without `raise_early` errors are events in every case."""
+    """Makes the streaming response of an exchange. Without `raise_early` errors are events in every case. `extra` are
+    the dialect's own headers.
+    """
 
     framing: Framing
     exchange: Exchange
     raise_early: bool = True
+    extra: Mapping[str, str] = field(default_factory=dict)
 
     async def respond(self, feed: Feed, renderer: Renderer) -> Response:
         """Returns when the status is known. Raises TandemError if nothing came before it; `feed` is closed then."""
@@ -94,7 +97,12 @@ class Streamer:
         except BaseException:
             await feed.close()
             raise
-        return _FeedResponse(feed, self._body(feed, renderer), media_type=self.framing.media_type, headers=_HEADERS)
+        return _FeedResponse(feed, self._body(feed, renderer), media_type=self.framing.media_type, headers=self.headers)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of every response, also one that has failed."""
+        return {**_HEADERS, **self.extra}
 
     @property
     def _silence_s(self) -> float | None:
@@ -125,7 +133,7 @@ def failed_stream(streamer: Streamer, error: Exception, renderer: Renderer) -> R
     problem = Problem.of(error)
     streamer.exchange.arrival.progress.failed(problem)
     content = b"".join(map(streamer.framing.frame, renderer.error(problem))) + streamer.framing.last
-    return Response(content, media_type=streamer.framing.media_type, headers=_HEADERS)
+    return Response(content, media_type=streamer.framing.media_type, headers=streamer.headers)
 
 
 class _FeedResponse(StreamingResponse):

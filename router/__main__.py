@@ -80,8 +80,7 @@ class RouterProcess:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for service in ("", *SERVICES):
-            await self.public.set_serving(False, service)
+        await self._readiness.end()
         await self._services.drain(grace_s)
         await self.public.stop(_FLUSH_S)
         for each in self.models:

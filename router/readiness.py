@@ -1,4 +1,8 @@
-"""Health of the public port, and the one "ready" announcement, as workers come and go."""
+"""Health of the public port, and the one "ready" announcement, as workers come and go.
+
+Names of grpc.health.v1: "" and the port's services, for whether requests are served; `prefill` and `decode`, for
+whether a worker of that role gets any.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,6 +13,8 @@ from mesh.rpc.server import Server
 from router.mesh_view import MeshView
 
 SERVICES = ("tandem.v1.Generation", "tandem.v1.Mesh")
+_WHOLE = ("", *SERVICES)
+_NAMES = (*_WHOLE, *(role.value for role in WorkerRole))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,9 @@ class Expected:
 class Readiness:
     """SERVING while any model has a complete path: one that is away must not take the others from clients.
 
+    At first, where prefill workers are expected, one of them belongs to a complete path: those who wait for a start
+    want all of it. Later decode workers prefill by themselves where none is left, and that is not to send clients away.
+
     `on_ready` is called once, when every model has a path and the expected workers are there.
     """
 
@@ -33,7 +42,9 @@ class Readiness:
         self._expected = expected
         self._on_ready = on_ready
         self._changed = asyncio.Event()
+        self._has_served = False
         self._announced = False
+        self._shown: dict[str, bool] = {}
 
     def wake(self) -> None:
         """Something in the mesh has changed."""
@@ -41,19 +52,30 @@ class Readiness:
 
     async def run(self) -> None:
         """Follow the mesh until cancelled."""
-        shown: bool | None = None
         while True:
-            serving = any(mesh.has_path for mesh in self._meshes)
-            if serving is not shown:
-                await self._show(serving)
-                shown = serving
+            await self._show(self._health())
             self._announce()
             await self._changed.wait()
             self._changed.clear()
 
-    async def _show(self, serving: bool) -> None:
-        for service in ("", *SERVICES):
-            await self._server.set_serving(serving, service)
+    async def end(self) -> None:
+        """NOT_SERVING, whatever the mesh is like. After `run`."""
+        for name in _NAMES:
+            await self._server.set_serving(False, name)
+
+    def _health(self) -> dict[str, bool]:
+        """What each name says now."""
+        has = {role: self._num_healthy(role) > 0 for role in WorkerRole}
+        needs_prefill = self._expected.num_prefill > 0 and not self._has_served
+        serving = has[WorkerRole.DECODE] and (has[WorkerRole.PREFILL] or not needs_prefill)
+        self._has_served |= serving
+        return dict.fromkeys(_WHOLE, serving) | {role.value: has[role] for role in WorkerRole}
+
+    async def _show(self, health: dict[str, bool]) -> None:
+        for name, serving in health.items():
+            if self._shown.get(name) is not serving:
+                await self._server.set_serving(serving, name)
+                self._shown[name] = serving
 
     def _announce(self) -> None:
         if not self._announced and self._is_complete():
@@ -61,12 +83,13 @@ class Readiness:
             self._on_ready()
 
     def _is_complete(self) -> bool:
-        expected, meshes = self._expected, self._meshes
-        num_prefill = sum(mesh.num_healthy(WorkerRole.PREFILL) for mesh in meshes)
-        with_transfers = expected.num_prefill > 0
-        num_decode = sum(mesh.num_healthy(WorkerRole.DECODE, with_transfers=with_transfers) for mesh in meshes)
+        expected = self._expected
+        num_decode = self._num_healthy(WorkerRole.DECODE, with_transfers=expected.num_prefill > 0)
         return (
-            num_prefill >= expected.num_prefill
+            self._num_healthy(WorkerRole.PREFILL) >= expected.num_prefill
             and num_decode >= expected.num_decode
-            and all(mesh.has_path for mesh in meshes if expected.num_decode)
+            and all(mesh.has_path for mesh in self._meshes if expected.num_decode)
         )
+
+    def _num_healthy(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
+        return sum(mesh.num_healthy(role, with_transfers=with_transfers) for mesh in self._meshes)

@@ -87,7 +87,9 @@ class RouterSettings(ModelSettings):
     stall_timeout_s: float = setting(60.0, "a sequence without a token for this long is replayed elsewhere")
     slow_reader_s: float = setting(20.0, "a client that takes nothing for this long is cut off")
     grace_s: float = setting(10.0, "how long running streams may go on after SIGTERM")
-    expect_prefill: int = setting(0, "prefill workers, of all models together, to wait for before announcing ready")
+    expect_prefill: int = setting(
+        0, "prefill workers, of all models together, to wait for before announcing ready; one for the first SERVING"
+    )
     expect_decode: int = setting(1, "decode workers to wait for before announcing ready")
 
     def __post_init__(self) -> None:

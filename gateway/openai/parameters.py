@@ -64,8 +64,8 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         model=model_of(body.model),
         n=body.n,
         temperature=_DEFAULT_TEMPERATURE if body.temperature is None else body.temperature,
-        top_p=body.top_p,
-        top_k=max(0, body.top_k) if body.top_k is not None else None,  # -1 means off as well
+        top_p=body.top_p or None,
+        top_k=_top_k(body),
         min_p=body.min_p,
         typical_p=body.typical_p,
         presence_penalty=body.presence_penalty,
@@ -86,6 +86,13 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         ttft_target=body.ttft_target,
     )
     return sampling | structure_arguments(body)
+
+
+def _top_k(body: SamplingBody) -> int | None:
+    """With a `top_p` of 0, which OpenAI allows, only the likeliest token is left. -1 means off, as 0 does."""
+    if body.top_p == 0:
+        return 1
+    return max(0, body.top_k) if body.top_k is not None else None
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[GenerateArguments]:

@@ -6,6 +6,7 @@ import tandem
 from gateway.answers import Answer, collect
 from gateway.errors import UnsupportedMediaType
 from gateway.exchange import Exchange
+from gateway.phases import Phases
 from gateway.schema import parse
 from gateway.streaming import SSE, Framing, Streamer, failed_stream
 from gateway.tgi.parameters import generate_arguments
@@ -36,7 +37,7 @@ async def answer_compat(exchange: Exchange, body: GenerateBody, framing: Framing
 
 
 async def _stream(exchange: Exchange, body: GenerateBody, framing: Framing, *, full_text: bool) -> Response:
-    streamer = Streamer(framing, exchange, raise_early=False)
+    streamer = Streamer(framing, exchange, raise_early=False, extra=_compute(body))
     try:
         arguments = generate_arguments(body, stream=True)
     except tandem.TandemError as error:
@@ -75,13 +76,33 @@ def _parse(exchange: Exchange) -> GenerateBody:
 
 
 def _figures(exchange: Exchange, body: GenerateBody, answer: Answer) -> dict[str, str]:
-    """TGI's headers, as far as a client of the router can know them. Milliseconds."""
-    usage = answer.choices[0].usage
-    total_ms = exchange.arrival.progress.duration_s() * 1000
+    """TGI's headers of a whole answer: its best choice's. Times are whole milliseconds, the compute time is seconds."""
+    best = answer.choices[0]
+    total_s = exchange.arrival.progress.duration_s()
     return {
-        "x-compute-characters": str(len(body.inputs)),
-        "x-total-time": str(round(total_ms)),
-        "x-time-per-token": str(round(total_ms / max(1, usage.completion_tokens))),
-        "x-prompt-tokens": str(usage.prompt_tokens),
-        "x-generated-tokens": str(usage.completion_tokens),
+        **_compute(body),
+        "x-compute-time": str(total_s),
+        "x-total-time": str(int(total_s * 1000)),
+        "x-prompt-tokens": str(best.usage.prompt_tokens),
+        "x-generated-tokens": str(best.usage.completion_tokens),
+        **_times(best),
     }
+
+
+def _compute(body: GenerateBody) -> dict[str, str]:
+    """Those that streams have as well. What the workers compute on is not the gateway's to know."""
+    return {"x-compute-type": "unknown", "x-compute-characters": str(len(body.inputs))}
+
+
+def _times(choice: tandem.Choice) -> dict[str, str]:
+    """None from a router that does not say where the time went."""
+    if choice.timing is None:
+        return {}
+    phases = Phases.of(choice.timing)
+    times_ms = {
+        "x-validation-time": phases.validation_ms,
+        "x-queue-time": phases.queue_ms,
+        "x-inference-time": phases.inference_ms,
+        "x-time-per-token": phases.inference_ms / max(1, choice.usage.completion_tokens),
+    }
+    return {name: str(int(ms)) for name, ms in times_ms.items()}

@@ -53,6 +53,14 @@ class Script:
     release: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def let_one_pass(self) -> None:
+        """Of a call that is held: one more message, then it is held again."""
+        assert self.hold_after_messages is not None
+        self.hold_after_messages += 1
+        self.holding.clear()
+        self.release.set()
+        self.release.clear()
+
 
 class FakeGeneration(generation_pb2_grpc.GenerationServicer):
     def __init__(self, script: Script) -> None:
@@ -188,12 +196,27 @@ def _tokens(ids: Sequence[int], num_top: int) -> list[pb.Token]:
     return tokens
 
 
+class FakeHealth(HealthServicer):
+    """Health that need not answer: `asked` is set by who then waits in vain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hangs = False
+        self.asked = asyncio.Event()
+
+    async def Watch(self, request: Any, context: Any) -> None:
+        if self.hangs:
+            self.asked.set()
+            await asyncio.Event().wait()
+        await super().Watch(request, context)
+
+
 class FakeRouter:
     """A running server; `address` and `script` are for the test."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.health = HealthServicer()
+        self.health = FakeHealth()
         self._server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServicer_to_server(FakeGeneration(script), self._server)
         worker_pb2_grpc.add_MeshServicer_to_server(FakeMesh(), self._server)

@@ -96,6 +96,25 @@ async def test_probes_need_no_key_and_tell_when_there_are_no_workers(keyed: Any)
     assert (await http.get("/", headers={"accept": "text/html"})).status_code == 200
 
 
+async def test_ping_waits_for_a_prefill_and_a_decode_worker(make_mesh: Any) -> None:
+    mesh = await make_mesh(expect_prefill=1)
+    async with gateway_at(mesh.router.public.address) as (_, backend, http):
+        await mesh.decode()
+        assert (await http.get("/ping")).status_code == 503
+        await mesh.prefill()
+        backend.readiness.forget()
+        assert (await http.get("/ping")).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/ping", "/health"])
+async def test_probes_answer_in_time_though_the_router_does_not(path: str) -> None:
+    async with running_gateway() as gateway:
+        gateway.router.health.hangs = True
+        async with asyncio.timeout(2):
+            assert (await gateway.http.get(path)).status_code == 503
+        assert gateway.router.health.asked.is_set()
+
+
 async def test_the_gate_asks_the_router_once_for_a_key() -> None:
     class Counting:
         calls: list[str | None]

@@ -282,6 +282,17 @@ async def test_best_of_is_the_routers_to_judge(gateway: RunningGateway) -> None:
         assert not gateway.script.requests[-1].HasField("best_of"), "all are returned: they come as they come"
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_a_top_p_of_zero_leaves_the_likeliest_token(gateway: RunningGateway, path: str) -> None:
+    body = {"model": "fake", "messages": MESSAGES, "prompt": "One", "top_p": 0, "top_k": 40}
+    assert (await gateway.post(f"/v1/{path}", body)).status_code == 200
+    asked = gateway.script.requests[-1].sampling
+    assert (asked.top_k, asked.HasField("top_p")) == (1, False)
+    assert (await gateway.post(f"/v1/{path}", body | {"top_p": 0.5})).status_code == 200
+    asked = gateway.script.requests[-1].sampling
+    assert (asked.top_k, asked.top_p) == (40, 0.5)
+
+
 async def test_members_nobody_knows_are_left_alone(gateway: RunningGateway) -> None:
     body = {"model": "fake", "messages": MESSAGES, "metadata": {"a": 1}, "top_p": 1, "user": "me", "new_thing": []}
     assert (await gateway.post("/v1/chat/completions", body)).status_code == 200

@@ -108,11 +108,13 @@ async def test_hub_chats(gateway: RunningGateway) -> None:
 
 
 async def test_hub_asks_for_info_and_health(gateway: RunningGateway) -> None:
-    info = (await gateway.http.get("/info")).json()
-    assert (info["model_id"], info["max_input_tokens"], info["max_total_tokens"]) == ("fake", 999, 1000)
-    assert (await gateway.http.get("/health")).status_code == 200
-    await gateway.router.set_serving(False)
-    gateway.backend.readiness.forget()
+    async with AsyncInferenceClient(gateway.url, provider="hf-inference") as client:
+        info = await client.get_endpoint_info()
+        assert (info["model_id"], info["max_input_tokens"], info["max_total_tokens"]) == ("fake", 999, 1000)
+        assert await client.health_check() is True
+        await gateway.router.set_serving(False)
+        gateway.backend.readiness.forget()
+        assert await client.health_check() is False
     response = await gateway.http.get("/health")
     assert (response.status_code, response.json()["error_type"]) == (503, "healthcheck")
 
@@ -206,6 +208,27 @@ async def test_best_of_is_the_best_and_all_others(gateway: RunningGateway) -> No
     assert answer["details"]["seed"] is None
     (line,) = await gateway.lines("/generate_stream", {"inputs": "One", "parameters": parameters})
     assert "`best_of` != 1 is not supported when streaming tokens" in line
+
+
+TIMES = {"x-validation-time": "1", "x-queue-time": "1", "x-inference-time": "33", "x-time-per-token": "6"}
+
+
+@pytest.mark.parametrize("path", ["/", "/generate"])
+async def test_headers_tell_where_the_time_went(gateway: RunningGateway, path: str) -> None:
+    """As the router measured it: 35 ms, of which it took 1 to prepare and 1 in the queue."""
+    headers = (await gateway.post(path, {"inputs": "Öne", "parameters": {"max_new_tokens": 5}})).headers
+    assert {name: headers[name] for name in TIMES} == TIMES
+    assert (headers["x-prompt-tokens"], headers["x-generated-tokens"]) == ("4", "5")
+    assert (headers["x-compute-type"], headers["x-compute-characters"]) == ("unknown", "3")
+    assert int(headers["x-total-time"]) == int(float(headers["x-compute-time"]) * 1000)
+
+
+async def test_headers_of_a_stream_are_those_known_before_it(gateway: RunningGateway) -> None:
+    for body in ({"inputs": "One"}, {"inputs": "One", "parameters": {"watermark": True}}):
+        headers = (await gateway.post("/generate_stream", body)).headers
+        assert (headers["x-compute-type"], headers["x-compute-characters"]) == ("unknown", "3")
+        assert headers["x-accel-buffering"] == "no"
+        assert not TIMES.keys() & headers.keys()
 
 
 async def test_top_p_of_one_is_taken(gateway: RunningGateway) -> None:

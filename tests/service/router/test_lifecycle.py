@@ -29,9 +29,9 @@ async def health(mesh: Mesh, service: str = "") -> int:
     return status
 
 
-async def watch_until(mesh: Mesh, wanted: int) -> None:
+async def watch_until(mesh: Mesh, wanted: int, service: str = "tandem.v1.Generation") -> None:
     stub = health_pb2_grpc.HealthStub(mesh.channel)
-    call = stub.Watch(health_pb2.HealthCheckRequest(service="tandem.v1.Generation"), timeout=5)
+    call = stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=5)
     async for response in call:
         if response.status == wanted:
             call.cancel()
@@ -39,18 +39,40 @@ async def watch_until(mesh: Mesh, wanted: int) -> None:
 
 
 async def test_health_follows_the_mesh(make_mesh: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    mesh = await make_mesh(expect_prefill=1)
+    mesh = await make_mesh()
     await watch_until(mesh, NOT_SERVING)
     decode = await mesh.decode()
     await watch_until(mesh, SERVING)
     assert await health(mesh) == SERVING
-    assert '"ready"' not in capsys.readouterr().out  # the prefill worker is still expected
-    await mesh.prefill()
-    await mesh.until(lambda: mesh.router._readiness._announced)
     assert '{"event": "ready"}' in capsys.readouterr().out
     await decode.kill()
     await watch_until(mesh, NOT_SERVING)
     assert await health(mesh) == NOT_SERVING
+
+
+async def test_the_first_health_waits_for_a_prefill_worker_where_one_is_expected(
+    make_mesh: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two. Once it has served, the mesh may do without: decode workers prefill by themselves."""
+    mesh = await make_mesh(expect_prefill=2)
+    decode = await mesh.decode()
+    await watch_until(mesh, SERVING, "decode")
+    assert [await health(mesh), await health(mesh, "prefill")] == [NOT_SERVING, NOT_SERVING]
+    assert (await mesh.generate(token_ids=PROMPT, max_new_tokens=3)).ids() == expected_tokens(PROMPT, 3)
+    first = await mesh.prefill("prefill-0")
+    await watch_until(mesh, SERVING)
+    await watch_until(mesh, SERVING, "prefill")
+    assert '"ready"' not in capsys.readouterr().out  # the other one is still expected
+    await first.kill()
+    await watch_until(mesh, NOT_SERVING, "prefill")
+    assert await health(mesh) == SERVING
+    await mesh.prefill("prefill-1")
+    await mesh.prefill("prefill-2")
+    await mesh.until(lambda: mesh.router._readiness._announced)
+    assert '{"event": "ready"}' in capsys.readouterr().out
+    await decode.kill()
+    await watch_until(mesh, NOT_SERVING)
+    assert await health(mesh, "decode") == NOT_SERVING
 
 
 async def test_a_broken_link_is_opened_again(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def show_logprobs(address: str, question: str) -> None:
 
 def main() -> int:
     """Start, ask, stop."""
-    mesh = subprocess.Popen([*TANDEM, "up", "--port", "0"], stdout=subprocess.PIPE, text=True)
+    mesh = subprocess.Popen([*TANDEM, "up", "--port", "0", "--allow-anonymous"], stdout=subprocess.PIPE, text=True)
     assert mesh.stdout is not None
     ready = mesh.stdout.readline().split()
     if not ready:

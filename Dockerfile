@@ -8,17 +8,22 @@ RUN apt-get update -qq \
 
 WORKDIR /opt/tandem
 RUN python3 -m venv .venv
-ENV PATH=/opt/tandem/.venv/bin:$PATH PYTHONUNBUFFERED=1 NUMBA_CACHE_DIR=/tmp/numba
+ENV PATH=/opt/tandem/.venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
 # Dependencies first: they change less often than the code. PIP_ARGS can name a package index of your own.
 ARG PIP_ARGS=""
 COPY pyproject.toml constraints.txt README.md ./
-RUN mkdir -p tandem && touch tandem/__init__.py \
-    && pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt '.[gateway,hub,otel,redis,s3]' \
-    && pip uninstall -q -y tandem-serve && rm -rf tandem
+COPY client/pyproject.toml client/README.md client/
+RUN pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt ./client '.[gateway,hub,otel,redis,s3]' \
+    && pip uninstall -q -y tandem-client tandem-serve
 
 COPY . .
-RUN pip install -q --no-cache-dir --no-deps -e . && useradd --system --no-create-home tandem
+RUN pip install -q --no-cache-dir --no-deps -e ./client -e . \
+    && useradd --system --no-create-home tandem \
+    && install -d -o tandem -g tandem -m 700 /var/cache/tandem
 USER tandem
-# Fits where images are built on the kind of CPU they run on; elsewhere each container compiles at its first start.
-RUN python -m engine.cpu.compile
+# Fits where images are built on the kind of CPU they run on; elsewhere each container compiles at its first start. The
+# folder holds pickles of numba's: nobody but the service writes there. Where the container's root is read-only, it
+# has to be a volume.
+ENV NUMBA_CACHE_DIR=/var/cache/tandem
+RUN python -m engine.compile

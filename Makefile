@@ -1,15 +1,15 @@
 # Every target sets up what it needs, from a bare clone. Override PYTHON to choose the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
-TYPED := tandem router prefill_worker decode_worker kvtransfer engine mesh gateway cli bench models examples
+TYPED := client/tandem router prefill_worker decode_worker kvtransfer engine mesh checkpoint worker gateway tandem_cli bench demo_model examples
 SOURCES := $(TYPED) tests
 
-.PHONY: demo up test lint protos parity test-gpu chaos bench clean
+.PHONY: demo up test lint protos wheels parity test-gpu chaos soak defects bench clean
 .DEFAULT_GOAL := test
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,gateway,redis]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ./client -e '.[dev,gateway,redis]'
 	touch $@
 
 demo: .venv/.installed  ## Start a mesh of three processes, ask the bundled model, stop.
@@ -19,7 +19,7 @@ up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 	$(BIN)/tandem up
 
 test: lint  ## Everything CI asks for: lint, types, import rules, protocol, tests.
-	$(BIN)/python -m engine.cpu.compile
+	$(BIN)/python -m engine.compile
 	$(BIN)/pytest -q -m 'not gpu and not soak' -n 2 --dist worksteal
 
 lint: .venv/.installed  ## Style, types, import rules, protocol lint and generated code.
@@ -29,17 +29,28 @@ lint: .venv/.installed  ## Style, types, import rules, protocol lint and generat
 	$(BIN)/lint-imports
 	BIN=$(BIN) protos/check.sh
 
-protos: .venv/.installed  ## Generate tandem/v1 from protos/.
-	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/tandem/v1/*.proto
+protos: .venv/.installed  ## Generate client/tandem/v1 and mesh/v1 from protos/.
+	BIN=$(BIN) protos/generate.sh
+
+wheels: .venv/.installed  ## Build both wheels, install each into an empty environment, and make a real call (minutes).
+	$(BIN)/pytest -q -s -m soak tests/wheels
 
 parity: .venv/.installed  ## Every model family against transformers, through a mesh, as a table (a few minutes).
 	$(BIN)/python -m tests.parity
 
 test-gpu:  ## Parity on CUDA, with the machine's own Python packages: PYTHON=python3 make test-gpu
-	$(PYTHON) -m pytest -q -m gpu tests/gpu
+	PYTHONPATH=.:client $(PYTHON) -m pytest -q -m gpu tests/gpu
 
-chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~25 minutes).
-	$(BIN)/pytest -q -m '(evidence or soak) and not gpu'
+chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~35 minutes).
+	$(BIN)/pytest -q -m '(evidence or soak) and not gpu' --ignore=tests/wheels
+
+soak: export TANDEM_SOAK_S ?= 7200
+soak: export TANDEM_SOAK_SAMPLES ?= soak.jsonl
+soak: .venv/.installed  ## Load with a fault a minute for TANDEM_SOAK_S, samples in soak.jsonl; so far: python -m tests.chaos.samples soak.jsonl
+	nice -n 10 $(BIN)/pytest -q -s tests/chaos/test_soak.py
+
+defects: .venv/.installed  ## Every defect found by attack and acceptance tests: what was tried, before, after.
+	$(BIN)/pytest -q -m 'defect and not gpu and not soak' -n 2 --dist worksteal
 
 bench: .venv/.installed  ## Speed of the mesh, of its engine alone, and of each KV transport.
 	$(BIN)/python -m bench.serving
@@ -47,5 +58,5 @@ bench: .venv/.installed  ## Speed of the mesh, of its engine alone, and of each 
 	$(BIN)/python -m bench.attention
 
 clean:  ## Remove what the other targets made.
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build client/build *.egg-info client/*.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

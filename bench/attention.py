@@ -1,8 +1,8 @@
-"""Measures decode attention on CPU: the paged kernel against gathering blocks, and against memory that is contiguous.
+"""Measures decode attention on CPU: the paged kernel, gathered blocks, and contiguous memory.
 
     python -m bench.attention [--threads 1] [--seqs 8] [--context 320] [--layers 24]
 
-The time is that of all layers of one decode step, best of several, after the data has left the caches.
+The time is that of all layers of one decode step: the best of several runs, with cold caches.
 """
 
 import argparse
@@ -24,14 +24,14 @@ _REPEATS = 10
 
 
 def main() -> None:
-    """Print one line for each way."""
+    """Print one line per variant."""
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     shape = AttentionShape(arguments.heads, arguments.kv_heads, arguments.head_dim)
-    cache, metadata = _made_up(arguments, shape)
+    cache, metadata = _random_inputs(arguments, shape)
     queries = torch.randn(arguments.seqs, shape.num_heads, shape.head_dim)
     contiguous = torch.randn(arguments.layers, 2, arguments.seqs, shape.num_kv_heads, arguments.context, shape.head_dim)
-    ways: dict[str, Callable[[], None]] = {
+    variants: dict[str, Callable[[], None]] = {
         "paged kernel": lambda: _paged(CpuAttention(shape, arguments.threads), queries, cache, metadata),
         "gather + torch": lambda: _paged(TorchAttention(shape), queries, cache, metadata),
         "torch, contiguous": lambda: _contiguous(queries, contiguous),
@@ -39,8 +39,8 @@ def main() -> None:
     }
     print(f"{arguments.layers} layers, {arguments.seqs} sequences of {arguments.context} tokens, {shape}")
     with torch.inference_mode():
-        for name, way in ways.items():
-            print(f"{name:20s} {_best_ms(way):8.2f} ms")
+        for name, variant in variants.items():
+            print(f"{name:20s} {_best_ms(variant):8.2f} ms")
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _made_up(arguments: argparse.Namespace, shape: AttentionShape) -> tuple[Tensor, ForwardMetadata]:
+def _random_inputs(arguments: argparse.Namespace, shape: AttentionShape) -> tuple[Tensor, ForwardMetadata]:
     blocks_per_seq = -(-arguments.context // _BLOCK_SIZE)
     num_blocks = arguments.seqs * blocks_per_seq
     cache = torch.randn(arguments.layers, 2, num_blocks, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
@@ -87,12 +87,12 @@ def _read(contiguous: Tensor) -> None:
     contiguous.sum()
 
 
-def _best_ms(way: Callable[[], None]) -> float:
-    way()
+def _best_ms(variant: Callable[[], None]) -> float:
+    variant()
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        way()
+        variant()
         times.append(time.perf_counter() - start)
     return min(times) * 1e3
 

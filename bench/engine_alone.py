@@ -1,6 +1,8 @@
-"""The engine without a mesh, in a process of its own on chosen cores: what the mesh is compared with.
+"""Measures the engine without a mesh, in its own process on chosen cores, for comparison with a mesh.
 
-`python -m bench.engine_alone MODEL_DIR CORES none|int8 NUM_CLIENTS...`: a line of JSON for each number of clients.
+    python -m bench.engine_alone MODEL_DIR CORES none|int8 NUM_CLIENTS...
+
+Prints one line of JSON per number of clients.
 """
 
 import asyncio
@@ -10,32 +12,32 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.load import Measured, Workload, run_closed_loop
 from decode_worker.settings import DecodeSettings
-from engine.host import EngineLimits, build_host
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from mesh.domain.request import Request, mint_id
 from mesh.domain.sampling import SamplingParams
+from tandem_cli.load_test.load import Measured, Workload, run_closed_loop
+from worker.engine_host import EngineLimits, build_host
 
 
 class EngineAlone:
-    """Sends requests straight to an EngineLoop."""
+    """Sends requests directly to an EngineLoop. Call `stop` at the end."""
 
     def __init__(self, model_dir: Path, quantize: str) -> None:
         settings = DecodeSettings(model=str(model_dir), registry_address="none", load_format="dummy", quantize=quantize)
-        host = build_host(settings, EngineLimits(settings.max_step_tokens, settings.max_rolling_batch_size))
+        host = build_host(settings, EngineLimits(settings.step_tokens, settings.max_rolling_batch_size))
         self._engine = EngineLoop(host.engine(), LoopCallbacks(self._on_step, self._on_death))
         self._streams: dict[str, tuple[Callable[[], None], asyncio.Future[None]]] = {}
         self._engine.start()
 
     async def send(self, prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
-        """Run one request; see bench.load.Send."""
+        """Run one request. Implements tandem_cli.load_test.load.Send."""
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
         request = Request(mint_id(), 0, tuple(prompt), len(prompt), sampling)
         done = asyncio.get_running_loop().create_future()
         self._streams[request.request_id] = (on_token, done)
-        await self._engine.call(lambda scheduler: scheduler.add(Sequence(request)))
+        await self._engine.call(lambda scheduler: scheduler.add(SequenceState(request)))
         await done
         return max_new_tokens
 
@@ -52,12 +54,11 @@ class EngineAlone:
                 done.set_exception(error)
 
     async def stop(self) -> None:
-        """End the engine's thread."""
         await self._engine.stop()
 
 
 async def main(model_dir: Path, quantize: str, clients: list[int]) -> None:
-    """Measure, one line for each number of clients."""
+    """Measure, and print one line per number of clients."""
     alone = EngineAlone(model_dir, quantize)
     await run_closed_loop(Workload(1, 1, 32, 8), alone.send)  # warm-up: compiles kernels, touches memory
     for num_clients in clients:

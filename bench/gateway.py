@@ -1,12 +1,11 @@
-"""What the HTTP gateway adds to gRPC: CPU time and delay of each token, with many streams and one core for the gateway.
+"""CPU time and delay that the HTTP gateway adds to each token, with many streams and one core for the gateway.
 
     python -m bench.gateway [--streams 256] [--tokens 64] [--step-ms 100] [--repeats 3]
 
-Router and workers that compute nothing (bench.paced) run as they always do, the gateway alone on the first core,
-everything else on the second. The same load goes to the router over gRPC, and through the gateway as server-sent events
-of /v1/completions, plain and with log-probs, in turn. CPU times are those of the two processes. A paced worker tells as
-a token's log-prob when it was made, so the delay of each token until the load generator has it is known wherever
-log-probs are sent.
+The gateway has the first core to itself. Router, paced workers (tandem_cli.load_test.paced) and load generator share
+the second. The same load goes to the router over gRPC, and through the gateway as server-sent events of
+/v1/completions, without and with log-probs, in turn. CPU times are those of gateway and router. A paced worker encodes
+the time of a token in its log-prob, so the delay of each token to the load generator is known if log-probs are sent.
 """
 
 import argparse
@@ -27,18 +26,18 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.load import percentile, together
-from bench.paced import PACE_ENV, delay_s
 from bench.router import service
-from bench.shapes import BUNDLED
+from tandem_cli.capacity.shapes import BUNDLED
+from tandem_cli.load_test.load import percentile, together
+from tandem_cli.load_test.paced import PACE_ENV, delay_s
 
 _INPUT_TOKENS = 16
 _LOGPROB = re.compile(rb'"token_logprobs":\[(-?[\d.e+]+)')
 
 
 @dataclass(slots=True)
-class Seen:
-    """What the streams of one arm brought, in seconds."""
+class TokenTimes:
+    """Times of the tokens in all streams of one arm, in seconds."""
 
     token_s: list[list[float]] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -46,39 +45,38 @@ class Seen:
 
     @property
     def num_tokens(self) -> int:
-        """Of all streams."""
         return sum(map(len, self.token_s))
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between tokens of a stream."""
+        """Gaps between consecutive tokens of a stream."""
         return [after - before for times in self.token_s for before, after in pairwise(times)]
 
 
-Stream = Callable[[int, int, Seen], Coroutine[Any, Any, None]]
-"""`stream(number, tokens, seen)` reads one answer of so many tokens."""
+Stream = Callable[[int, int, TokenTimes], Coroutine[Any, Any, None]]
+"""`stream(number, tokens, token_times)` reads one answer of `tokens` tokens."""
 
 
 def over_grpc(client: tandem.AsyncClient) -> Stream:
-    """Straight to the router."""
+    """Streams from the router over gRPC."""
 
-    async def stream(number: int, tokens: int, seen: Seen) -> None:
+    async def stream(number: int, tokens: int, token_times: TokenTimes) -> None:
         begun_s, times = time.monotonic(), list[float]()
         async for event in client.stream(token_ids=_prompt(number), max_new_tokens=tokens, ignore_eos=True):
             times.append(time.monotonic())
             if event.token is not None and event.token.logprob is not None:
-                seen.delays_s.append(delay_s(event.token.logprob))
-        seen.token_s.append(times)
-        seen.ttft_s.append(times[0] - begun_s)
+                token_times.delays_s.append(delay_s(event.token.logprob))
+        token_times.token_s.append(times)
+        token_times.ttft_s.append(times[0] - begun_s)
 
     return stream
 
 
 def over_http(address: str, *, logprobs: bool) -> Stream:
-    """Through the gateway, read off a bare socket: a client library would cost more than what is measured."""
+    """Streams through the gateway, read from a plain socket, because a client library would dominate the CPU time."""
     host, _, port = address.rpartition(":")
 
-    async def stream(number: int, tokens: int, seen: Seen) -> None:
+    async def stream(number: int, tokens: int, token_times: TokenTimes) -> None:
         body = {"prompt": _prompt(number), "max_tokens": tokens, "ignore_eos": True, "stream": True}
         raw = json.dumps(body | ({"logprobs": 0} if logprobs else {})).encode()
         begun_s, times = time.monotonic(), list[float]()
@@ -87,38 +85,38 @@ def over_http(address: str, *, logprobs: bool) -> Stream:
         writer.write(f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode() + raw)
         async for line in reader:
             if line.startswith(b'data: {"error'):
-                raise SystemExit(f"the gateway said {line.decode()}")
+                raise SystemExit(f"the gateway sent {line.decode()}")
             if line.startswith(b"data: {"):
                 times.append(time.monotonic())
-                if found := _LOGPROB.search(line):
-                    seen.delays_s.append(delay_s(float(found[1])))
+                if match := _LOGPROB.search(line):
+                    token_times.delays_s.append(delay_s(float(match[1])))
         writer.close()
         if len(times) != tokens:
             raise SystemExit(f"the gateway sent {len(times)} tokens of {tokens}")
-        seen.token_s.append(times)
-        seen.ttft_s.append(times[0] - begun_s)
+        token_times.token_s.append(times)
+        token_times.ttft_s.append(times[0] - begun_s)
 
     return stream
 
 
 def _prompt(number: int) -> list[int]:
-    """One of its own, so that no prefix is shared."""
+    """The token ids of prompt `number`. Prompts share no prefix."""
     return [number % 250, number // 250, *range(1, _INPUT_TOKENS - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One arm of one round. CPU in seconds."""
+    """One arm in one round. CPU times are in seconds."""
 
     arm: str
     duration_s: float
-    seen: Seen
+    token_times: TokenTimes
     gateway_cpu_s: float
     router_cpu_s: float
 
     def ms_per_1000(self, cpu_s: float) -> float:
-        """CPU milliseconds for each 1,000 tokens."""
-        return 1e6 * cpu_s / self.seen.num_tokens
+        """CPU milliseconds per 1,000 tokens."""
+        return 1e6 * cpu_s / self.token_times.num_tokens
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -127,7 +125,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 class Rounds:
-    """All arms against one mesh, in turn."""
+    """Measures all arms on one mesh, in turn."""
 
     def __init__(self, arms: dict[str, Stream], gateway: psutil.Process, router: psutil.Process) -> None:
         self._arms = arms
@@ -135,7 +133,7 @@ class Rounds:
         self._router = router
 
     async def run(self, num_streams: int, tokens: int, repeats: int) -> list[Measured]:
-        """A short round that is not counted, then `repeats`."""
+        """Run a short warm-up round, then `repeats` measured rounds."""
         for stream in self._arms.values():
             await self._arm("", stream, num_streams, 4)
         return [
@@ -145,73 +143,78 @@ class Rounds:
         ]
 
     async def _arm(self, name: str, stream: Stream, num_streams: int, tokens: int) -> Measured:
-        seen, before = Seen(), (_cpu_s(self._gateway), _cpu_s(self._router))
+        token_times, before = TokenTimes(), (_cpu_s(self._gateway), _cpu_s(self._router))
         begun_s = time.monotonic()
-        await together(stream(number, tokens, seen) for number in range(num_streams))
+        await together(stream(number, tokens, token_times) for number in range(num_streams))
         duration_s = time.monotonic() - begun_s
         gateway_s, router_s = _cpu_s(self._gateway) - before[0], _cpu_s(self._router) - before[1]
-        return Measured(name, duration_s, seen, gateway_s, router_s)
+        return Measured(name, duration_s, token_times, gateway_s, router_s)
 
 
 async def measure(num_streams: int, tokens: int, repeats: int) -> list[Measured]:
-    """One mesh with a gateway, all arms."""
-    own_core, other_core = [*sorted(os.sched_getaffinity(0)) * 2][:2]
-    seats, model = str(2 * num_streams), ("--model", str(BUNDLED))  # those of the arm before may not be free yet
+    """Start a mesh with a gateway and measure all arms."""
+    gateway_core, other_core = [*sorted(os.sched_getaffinity(0)) * 2][:2]
+    max_requests = str(2 * num_streams)  # slots of the previous arm may not be free yet
+    model = ("--model", str(BUNDLED))
     async with AsyncExitStack() as stack:
-        caps = ("--max-concurrent-requests", seats, "--max-queued-requests", seats)
+        caps = ("--max-concurrent-requests", max_requests, "--max-queued-requests", max_requests)
         expected = ("--expect-prefill", "1", "--expect-decode", "1")
         router = service(other_core, "router", *model, "--port", "0", "--registry-port", "0", *caps, *expected)
-        router_pid, said = await stack.enter_async_context(router)
-        joined = (*model, "--registry-address", said["registry_address"])
-        await stack.enter_async_context(service(other_core, "bench.paced prefill", *joined))
-        room = ("--max-batch-total-tokens", str(2 * (tokens + 4 * _INPUT_TOKENS) * num_streams))
-        seated = ("--max-rolling-batch-size", seats, *room, "--max-step-tokens", str(4 * num_streams))
-        await stack.enter_async_context(service(other_core, "bench.paced decode", *joined, *seated))
-        http = service(own_core, "gateway", "--router", said["address"], "--port", "0")
-        gateway_pid, heard = await stack.enter_async_context(http)
+        router_pid, router_ready = await stack.enter_async_context(router)
+        worker_flags = (*model, "--registry-address", router_ready["registry_address"])
+        await stack.enter_async_context(service(other_core, "tandem_cli.load_test.paced prefill", *worker_flags))
+        kv_budget = ("--max-batch-total-tokens", str(2 * (tokens + 4 * _INPUT_TOKENS) * num_streams))
+        decode_flags = ("--max-rolling-batch-size", max_requests, *kv_budget, "--max-step-tokens", str(4 * num_streams))
+        await stack.enter_async_context(
+            service(other_core, "tandem_cli.load_test.paced decode", *worker_flags, *decode_flags)
+        )
+        http = service(gateway_core, "gateway", "--router", router_ready["address"], "--port", "0")
+        gateway_pid, gateway_ready = await stack.enter_async_context(http)
         os.sched_setaffinity(0, {other_core})
-        client = await stack.enter_async_context(tandem.AsyncClient(said["address"]))
+        client = await stack.enter_async_context(tandem.AsyncClient(router_ready["address"]))
         await client.wait_ready()
         arms = {
             "gRPC": over_grpc(client),
-            "HTTP": over_http(heard["address"], logprobs=False),
-            "HTTP, log-probs": over_http(heard["address"], logprobs=True),
+            "HTTP": over_http(gateway_ready["address"], logprobs=False),
+            "HTTP, log-probs": over_http(gateway_ready["address"], logprobs=True),
         }
         rounds = Rounds(arms, psutil.Process(gateway_pid), psutil.Process(router_pid))
         return await rounds.run(num_streams, tokens, repeats)
 
 
 def show(measured: Sequence[Measured]) -> None:
-    """Medians by arm, and what the gateway adds to the delay of a token."""
+    """Print medians by arm, and the delay that the gateway adds to a token."""
     columns = ("tokens/s", "TTFT p50 / p99 ms", "gap p50 / p99 ms", "delay of a token p50 / p99 ms")
-    table = Table("way", *columns, "gateway, CPU ms / 1,000 tokens", "router, CPU ms / 1,000 tokens")
-    arms = {name: [each for each in measured if each.arm == name] for name in dict.fromkeys(m.arm for m in measured)}
+    table = Table("arm", *columns, "gateway, CPU ms / 1,000 tokens", "router, CPU ms / 1,000 tokens")
+    arms = {name: [run for run in measured if run.arm == name] for name in dict.fromkeys(m.arm for m in measured)}
     for name, runs in arms.items():
         figures = (
-            f"{_median([run.seen.num_tokens / run.duration_s for run in runs]):.0f}",
-            *(_both([pick(run.seen) for run in runs]) for pick in (_ttfts, _gaps, _delays)),
+            f"{_median([run.token_times.num_tokens / run.duration_s for run in runs]):.0f}",
+            *(_percentiles([pick(run.token_times) for run in runs]) for pick in (_ttfts, _gaps, _delays)),
             f"{_median([run.ms_per_1000(run.gateway_cpu_s) for run in runs]):.0f}",
             f"{_median([run.ms_per_1000(run.router_cpu_s) for run in runs]):.0f}",
         )
         table.add_row(name, *figures)
     Console(width=150).print(table)
-    grpc, http = ([percentile(run.seen.delays_s, 50) for run in arms[name]] for name in ("gRPC", "HTTP, log-probs"))
+    grpc, http = (
+        [percentile(run.token_times.delays_s, 50) for run in arms[name]] for name in ("gRPC", "HTTP, log-probs")
+    )
     sys.stdout.write(f"the gateway adds {1000 * (_median(http) - _median(grpc)):.1f} ms to the median token\n")
 
 
-def _ttfts(seen: Seen) -> list[float]:
-    return seen.ttft_s
+def _ttfts(token_times: TokenTimes) -> list[float]:
+    return token_times.ttft_s
 
 
-def _gaps(seen: Seen) -> list[float]:
-    return seen.gaps_s
+def _gaps(token_times: TokenTimes) -> list[float]:
+    return token_times.gaps_s
 
 
-def _delays(seen: Seen) -> list[float]:
-    return seen.delays_s
+def _delays(token_times: TokenTimes) -> list[float]:
+    return token_times.delays_s
 
 
-def _both(runs: Sequence[list[float]]) -> str:
+def _percentiles(runs: Sequence[list[float]]) -> str:
     if not all(runs):
         return "-"
     return " / ".join(f"{1000 * _median([percentile(values, p) for values in runs]):.1f}" for p in (50, 99))
@@ -222,7 +225,6 @@ def _median(values: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64)

@@ -1,10 +1,10 @@
-"""Throughput and time to first token of the mesh, beside the same engine without a mesh.
+"""Throughput and time to first token of a mesh, compared with the same engine without a mesh.
 
     python -m bench.serving [--shape 135m] [--quantize none] [--clients 1 8 32] [--repeats 3]
 
-Four arms, run in turn, `repeats` times; medians are printed. `engine, 1 core` against `colocated, 1 core` shows what
-the mesh costs: the same engine on the same core, with and without router, gRPC and client. `separated` has prefill on
-one core and decode on the other; `engine, 2 cores` is the same engine with both.
+Four arms run in turn, `repeats` times, and medians are printed. Comparing `engine, 1 core` with `colocated, 1 core`
+shows the overhead of the mesh: it is the same engine on the same core, without and with router, gRPC and client.
+`separated` has prefill on one core and decode on the other; `engine, 2 cores` is one engine with both cores.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.load import Measured, Workload, median_run, percentile, run_closed_loop, through
-from bench.meshes import own_mesh
-from bench.shapes import write_shape
+from tandem_cli.capacity.shapes import write_shape
+from tandem_cli.load_test.load import Measured, Workload, median_run, percentile, run_closed_loop, through
+from tandem_cli.load_test.meshes import own_mesh
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Something to measure: mesh flags for `tandem up`, or cores for the engine alone."""
+    """One arm: flags of `tandem up` for a mesh, or cores for the engine alone."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -37,14 +37,14 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is served: a folder of a shape, and the arithmetic."""
+    """The model to serve: its folder and quantization."""
 
     folder: Path
     quantize: str
 
 
 def arms() -> list[Arm]:
-    """The four arms, on the first two cores allowed."""
+    """The four arms, on the first two allowed cores."""
     first, second = [*sorted(os.sched_getaffinity(0)), 0, 0][:2]
     return [
         Arm("engine, 1 core", engine_cores=str(first)),
@@ -55,7 +55,7 @@ def arms() -> list[Arm]:
 
 
 async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
-    """One run for each number of clients."""
+    """Measure one run per number of clients."""
     if arm.engine_cores:
         return await _measure_engine(arm, model, clients)
     flags = ["--model", str(model.folder), "--load-format", "dummy", "--quantize", model.quantize, *arm.flags]
@@ -66,8 +66,8 @@ async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measur
 
 
 async def _measure_engine(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
-    given = (str(model.folder), arm.engine_cores, model.quantize, *map(str, clients))
-    command = [sys.executable, "-m", "bench.engine_alone", *given]
+    arguments = (str(model.folder), arm.engine_cores, model.quantize, *map(str, clients))
+    command = [sys.executable, "-m", "bench.engine_alone", *arguments]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
@@ -76,7 +76,7 @@ async def _measure_engine(arm: Arm, model: Model, clients: Sequence[int]) -> lis
 
 
 def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[int]) -> None:
-    """One row for each arm and number of clients."""
+    """Print one row per arm and number of clients, then the overhead of the mesh."""
     table = Table(title="256 tokens in, 64 out; medians")
     for column in ("arm", "clients", "tokens/s (min..max)", "TTFT p50 ms", "token gap p50 ms", "token gap p99 ms"):
         table.add_column(column, justify="left" if column == "arm" else "right")
@@ -100,7 +100,7 @@ def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[i
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Run all arms in turn, several times."""
+    """Run all arms in turn, `options.repeats` times."""
     runs: dict[tuple[str, int], list[Measured]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Model(write_shape(options.shape, Path(folder)), options.quantize)

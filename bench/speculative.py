@@ -1,11 +1,12 @@
-"""Tokens a second with and without speculative decoding, by kind of text, on an engine without a mesh.
+"""Tokens per second with and without speculative decoding, by kind of text, on an engine without a mesh.
 
     python -m bench.speculative                      # the bundled pair of models
     python -m bench.speculative --extra-layers 60    # the same answers from a slower model
 
-The bundled model is so small that a step is mostly overhead; with layers that add nothing (bench/deeper.py) it says the
-same at the price of a larger one. All arms answer the same questions, in turn in each round; medians of the rounds,
-with the lowest and highest. The tokens of all arms must be equal, or it stops.
+The bundled model is so small that a step is mostly overhead. With extra layers that do not change the output
+(bench/deeper.py), it gives the same answers at the cost of a larger model. All arms answer the same questions, in turn
+in each round. The table has medians of the rounds, with the lowest and highest value. The program stops if the tokens
+of two arms differ.
 """
 
 import argparse
@@ -20,17 +21,17 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.deeper import write_deeper
-from bench.engine_steps import clock_for
 from decode_worker.settings import DecodeSettings
-from engine.host import EngineLimits, build_host
-from engine.sequence import Sequence as Running
+from demo_model.questions import draw
+from engine.sequence import SequenceState
 from mesh.domain.request import Request, mint_id
 from mesh.domain.sampling import SamplingParams
-from models.questions import draw
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
+from tandem_cli.capacity.engine_steps import clock_for
+from worker.engine_host import EngineLimits, build_host
 
-_BUNDLED = Path(__file__).resolve().parent.parent / "models"
+_BUNDLED = Path(__file__).resolve().parent.parent / "demo_model"
 _ARMS = ("none", "ngram", "draft")
 _MAX_NEW_TOKENS = 96
 _SEED = 5
@@ -38,7 +39,7 @@ _SEED = 5
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A kind of text: the kinds of questions that lead to it, or an own beginning, and how tokens are chosen."""
+    """A kind of text: the kinds of questions that produce it, or the start of a free text, and the temperature."""
 
     kinds: tuple[str, ...] = ()
     beginning: str = ""
@@ -56,8 +57,8 @@ _TEXTS: Mapping[str, Text] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """One run of one arm: the tokens of each answer, and what they took."""
+class ArmRun:
+    """One run of one arm: the tokens of each answer, the speed, and the number of drafted and accepted tokens."""
 
     answers: list[list[int]]
     tokens_per_s: float
@@ -66,7 +67,7 @@ class Outcome:
 
 
 class Engine:
-    """An engine with one way of guessing."""
+    """An engine with one method of speculation, which the arm names."""
 
     def __init__(self, model_dir: Path, arm: str, options: argparse.Namespace) -> None:
         settings = DecodeSettings(
@@ -85,24 +86,24 @@ class Engine:
         self._engine = host.engine()
         self._clock = clock_for(1)
 
-    def answer(self, prompts: Sequence[list[int]], eos: frozenset[int], temperature: float) -> Outcome:
-        """All at once, the prompts included in the time."""
+    def answer(self, prompts: Sequence[list[int]], eos: frozenset[int], temperature: float) -> ArmRun:
+        """Answer all prompts in one batch. The time includes the prefill."""
         self._engine.prepare_thread()
         order = {}
         before = self._scheduler.load()
-        for place, prompt in enumerate(prompts):
-            sampling = SamplingParams(max_new_tokens=_MAX_NEW_TOKENS, seed=_SEED + place, temperature=temperature)
+        for index, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_new_tokens=_MAX_NEW_TOKENS, seed=_SEED + index, temperature=temperature)
             request = Request(mint_id(), 0, tuple(prompt), len(prompt), sampling, eos)
-            order[request.request_id] = place
-            self._scheduler.add(Running(request))
+            order[request.request_id] = index
+            self._scheduler.add(SequenceState(request))
         answers: list[list[int]] = [[] for _ in prompts]
-        begun = self._clock()
+        started = self._clock()
         while self._scheduler.has_work:
             for output in self._engine.step().outputs:
                 answers[order[output.request_id]] += [token.id for token in output.tokens]
-        spent = self._clock() - begun
+        spent = self._clock() - started
         after = self._scheduler.load()
-        return Outcome(
+        return ArmRun(
             answers,
             sum(map(len, answers)) / spent,
             after.drafted_tokens - before.drafted_tokens,
@@ -111,7 +112,7 @@ class Engine:
 
 
 def main() -> None:
-    """Load all arms, run, print."""
+    """Load the engines of all arms, measure, and print the table."""
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         model_dir = options.model
@@ -128,29 +129,29 @@ def main() -> None:
 
 
 def _cells(
-    engines: Mapping[str, Engine], work: tuple[list[list[int]], frozenset[int], float], options: argparse.Namespace
+    engines: Mapping[str, Engine], workload: tuple[list[list[int]], frozenset[int], float], options: argparse.Namespace
 ) -> list[str]:
-    runs: dict[str, list[Outcome]] = {arm: [] for arm in engines}
+    runs: dict[str, list[ArmRun]] = {arm: [] for arm in engines}
     for turn in range(options.repeats + 1):
         for arm, engine in engines.items():
-            outcome = engine.answer(*work)
-            if outcome.answers != (runs["none"] or [outcome])[0].answers:
-                raise RuntimeError(f"{arm}: other tokens than without speculation")
+            run_of_arm = engine.answer(*workload)
+            if run_of_arm.answers != (runs["none"] or [run_of_arm])[0].answers:
+                raise RuntimeError(f"{arm}: the tokens differ from those without speculation")
             if turn > 0 or arm == "none":  # the first round warms up
-                runs[arm].append(outcome)
+                runs[arm].append(run_of_arm)
     del runs["none"][0]
     plain = statistics.median(run.tokens_per_s for run in runs["none"])
     return [_cell(runs[arm], plain) for arm in engines]
 
 
-def _cell(runs: list[Outcome], plain: float) -> str:
+def _cell(runs: list[ArmRun], plain: float) -> str:
     speeds = [run.tokens_per_s for run in runs]
     median, drafted = statistics.median(speeds), sum(run.drafted for run in runs)
     text = f"{median:.0f} ({min(speeds):.0f}..{max(speeds):.0f})"
     if drafted:
-        text += f"  x{median / plain:.2f}, {sum(run.accepted for run in runs) / drafted:.0%} right"
+        text += f"  x{median / plain:.2f}, {sum(run.accepted for run in runs) / drafted:.0%} accepted"
     elif median != plain:
-        text += f"  x{median / plain:.2f}, no guesses"
+        text += f"  x{median / plain:.2f}, no drafts"
     return text
 
 
@@ -163,7 +164,7 @@ def _prompts(model_dir: Path, text: Text, count: int) -> tuple[list[list[int]], 
     if template is None:
         raise SystemExit(f"{model_dir} has no chat template")
     rng = random.Random(_SEED)
-    samples = [draw(text.kinds[place % len(text.kinds)], rng, held_out=True) for place in range(count)]
+    samples = [draw(text.kinds[index % len(text.kinds)], rng, held_out=True) for index in range(count)]
     chats = [template.render([ChatMessage("user", sample.turns[0][0])]) for sample in samples]
     return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats], eos
 

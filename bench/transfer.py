@@ -1,10 +1,10 @@
-"""How fast KV moves between two processes on this host: `python -m bench.transfer`.
+"""Speed of KV transfers between two processes on this host: `python -m bench.transfer`.
 
-The time is end to end, from opening a transfer until the receiver has verified and committed it, with everything
-pushed at once, layer by layer. The tail is what a request feels, because KV moves while the prompt is computed: the
-time from the last layer's push until all is committed, when the rest has arrived. Block ids are shuffled on both sides,
-as in a pool that has been in use. `memcpy` copies as many bytes once, between two warm buffers of one process, in turn
-with the transfers: a bound that no transport can reach.
+The time is end to end, from opening a transfer until the receiver has verified and committed it, with all layers pushed
+one after the other. Requests only wait for the tail, because KV is transferred while the prompt is computed: the tail
+is the time from the push of the last layer until the commit, when all other layers have arrived. Block ids are shuffled
+on both sides, as in a used pool. `memcpy` copies the same number of bytes once, between two warm buffers of one
+process, in turn with the transfers. It is a bound that no transport can reach.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -36,10 +36,11 @@ from kvtransfer import (
     TransferSpec,
 )
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import Span
 from mesh.domain.tokens import SampledToken
-from mesh.malloc import keep_freed_memory
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
+from worker.malloc import keep_freed_memory
 
 LAYOUT = KVLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 256
@@ -49,8 +50,8 @@ SETTLE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured; one more run of each warms up."""
+class TransferBenchPlan:
+    """Transfers to measure. Each transport and length has one additional warm-up run."""
 
     transports: tuple[str, ...]
     num_tokens: tuple[int, ...]
@@ -58,13 +59,13 @@ class Plan:
     chunk_bytes: int
 
     def transfer_id(self, transport: str, num_tokens: int, run: int) -> str:
-        """Of a transfer at once; the one after it has "-tail" appended."""
+        """The id of a transfer. The transfer that measures the tail has the suffix "-tail"."""
         return f"{transport}-{num_tokens}-{run}"
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one transport and length. CPU time is of sender and receiver, in transfers at once."""
+    """Measurements of one transport and length. CPU times are of sender and receiver, without the tail transfers."""
 
     seconds: list[float] = field(default_factory=list)
     tail_s: list[float] = field(default_factory=list)
@@ -72,32 +73,32 @@ class Figures:
 
 
 def shuffled_blocks(num_tokens: int) -> tuple[int, ...]:
-    """Block ids for one prompt."""
+    """Block ids of one prompt, in random order."""
     return tuple(random.Random(num_tokens).sample(range(NUM_BLOCKS), LAYOUT.num_blocks_for(num_tokens)))
 
 
 def make_cache() -> KVCache:
-    """A cache of which every page has been touched."""
+    """A KV cache whose memory has been touched completely."""
     cache = KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
     cache.tensor.fill_(1.0)
     return cache
 
 
-def receive(plan: Plan, pipe: Connection) -> None:
-    """The other process: a decode worker's receiver. Stops when the pipe closes."""
+def receive(plan: TransferBenchPlan, pipe: Connection) -> None:
+    """Run the receiver, as in a decode worker, in the other process. Stops when the pipe closes."""
     quiet()
     keep_freed_memory()
     asyncio.run(_receive(plan, pipe))
 
 
-async def _receive(plan: Plan, pipe: Connection) -> None:
+async def _receive(plan: TransferBenchPlan, pipe: Connection) -> None:
     receiver = KVReceiver(make_cache(), "bench", ReceiverCallbacks(lambda *_: None, lambda *_: None))
     for transport in plan.transports:
         for num_tokens in plan.num_tokens:
             for run in range(plan.num_runs + 1):
                 transfer_id = plan.transfer_id(transport, num_tokens, run)
-                for each in (transfer_id, f"{transfer_id}-tail"):
-                    receiver.expect(Reservation(each, 1, shuffled_blocks(num_tokens), 0, num_tokens))
+                for reserved_id in (transfer_id, f"{transfer_id}-tail"):
+                    receiver.expect(Reservation(reserved_id, 1, shuffled_blocks(num_tokens), 0, num_tokens))
     server = Server(Listen("127.0.0.1", 0, KEY))
     KvTransferServicer(receiver).register(server.grpc)
     await server.start([SERVICE_NAME])
@@ -111,9 +112,9 @@ async def _receive(plan: Plan, pipe: Connection) -> None:
 
 
 class Bench:
-    """The sending process, and how much time both use."""
+    """The sending process. Measures times and the CPU use of both processes."""
 
-    def __init__(self, plan: Plan, address: str, receiver_pid: int) -> None:
+    def __init__(self, plan: TransferBenchPlan, address: str, receiver_pid: int) -> None:
         self._plan = plan
         self._address = address
         self._processes = (psutil.Process(), psutil.Process(receiver_pid))
@@ -126,7 +127,7 @@ class Bench:
         }
 
     async def measure(self, num_tokens: int) -> tuple[float, dict[str, Figures]]:
-        """Seconds of a memcpy, and the figures of each transport, interleaved."""
+        """Median seconds of a memcpy, and the figures of each transport, measured in turn."""
         copies, figures = [], {name: Figures() for name in self._plan.transports}
         num_bytes = LAYOUT.num_blocks_for(num_tokens) * LAYOUT.block_bytes
         source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
@@ -139,22 +140,24 @@ class Bench:
         return statistics.median(copies[1:]), figures
 
     async def _transfer(self, transfer_id: str, name: str, num_tokens: int, figures: Figures) -> None:
-        """One of which everything is pushed at once, then one of which the last layer comes late."""
+        """Measure a transfer with all layers at once, then a transfer whose last layer comes late."""
         block_ids = shuffled_blocks(num_tokens)
+        blocks = Span(0, len(block_ids))
         used = self._cpu_s()
         start = time.perf_counter()
-        transfer = self._senders[name].open(TransferSpec(transfer_id, 1, self._address, "bench", block_ids))
+        spec = TransferSpec(transfer_id, 1, self._address, "bench", block_ids, LAYOUT.whole)
+        transfer = self._senders[name].open(spec)
         for layer in range(LAYOUT.num_layers):
-            transfer.push(0, len(block_ids), layer, 1)
+            transfer.push(blocks, Span(layer, 1))
         await transfer.commit(num_tokens, FIRST_TOKEN)
         figures.seconds.append(time.perf_counter() - start)
         for process, (before, after) in enumerate(zip(used, self._cpu_s(), strict=True)):
             figures.cpu_s[process] += after - before
-        transfer = self._senders[name].open(TransferSpec(f"{transfer_id}-tail", 1, self._address, "bench", block_ids))
-        transfer.push(0, len(block_ids), 0, LAYOUT.num_layers - 1)
+        transfer = self._senders[name].open(replace(spec, transfer_id=f"{transfer_id}-tail"))
+        transfer.push(blocks, Span(0, LAYOUT.num_layers - 1))
         await asyncio.sleep(SETTLE_S + 3 * figures.seconds[-1])
         start = time.perf_counter()
-        transfer.push(0, len(block_ids), LAYOUT.num_layers - 1, 1)
+        transfer.push(blocks, Span(LAYOUT.num_layers - 1, 1))
         await transfer.commit(num_tokens, FIRST_TOKEN)
         figures.tail_s.append(time.perf_counter() - start)
 
@@ -162,13 +165,13 @@ class Bench:
         return [times.user + times.system for times in (process.cpu_times() for process in self._processes)]
 
     async def close(self) -> None:
-        """Free what the senders hold."""
+        """Close the senders of all transports."""
         for sender in self._senders.values():
             await sender.close()
 
 
-async def measure(plan: Plan, address: str, receiver_pid: int, table: Table) -> None:
-    """Fill the table."""
+async def measure(plan: TransferBenchPlan, address: str, receiver_pid: int, table: Table) -> None:
+    """Measure all lengths and transports, and add the rows to `table`."""
     bench = Bench(plan, address, receiver_pid)
     for num_tokens in plan.num_tokens:
         megabytes = LAYOUT.num_blocks_for(num_tokens) * LAYOUT.block_bytes / 1e6
@@ -183,12 +186,11 @@ async def measure(plan: Plan, address: str, receiver_pid: int, table: Table) -> 
 
 
 def quiet() -> None:
-    """No log lines between the numbers."""
+    """Hide log lines below warnings."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description="GB/s of each KV transport")
     parser.add_argument("--transports", default="shm,grpc")
     parser.add_argument("--tokens", default="256,512,1024,1500")
@@ -196,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-bytes", type=int, default=TransferSettings().chunk_bytes)
     options = parser.parse_args(argv)
     tokens = tuple(int(count) for count in options.tokens.split(","))
-    plan = Plan(tuple(options.transports.split(",")), tokens, options.runs, options.chunk_bytes)
+    plan = TransferBenchPlan(tuple(options.transports.split(",")), tokens, options.runs, options.chunk_bytes)
     quiet()
     keep_freed_memory()
     context = multiprocessing.get_context("spawn")  # gRPC does not survive fork

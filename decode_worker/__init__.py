@@ -1,1 +1,4 @@
-"""Receives KV and runs the continuous batch; prefills short prompts itself."""
+"""The decode worker: receives KV, generates tokens in a continuous batch, and prefills short prompts itself.
+
+Start reading at service.py.
+"""

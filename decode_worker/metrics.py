@@ -1,15 +1,13 @@
-"""Figures of a decode worker: those of all workers, and how its sequences came."""
+"""Metrics of a decode worker: those of all workers, and the origin of its sequences' KV."""
 
 from prometheus_client import Counter
 
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerRole
-from mesh.worker.metrics import WorkerMetrics
+from worker.metrics import WorkerMetrics
 
 
 class DecodeMetrics(WorkerMetrics):
-    """One for each decode worker."""
-
     def __init__(self) -> None:
         super().__init__(WorkerRole.DECODE)
         self._started = Counter(
@@ -25,6 +23,6 @@ class DecodeMetrics(WorkerMetrics):
             self._failures.labels(self._role, reason.value)
 
     def started(self, num_tokens: int, kv: str) -> None:
-        """A sequence has come in; its KV is "transferred", "computed" here, or "shared" with another choice."""
+        """Record a new sequence. Its KV is "transferred", "computed" here, or "shared" with another choice."""
         self.looked_up(num_tokens)
         self._started.labels(kv).inc()

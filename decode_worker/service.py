@@ -3,17 +3,16 @@
 Life of a sequence here:
 
     start with a transfer   blocks reserved -> Reserved to the router -> KV arrives, is verified -> on_committed -> runs
-    start without           queued, prefilled here in chunks beside the running batch -> runs
-    running                 each step's tokens go to its router in one message per router
-    ends                    finish_reason with its last token; or abort from the router; or Failed (preempted, KV
-                            refused, no capacity, draining), and the router replays it; or its time is up, which needs
-                            no word from the router
-    forks                   other choices of its prompt: sequences of their own that begin when the prompt's KV is
-                            there; if it ends before, the router replays them
-    next attempt            of the same request: the older ones end first, and an older one that comes late is refused
-    router gone             all its sequences are aborted
+    start without           queued, prefilled here in chunks together with the running batch -> runs
+    running                 the tokens of each step go out in one message per router
+    ends                    finish_reason with the last token; or the router aborts it; or Failed (preempted, KV
+                            refused, no capacity, draining), and the router replays it; or its deadline passes
+    forks                   other choices of the same prompt: separate sequences that start when the prompt's KV is
+                            complete; if the prompt's sequence ends earlier, the router replays them
+    next attempt            of the same request: older attempts are ended first; a late older attempt is refused
+    router disconnects      all its sequences are aborted
 
-Blocks of an aborted sequence whose KV is on its way are freed only after the receiver has stopped writing.
+If a sequence is aborted while its KV is in transfer, its blocks are freed only after the receiver has stopped writing.
 """
 
 import asyncio
@@ -27,16 +26,18 @@ import structlog
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Entry, Event, Failed, Reserved, Session, Step
 from engine.loop import EngineLoop, StepResult
-from engine.sequence import Sequence, SequenceKey
+from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import KVReceiver, Reservation
-from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, TransferCorrupt, WorkerBusy
+from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
 from mesh.domain.request import Request
 from mesh.domain.tokens import SampledToken, SequenceFailure
-from mesh.tracing import begin_span, mark_failed
+from mesh.tracing import begin_span, end_span, mark_failed
 
 log = structlog.get_logger(__name__)
 
-_NO_ORIGIN = "the sequence it was to begin with has ended"
+# Time for a stopping worker to send its last events.
+_SEND_S = 5.0
+_NO_ORIGIN = "the sequence that computes its prompt has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +47,44 @@ class _Owner:
 
 
 class DecodeService:
-    """Sessions, sequences and where their KV comes from. Lives on the event loop; the engine has its own thread."""
+    """Runs the sequences of all routers on the engine. All methods run on the event loop. Connect the callbacks of the
+    engine and of the receiver before the engine starts."""
 
-    def __init__(self, block_size: int, metrics: DecodeMetrics | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineLoop,
+        receiver: KVReceiver,
+        *,
+        block_size: int,
+        is_draining: Callable[[], bool],
+        metrics: DecodeMetrics,
+    ) -> None:
+        self._engine = engine
+        self._receiver = receiver
         self._block_size = block_size
-        self._metrics = metrics or DecodeMetrics()
+        self._is_draining = is_draining
+        self._metrics = metrics
         self._owners: dict[SequenceKey, _Owner] = {}
         self._by_transfer: dict[str, SequenceKey] = {}
+        self._sessions: set[Session] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._engine: EngineLoop
-        self._receiver: KVReceiver
-
-    def connect(self, engine: EngineLoop, receiver: KVReceiver, is_draining: Callable[[], bool]) -> None:
-        """Wire up what this service calls; engine and receiver call back."""
-        self._engine = engine
-        self._receiver = receiver
-        self._is_draining = is_draining
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of all sessions."""
+        """The number of sequences of all sessions."""
         return len(self._owners)
 
-    # -- what routers ask -------------------------------------------------------------------------------------------
+    # -- called by routers ------------------------------------------------------------------------------------------
 
     def start(self, session: Session, request: Request, transfer_id: str) -> None:
-        """Begin one attempt, and those of its forks; their fate comes as events."""
-        older: list[asyncio.Task[None]] = []
-        entry = self._enter(session, request, older)
-        entered = [self._enter(session, fork, older) for fork in request.forked()]
-        forks = [fork for fork in entered if fork is not None]
+        """Start one attempt and its forks. Their progress is reported as events of the session."""
+        self._sessions.add(session)
+        endings: list[asyncio.Task[None]] = []
+        entry = self._enter(session, request, endings)
+        fork_entries = [self._enter(session, fork, endings) for fork in request.forked()]
+        forks = [fork for fork in fork_entries if fork is not None]
         if entry is None:
             for fork in forks:
                 self._fail(fork.sequence.key, SequenceFailure.PREEMPTED, _NO_ORIGIN)
@@ -87,21 +94,23 @@ class DecodeService:
         self._metrics.started(entry.sequence.num_tokens, "transferred" if transfer_id else "computed")
         context = contextvars.copy_context()
         context.run(structlog.contextvars.bind_contextvars, request_id=request.request_id, attempt=request.attempt)
-        entry.starting = self._spawn(self._start(session, entry, transfer_id, older), context)
+        entry.starting = self._spawn(self._start(session, entry, transfer_id, endings), context)
         for fork in forks:
             self._metrics.started(fork.sequence.num_tokens, "shared")
             fork.starting = entry.starting
 
-    def _enter(self, session: Session, request: Request, older: "list[asyncio.Task[None]]") -> Entry | None:
-        """Make an attempt known, and end those before it: `older` gets their ends. None if it is refused."""
-        entry = Entry(Sequence(request))
+    def _enter(self, session: Session, request: Request, endings: "list[asyncio.Task[None]]") -> Entry | None:
+        """Register an attempt and end earlier attempts of the request, appending their tasks to `endings`. Return None
+        if the attempt is refused."""
+        entry = Entry(SequenceState(request))
         key = entry.sequence.key
-        here = [other for other in self._owners if other[0] == request.request_id]
+        attempts = [owned for owned in self._owners if owned[0] == request.request_id]
         if self._is_draining():
             self._send(session, Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
             return None
-        if any(other >= key for other in here):
-            self._send(session, Failed(key, SequenceFailure.INTERNAL, "this attempt, or a newer one, is here already"))
+        if any(attempt >= key for attempt in attempts):
+            detail = "this attempt, or a newer one, is running here already"
+            self._send(session, Failed(key, SequenceFailure.INTERNAL, detail))
             return None
         self._idle.clear()
         session.entries[key] = entry
@@ -109,16 +118,18 @@ class DecodeService:
         if request.time_left_s is not None:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
-        older += [self._end(other) for other in here]
+        endings += [self._end(attempt) for attempt in attempts]
         entry.span = begin_span("decode_worker", "decode", request)
         return entry
 
-    async def _start(self, session: Session, entry: Entry, transfer_id: str, older: "list[asyncio.Task[None]]") -> None:
-        """Once older attempts have given their blocks back."""
+    async def _start(
+        self, session: Session, entry: Entry, transfer_id: str, endings: "list[asyncio.Task[None]]"
+    ) -> None:
+        """Start the sequence once older attempts have freed their blocks."""
         key = entry.sequence.key
         try:
-            if older:
-                await asyncio.wait(older)
+            if endings:
+                await asyncio.wait(endings)
             for sequence in (entry.sequence, *entry.sequence.forks):
                 if not await self._prepare(sequence):
                     return
@@ -134,8 +145,8 @@ class DecodeService:
             log.error("cannot start a sequence", request_id=key[0], exc_info=error)
             self._fail(key, SequenceFailure.INTERNAL, str(error))
 
-    async def _prepare(self, sequence: Sequence) -> bool:
-        """False, and the sequence has failed, if its structure cannot be followed."""
+    async def _prepare(self, sequence: SequenceState) -> bool:
+        """Prepare the sequence's grammar. If that fails, fail the sequence and return False."""
         try:
             await self._engine.prepare(sequence)
         except InvalidRequest as error:
@@ -147,7 +158,7 @@ class DecodeService:
         sequence = entry.sequence
         ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
         if sequence.key not in self._owners:
-            return  # aborted meanwhile; the abort waits for this task and frees the blocks
+            return  # it was aborted meanwhile; the abort waits for this task and frees the blocks
         self._receiver.expect(
             Reservation(
                 transfer_id=transfer_id,
@@ -164,19 +175,20 @@ class DecodeService:
         self._send(session, Reserved(sequence.key, ready_tokens))
 
     def abort(self, session: Session, key: SequenceKey) -> None:
-        """End one of the session's sequences wherever it is; others are ignored."""
+        """End a sequence of the session in any state; ignored if the session has no such sequence."""
+        session.drop(key)
         if key in session.entries:
             self._end(key)
 
     def _end(self, key: SequenceKey) -> "asyncio.Task[None]":
-        """Forget a sequence; the task ends when its blocks are on their way back."""
+        """Forget a sequence. The returned task ends when the engine has been told to free its blocks."""
         entry = self._forget(key).entry
         for fork in entry.forks:
             self._fail(fork, SequenceFailure.PREEMPTED, _NO_ORIGIN)
         return self._spawn(self._release(entry))
 
     async def _release(self, entry: Entry) -> None:
-        """Free an ended sequence's blocks, once nobody writes to them any more."""
+        """Free an ended sequence's blocks once the receiver no longer writes to them."""
         if entry.starting is not None:
             await asyncio.wait([entry.starting])
         if entry.transfer_id:
@@ -184,11 +196,12 @@ class DecodeService:
         self._engine.abort(entry.sequence)
 
     def close(self, session: Session) -> None:
-        """The router is gone: end everything that came by it."""
+        """End all sequences of a router that has disconnected."""
+        self._sessions.discard(session)
         for key in list(session.entries):
-            self.abort(session, key)  # unless it has gone with the one it was forked from
+            self.abort(session, key)  # ignored if the key was a fork and ended with its prompt's sequence
 
-    # -- what the engine and the receiver tell ----------------------------------------------------------------------
+    # -- called by the engine and the receiver ----------------------------------------------------------------------
 
     def on_step(self, result: StepResult) -> None:
         """Send each router its tokens of this step."""
@@ -197,7 +210,7 @@ class DecodeService:
             key = (output.request_id, output.attempt)
             owner = self._owners.get(key)
             if owner is None:
-                continue  # ended meanwhile
+                continue  # the sequence has ended meanwhile
             _, step = steps.setdefault(id(owner.session), (owner.session, Step([])))
             step.outputs.append(output)
             if output.cached_tokens:
@@ -210,22 +223,23 @@ class DecodeService:
         self._metrics.preempted(len(result.preempted))
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
-        for sequence, reason in result.refused:
-            self._fail(sequence.key, SequenceFailure.REFUSED, reason)
+        for sequence, error in result.refused:
+            is_model = isinstance(error, ModelFailed)
+            self._fail(sequence.key, SequenceFailure.MODEL_FAILED if is_model else SequenceFailure.REFUSED, str(error))
 
     def on_committed(self, transfer_id: str, first_token: SampledToken) -> None:
-        """The KV is whole: the sequence runs from the next step on."""
+        """The KV is complete: the sequence runs from the next step on."""
         key = self._by_transfer.pop(transfer_id, None)
         if key is not None:
             entry = self._owners[key].entry
             entry.transfer_id = ""
-            entry.transfer_span.end()
+            end_span(entry.transfer_span)
             self._metrics.transferred(asyncio.get_running_loop().time() - entry.reserved_s)
-            entry.forks.clear()  # they begin with the commit
+            entry.forks.clear()  # the scheduler starts them with the commit
             self._engine.post(lambda scheduler: scheduler.commit(key, first_token))
 
     def on_transfer_failed(self, transfer_id: str, error: MeshError) -> None:
-        """The KV will not come, or cannot be trusted."""
+        """The KV did not arrive or is corrupt: fail the sequence."""
         key = self._by_transfer.get(transfer_id)
         if key is not None:
             is_wrong = isinstance(error, TransferCorrupt | LayoutMismatch)
@@ -244,7 +258,7 @@ class DecodeService:
             self._send(owner.session, Failed(key, reason, detail))
 
     def _send(self, session: Session, event: Event) -> None:
-        """Queue an event; a router that reads too slowly loses its sequences at once, not only when it reads again."""
+        """Queue an event. If the router reads too slowly, end its sequences at once."""
         if not session.send(event):
             self.close(session)
 
@@ -252,11 +266,13 @@ class DecodeService:
         owner = self._owners.pop(key)
         del owner.session.entries[key]
         self._by_transfer.pop(owner.entry.transfer_id, None)
-        owner.entry.transfer_span.end()  # does nothing the second time
-        owner.entry.span.end()
+        end_span(owner.entry.transfer_span)
+        end_span(owner.entry.span)
         if owner.entry.deadline is not None:
             owner.entry.deadline.cancel()
-        asyncio.get_running_loop().call_soon(self._note_idle)  # after a release, if one follows, has begun
+        asyncio.get_running_loop().call_soon(
+            self._note_idle
+        )  # later, so that a release task that follows counts as work
         return owner
 
     def _spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None) -> asyncio.Task[None]:
@@ -274,5 +290,13 @@ class DecodeService:
             self._idle.set()
 
     async def drained(self) -> None:
-        """Return when no sequence is left."""
+        """Wait until no sequence is left and every router has been sent its last tokens."""
         await self._idle.wait()
+        sent = []
+        for session in self._sessions:
+            session.end()
+            sent.append(asyncio.create_task(session.sent_all.wait()))
+        if sent:
+            _, unsent = await asyncio.wait(sent, timeout=_SEND_S)
+            for task in unsent:
+                task.cancel()

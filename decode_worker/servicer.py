@@ -1,4 +1,4 @@
-"""The Decode service: translation only."""
+"""The Decode gRPC service. It only translates; DecodeService has the logic."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,11 +10,11 @@ from decode_worker.session import Event, Failed, Reserved, Session
 from mesh import wire
 from mesh.domain.errors import InvalidRequest, WorkerLost
 from mesh.domain.tokens import SequenceFailure
-from tandem.v1 import decode_pb2, decode_pb2_grpc
+from mesh.v1 import decode_pb2, decode_pb2_grpc
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """Attach: one router's commands down, its events up."""
+    """Serves `Attach`: a stream of commands from one router, and a stream of events back."""
 
     def __init__(self, service: DecodeService, incarnation: str) -> None:
         self._service = service
@@ -23,7 +23,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.AttachRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.AttachResponse]:
-        """Serve one router until its stream ends."""
         session = await self._welcome(request_iterator)
         yield decode_pb2.AttachResponse(welcome=decode_pb2.AttachWelcome(worker_incarnation=self._incarnation))
         commands = asyncio.create_task(self._follow(session, request_iterator))
@@ -31,8 +30,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         try:
             async for event in session.events():
                 yield event_to_proto(event)
+            session.sent_all.set()
             await commands
         finally:
+            session.sent_all.set()
             commands.cancel()
             self._service.close(session)
 
@@ -54,7 +55,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def _start(self, session: Session, start: decode_pb2.StartSequence) -> None:
         try:
             request = wire.request_from_proto(start.sequence)
-        except InvalidRequest as error:  # ends this sequence, not the stream that all others share
+        except InvalidRequest as error:  # fail this sequence only; other sequences share the stream
             keys = [(fork.request_id, fork.attempt) for fork in start.sequence.forks]
             for key in ((start.sequence.request_id, start.sequence.attempt), *keys):
                 session.send(Failed(key, SequenceFailure.INTERNAL, str(error)))
@@ -63,7 +64,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
 
 def event_to_proto(event: Event) -> decode_pb2.AttachResponse:
-    """A session's event as a message."""
     if isinstance(event, Reserved):
         request_id, attempt = event.key
         return decode_pb2.AttachResponse(

@@ -1,23 +1,24 @@
-"""One router's stay: its sequences, and the events waiting to go out to it."""
+"""One connected router: its sequences, and the events that wait to be sent to it."""
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from engine.sequence import Sequence, SequenceKey
+from engine.sequence import SequenceKey, SequenceState
 from mesh.domain.errors import Overloaded
 from mesh.domain.tokens import SequenceFailure, StepOutput
 
-# Steps a router may lag behind before it is cut off: at tens of milliseconds a step, half a minute and more.
+# Steps that a router may lag behind before its session ends: half a minute and more at tens of milliseconds a step.
 MAX_UNSENT_EVENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Blocks are reserved: prefill may start, and need not send the first `ready_tokens` tokens."""
+    """Blocks are reserved and prefill may start. The KV of the first `ready_tokens` tokens need not be sent."""
 
     key: SequenceKey
     ready_tokens: int
@@ -25,14 +26,14 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """All tokens one engine step made for this router."""
+    """All tokens of one engine step for this router."""
 
     outputs: list[StepOutput]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sequence cannot go on here."""
+    """The sequence has failed on this worker."""
 
     key: SequenceKey
     reason: SequenceFailure
@@ -44,11 +45,11 @@ Event = Reserved | Step | Failed
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A sequence of a session. `transfer_id` names the transfer it waits for, once that is expected, at `reserved_s` of
-    the event loop's time, and until it ends. `deadline` ends the sequence when its time is up. `forks` wait for its
-    prompt, and end with it if it ends before."""
+    """A sequence of a session. While the sequence waits for a transfer, `transfer_id` names it; `reserved_s` is the
+    time of the reservation on the event loop's clock. The timer `deadline` ends the sequence. `forks` wait for the KV
+    of the prompt; they fail if the sequence ends before."""
 
-    sequence: Sequence
+    sequence: SequenceState
     transfer_id: str = ""
     reserved_s: float = 0.0
     starting: asyncio.Task[None] | None = None
@@ -60,15 +61,19 @@ class Entry:
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One router's sequences and outbox."""
+    """One router's sequences and the queue of events for it."""
 
     router_id: str
+    sent_all: asyncio.Event = field(default_factory=asyncio.Event)
+    """The sender of the events sets it once the last event is sent, or once the router has disconnected."""
     entries: dict[SequenceKey, Entry] = field(default_factory=dict)
     _outbox: asyncio.Queue[Event | None] = field(default_factory=lambda: asyncio.Queue(MAX_UNSENT_EVENTS))
     _overrun: bool = False
+    _in_parts: dict[SequenceKey, deque[StepOutput]] = field(default_factory=dict)
+    """Outputs per sequence that wait until the parts of a long prompt's log-probs before them have been sent."""
 
     def send(self, event: Event) -> bool:
-        """Queue an event; False once the router has left too many unread: then its session is over."""
+        """Queue an event. Return False once the router has too many unread events, which ends the session."""
         try:
             self._outbox.put_nowait(event)
         except asyncio.QueueFull:
@@ -76,16 +81,46 @@ class Session:
         return not self._overrun
 
     def end(self) -> None:
-        """No more commands will come: let `events` return once what is queued has gone out."""
-        with contextlib.suppress(asyncio.QueueFull):  # then it is overrun, and ends anyway
+        """Let `events` return once all queued events are sent. No more commands are accepted."""
+        with contextlib.suppress(asyncio.QueueFull):  # an overrun session ends anyway
             self._outbox.put_nowait(None)
 
+    def drop(self, key: SequenceKey) -> None:
+        """Discard the waiting outputs of a sequence."""
+        self._in_parts.pop(key, None)
+
     async def events(self) -> AsyncIterator[Event]:
-        """Events as they come. Raises Overloaded if the router has fallen too far behind."""
+        """Yield events as they come. The log-probs of a long prompt are sent in parts, interleaved with events of other
+        sequences. Raises Overloaded if the router has too many unread events.
+        """
         while True:
-            event = await self._outbox.get()
+            event = Step([]) if self._in_parts and self._outbox.empty() else await self._outbox.get()
             if self._overrun:
                 raise Overloaded(f"the router has left {MAX_UNSENT_EVENTS} messages unread")
             if event is None:
+                while self._in_parts:
+                    yield self._with_part(Step([]))
                 return
-            yield event
+            if isinstance(event, Failed):
+                self.drop(event.key)
+            yield self._with_part(event) if isinstance(event, Step) else event
+
+    def _with_part(self, step: Step) -> Step:
+        """Return the outputs to send now: one waiting output, and the step's outputs that need not wait."""
+        outputs: list[StepOutput] = []
+        if self._in_parts:
+            key = next(iter(self._in_parts))
+            waiting = self._in_parts.pop(key)
+            outputs.append(waiting.popleft())
+            if waiting:
+                self._in_parts[key] = waiting  # moves to the end, behind other sequences
+        for output in step.outputs:
+            key = (output.request_id, output.attempt)
+            if key in self._in_parts:
+                self._in_parts[key].append(output)
+                continue
+            first, *later = output.in_parts()
+            outputs.append(first)
+            if later:
+                self._in_parts[key] = deque(later)
+        return Step(outputs)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from checkpoint.source import ModelSource
 from engine.speculation.settings import Speculation
 from mesh.domain.errors import ConfigurationError
-from mesh.model_source import ModelSource
 from mesh.settings import setting
-from mesh.worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, require_not_negative, require_positive
 
 SPECULATIONS = ("auto", "none", "ngram", "draft")
 _USUAL_DRAFTS = 8
@@ -15,28 +15,32 @@ _MAX_DRAFTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings(WorkerSettings):
-    """A worker's settings, the size of its batch, and guesses at what comes next."""
+    """A worker's settings, and those of its batch and of speculative decoding."""
 
     max_rolling_batch_size: int = setting(
-        64, "most sequences running or waiting for KV", env=("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE")
+        64, "maximum sequences running or waiting for KV", env=("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE")
     )
     max_batch_total_tokens: int = setting(0, "tokens whose KV fits here; 0: by memory", env=("MAX_BATCH_TOTAL_TOKENS",))
     max_step_tokens: int = setting(
-        256, "most tokens of one step when prompts are prefilled here: what remains beside running sequences is chunked"
+        256,
+        "maximum tokens of one step when prompts are prefilled here: prompt chunks get the tokens that running "
+        "sequences leave; never below max_rolling_batch_size, one token per sequence",
     )
-    kv_transports: str = setting("shm,grpc", "payload paths for KV that are accepted")
+    kv_transports: str = setting("shm,grpc", "transports for KV that this worker accepts")
     speculative: str = setting(
         "auto",
-        "guess tokens ahead: none, ngram (what followed the last time), draft (a smaller model's guess); "
-        "auto: as draft_model and num_speculative_tokens suggest",
+        "speculative decoding: none, ngram (continuations of earlier occurrences), draft (a smaller model); "
+        "auto: chosen by draft_model and num_speculative_tokens",
     )
-    draft_model: str = setting("", "the draft model, named as models are; it has the same tokenizer")
+    draft_model: str = setting("", "the draft model, named like model; it must have the same tokenizer")
     num_speculative_tokens: int = setting(
-        0, f"most tokens guessed ahead of a sequence in one step; 0: {_USUAL_DRAFTS} with speculation"
+        0, f"maximum draft tokens per sequence and step; 0: {_USUAL_DRAFTS} with speculation"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_positive(self, "max_rolling_batch_size", "max_step_tokens")
+        require_not_negative(self, "max_batch_total_tokens")
         if self.speculative not in SPECULATIONS:
             raise ConfigurationError(f"speculative must be one of {', '.join(SPECULATIONS)}, got {self.speculative!r}")
         if not 0 <= self.num_speculative_tokens <= _MAX_DRAFTS:
@@ -48,8 +52,14 @@ class DecodeSettings(WorkerSettings):
         if self.speculative in ("none", "ngram") and self.draft_model:
             raise ConfigurationError(f"draft_model={self.draft_model} and speculative={self.speculative} do not fit")
 
+    @property
+    def step_tokens(self) -> int:
+        """Maximum tokens of one step: every running sequence needs one."""
+        return max(self.max_step_tokens, self.max_rolling_batch_size)
+
     def speculation(self) -> Speculation:
-        """How tokens are guessed ahead; the draft model is downloaded if need be. Raises ConfigurationError."""
+        """Return the settings of speculative decoding; download the draft model if needed. Raises
+        ConfigurationError."""
         kind = self.speculative
         if kind == "auto" and self.draft_model:
             kind = "draft"

@@ -1,100 +1,116 @@
-"""What one engine step computes, and what comes out of it."""
+"""Input and output of one engine step: ScheduledBatch and RunnerOutput, and the contract of the Runner between them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
+from mesh.domain.errors import MeshError
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Compute `num_tokens` tokens of `sequence`, from position `start` on (its num_computed_tokens).
+    """Compute `num_tokens` tokens of `sequence`, starting at position `start` (its num_computed_tokens).
 
-    The last of them are `drafts`: guesses at what follows the sequence's own tokens. The step samples after each, and
-    what it samples holds as far as the guesses before it were right (Leviathan et al. 2023).
+    The last of them may be `drafts`: proposed tokens that follow the sequence's own. The step samples after each draft;
+    a sampled token counts if all drafts before it were right (Leviathan et al. 2023).
     """
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     num_tokens: int
     drafts: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
-        """First position that is not computed in this step."""
+        """Position after the last one computed in this step."""
         return self.start + self.num_tokens
 
     @property
-    def samples(self) -> bool:
-        """True if the step reaches the sequence's last token, so that a new one is sampled."""
+    def needs_sampling(self) -> bool:
+        """True if the step reaches the last known token of the sequence, so that the next one is sampled."""
         return self.end - len(self.drafts) == self.sequence.num_tokens
 
     def token_ids(self) -> list[int]:
-        """Ids of the tokens to compute."""
+        """Ids of the tokens to compute, drafts included."""
         return self.sequence.token_ids[self.start : self.end] + list(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step's work. Sequences that compute a single token come first. `copies` are blocks, from and to, to be copied
-    before anything is computed."""
+    """The work of one step. Items with a single token come first.
+
+    `copies` are pairs of blocks (source, target) to copy before the forward pass. `number` identifies the batch to the
+    scheduler while the batch is in flight.
+    """
 
     items: tuple[ScheduledSequence, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    number: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Tokens computed in this step, drafts included."""
         return sum(item.num_tokens for item in self.items)
 
     @property
     def num_decodes(self) -> int:
-        """Leading items with exactly one token."""
+        """Number of leading items with exactly one token."""
         return next((i for i, item in enumerate(self.items) if item.num_tokens > 1), len(self.items))
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerOutput:
-    """What a step produced for one item of the batch.
+    """The result of a step for one item of the batch.
 
-    `tokens` are there iff the item samples: one, and one more for each draft that was right. `prompt_logprobs` (only if
-    the request asked) holds one entry for each prompt token at positions `start + 1 .. end` that exists; the first
-    prompt token has none. With a `failure` the sequence cannot go on, and its tokens mean nothing.
+    `tokens` is empty unless the item needs sampling; then it has one token, plus one for each draft that was right.
+    `prompt_logprobs`, only if requested, has one entry for each prompt token at positions `start + 1 .. end`; the first
+    prompt token has none. With a `failure` the sequence ends and its tokens are invalid: InvalidRequest if the grammar
+    of its structure fails, ModelFailed if the model computed NaN or infinity.
     """
 
     tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    failure: str = ""
+    failure: MeshError | None = None
 
 
 LayerHook = Callable[[ScheduledBatch, int, int], None]
-"""Called as `hook(batch, first_layer, num_layers)` once the step's KV of those layers is in the cache."""
+"""Called as `hook(batch, first_layer, num_layers)` once the step has written the KV of those layers to the cache."""
 
 
 class Runner(Protocol):
     """Executes batches. Plug point: ModelRunner, and fakes in tests."""
 
     def prepare_thread(self) -> None:
-        """Called once, before anything else, by the thread that will call `run`."""
+        """Called once, before any other method, by the thread that will call `run`."""
         ...
 
-    def prepare(self, sequence: Sequence) -> "Future[None] | None":
-        """Have ready, on a thread of the runner's own, what the sequence needs beside the model; None if there is
-        nothing. Fails with InvalidRequest. Called by any thread, before the sequence comes to the scheduler."""
+    def prepare(self, sequence: SequenceState) -> "Future[None] | None":
+        """Start to prepare what the sequence needs besides the model, such as a compiled grammar, on another thread.
+
+        Returns None if nothing is needed. The future fails with InvalidRequest. Called by any thread, before the
+        sequence is added to the scheduler.
+        """
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """Called before each `run`, by the same thread: cores that this step may use beside the worker's own. They may
-        change from step to step; threads that are to compute on them start in mesh.cores.threads_born_on."""
+        """Set the cores that the next `run` may use besides the worker's own. Called before each `run`, by its thread.
+
+        The cores may change from step to step. Threads that compute on them are started in
+        `engine.cores.threads_born_on`.
+        """
+        ...
+
+    def clear_blocks(self, block_ids: list[int]) -> None:
+        """Fill blocks with zeros. They must have a single holder. Called by the same thread as `run`."""
         ...
 
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
-        """Compute one step; one output per item, in order. Does not change the sequences. Called by one thread."""
+        """Compute one step; returns one output per item, in order. Called by one thread; does not modify sequences."""
         ...
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop whatever is kept for `sequence`; unknown ones are ignored."""
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop all state of `sequence`; unknown sequences are ignored."""
         ...

@@ -1,7 +1,7 @@
-"""Who holds which KV block. No tensors here: block ids only.
+"""BlockPool: reference counts of KV blocks, and an index of cached blocks by content hash. Block ids only, no tensors.
 
-A block is held (reference count > 0), cached (free, but its content can be found by hash and taken over), or blank.
-Cached blocks are evicted oldest first, and only when no blank one is left. (PagedAttention, Kwon et al. 2023, §4.3;
+A block is held (reference count > 0), cached (free, but its content can be found by hash and reused), or blank.
+Cached blocks are evicted oldest first, and only when no blank block remains. (PagedAttention, Kwon et al. 2023, §4.3;
 hash-chained prefix caching as in vLLM.)
 """
 
@@ -15,8 +15,8 @@ from mesh.domain.worker import CacheEvent
 
 @dataclass(slots=True)
 class CacheLog:
-    """Numbered cache events since the last `take`. Bounded: when too long, it leaves a gap, and readers ask for a
-    snapshot.
+    """Numbered cache events since the last `take`. Beyond `max_events` the log is dropped: readers notice the gap in
+    the numbers and request a snapshot.
     """
 
     max_events: int
@@ -24,20 +24,20 @@ class CacheLog:
     _events: list[CacheEvent] = field(default_factory=list)
 
     def add(self, block_hash: BlockHash, *, evicted: bool) -> None:
-        """Note one event."""
+        """Append the event that a block was cached or evicted."""
         self.next_number += 1
         self._events.append(CacheEvent(block_hash, evicted))
         if len(self._events) > self.max_events:
             self._events.clear()
 
     def take(self) -> tuple[int, list[CacheEvent]]:
-        """Number of the first event, and the events; they are forgotten here."""
+        """Remove all events; returns the number of the first one, and the events."""
         events, self._events = self._events, []
         return self.next_number - len(events), events
 
 
 class BlockPool:
-    """Allocates block ids `0 .. num_blocks - 1`, and keeps freed ones findable by the hash of their content."""
+    """Allocates block ids `0 .. num_blocks - 1`. Freed blocks stay findable by the hash of their content."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -55,20 +55,18 @@ class BlockPool:
 
     @property
     def cached_hashes(self) -> list[BlockHash]:
-        """Hashes of all blocks that can be found, held or free."""
+        """Hashes of all blocks in the index, held or free."""
         return list(self._block_of)
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Blocks that hold the longest known prefix of `hashes`. They are not held yet: `hold` them before anything
-        else.
-        """
-        found: list[int] = []
+        """Blocks with the longest indexed prefix of `hashes`. They are not held yet: call `hold` before `allocate`."""
+        matched: list[int] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
             if block_id is None:
                 break
-            found.append(block_id)
-        return found
+            matched.append(block_id)
+        return matched
 
     def num_allocatable_beside(self, matched: Sequence[int]) -> int:
         """Blocks that could still be allocated once `matched` are held."""
@@ -82,9 +80,9 @@ class BlockPool:
             self._references[block_id] += 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one holder and unknown content, or None (and no change) if there are not enough.
+        """`count` blocks with one holder and undefined content, or None (and no change) if fewer are free.
 
-        In ascending order: blocks freed together lie side by side, and are read and shipped faster in memory order.
+        Block ids are ascending: contiguous blocks are read and transferred faster.
         """
         if count > self.num_free:
             return None
@@ -107,14 +105,17 @@ class BlockPool:
         self.log.add(block_hash, evicted=True)
 
     def publish(self, block_id: int, block_hash: BlockHash) -> None:
-        """The held block's content is complete and has this hash. A second copy of known content stays private."""
+        """Index a held, complete block by the hash of its content. A second copy of the same content stays private."""
         if block_hash not in self._block_of and self._hash_of[block_id] is None:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
             self.log.add(block_hash, evicted=False)
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop one holder of each block. Give a sequence's blocks first to last: its tail is then evicted first."""
+        """Drop one holder of each block. Pass a sequence's blocks in order: the tail is then evicted first.
+
+        Raises ValueError for a block that is not held.
+        """
         for block_id in reversed(block_ids):
             if self._references[block_id] <= 0:
                 raise ValueError(f"block {block_id} is freed but not held")
@@ -126,7 +127,7 @@ class BlockPool:
                     self._cached[block_id] = None
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Raise ValueError unless the holders' block tables explain every reference. For tests and idle checks."""
+        """Raise ValueError unless the holders' block tables account for every reference. For tests and idle checks."""
         expected = [0] * self.num_blocks
         for table in holders:
             for block_id in table:

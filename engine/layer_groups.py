@@ -1,4 +1,4 @@
-"""Layers in groups, each announced once its KV is written."""
+"""LayerGroups: a forward pass in groups of layers, each announced once its KV is written."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Iterate to get ranges of layers `[first, end)`; asking for the next one says that the last one's KV is written.
+    """Iterates over ranges of layers `[first, stop)`. The caller writes the KV of a range before it requests the next.
 
     Without `announce` there is one group of all layers.
     """
@@ -19,7 +19,7 @@ class LayerGroups:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         size = self.size if self.announce is not None else self.num_layers
         for first in range(0, self.num_layers, size):
-            end = min(first + size, self.num_layers)
-            yield first, end
+            stop = min(first + size, self.num_layers)
+            yield first, stop
             if self.announce is not None:
-                self.announce(first, end - first)
+                self.announce(first, stop - first)

@@ -1,49 +1,49 @@
-"""Composition of a ModelRunner from a checkpoint folder."""
+"""Builds a ModelRunner from settings: weights, KV cache, attention backend and decoder."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 import structlog
 import torch
-from torch import Tensor
 
+from checkpoint.grammar import GrammarCompiler
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.tensors import open_checkpoint
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
-from engine.attention.select import AttentionPlace, select_backend
-from engine.checkpoint import open_checkpoint
-from engine.cpu.decoder import CompiledDecoder, why_not_compiled
-from engine.cpu.features import why_no_loops
-from engine.cpu.vectors import KEYS
-from engine.kv_cache import KVCache, num_blocks_for_memory
+from engine.attention.select import AttentionTarget, select_backend
+from engine.choices import require_known
+from engine.kernels.cpu.constants import KEYS
+from engine.kernels.cpu.features import why_no_loops
+from engine.kv_cache import KVCache
+from engine.kv_memory import KVMemory, KVReservation
 from engine.masks import TokenMasks
-from engine.memory import available_bytes
-from engine.model_runner import Model, ModelRunner
+from engine.model import Model
+from engine.model_runner import ModelRunner
+from engine.models.compiled_decoder import CompiledDecoder, why_not_compiled
 from engine.models.config import AnyConfig, EncoderDecoderConfig, ModelConfig, load_config
 from engine.models.decoder import Decoder, DecoderMemory
 from engine.models.encoder_decoder.model import EncoderDecoder
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.fingerprint import fingerprint
-from engine.models.int8 import Int8Ops
-from engine.models.layers import FloatOps
-from engine.models.ops import Ops
+from engine.models.linear_parameters import Parameters
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
-from mesh.grammar import GrammarCompiler
-from mesh.worker.settings import require_known
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """How a model is loaded and run.
+    """Settings to load and run a model.
 
-    Without `num_blocks` the KV cache takes `memory_fraction` of the memory that is free once the weights are loaded,
-    but no more than `max_blocks`; `companion_block_bytes` is what each block takes in another cache. `device` "auto" is
-    CUDA where it is there; `dtype` "auto" is the checkpoint's own, or fp32 on CPU. `layers_per_group`, `group_bytes`:
-    see ModelRunner.
+    Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
+    most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's. `device`
+    "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, or fp32 on CPU. `layers_per_group`,
+    `group_bytes`: see ModelRunner.
     """
 
     model_dir: Path
@@ -55,13 +55,14 @@ class RunnerSettings:
     num_blocks: int | None = None
     max_blocks: int | None = None
     companion_block_bytes: int = 0
-    memory_fraction: float = 0.5
+    kv_memory: KVMemory = field(default_factory=KVMemory)
     attention: str = "auto"
     layers_per_group: int = 4
     group_bytes: int = 0
     quantize: str = "none"
     kv_dtype: str = "auto"
     enforce_eager: bool = False
+    rope: RopeOverride = NO_ROPE_OVERRIDE
 
     def __post_init__(self) -> None:
         require_known(self)
@@ -69,22 +70,19 @@ class RunnerSettings:
             raise ConfigurationError("block_size and layers_per_group must be at least 1")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigurationError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
 
 
 def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
-    """Load weights, allocate the KV cache, choose the attention backend. ConfigurationError says what is wrong."""
+    """Load weights, allocate the KV cache, choose the attention backend. Raises ConfigurationError."""
     device = _device(settings.device)
-    config = load_config(settings.model_dir)
+    config = load_config(settings.model_dir, settings.rope)
     settings = replace(settings, device=str(device), dtype=_dtype(settings, config))
     if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
         raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
-    if isinstance(config, EncoderDecoderConfig) and settings.dtype == "float16":
-        raise ConfigurationError(f"{config.architecture} overflows in float16: use bfloat16 or float32")
     layout = kv_layout(config, settings)
+    reservation = KVReservation.enter(device, settings.kv_memory, _weights_bytes(settings, config))
     parameters = _parameters(settings, config, device, on_progress)
-    cache = KVCache(layout, settings.num_blocks or _default_blocks(layout, settings, device), device)
+    cache = _allocate(layout, settings, reservation)
     model = _model(settings, config, parameters, cache)
     masks = TokenMasks(GrammarCompiler(settings.model_dir), config.vocab_size)
     return ModelRunner(
@@ -92,22 +90,22 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     )
 
 
-def _model(settings: RunnerSettings, config: AnyConfig, parameters: dict[str, Tensor], cache: KVCache) -> Model:
+def _model(settings: RunnerSettings, config: AnyConfig, parameters: Parameters, cache: KVCache) -> Model:
     if isinstance(config, EncoderDecoderConfig):
-        return EncoderDecoder(config, parameters, _ops(settings), _memory(settings, config, cache))
+        return EncoderDecoder(config, parameters, _memory(settings, config, cache))
     int8 = settings.quantize == "int8"
     reason = _why_eager(settings, config, cache.layout, int8=int8)
     if reason is None:
-        return CompiledDecoder(config, parameters, cache, int8=int8)
+        return CompiledDecoder(config, parameters, cache)
     log.info("decoder not compiled", reason=reason)
-    return Decoder(config, parameters, _ops(settings), _memory(settings, config, cache))
+    return Decoder(config, parameters, _memory(settings, config, cache))
 
 
 def _memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) -> DecoderMemory:
-    """The cache, with what attends to it, compiled."""
+    """The cache and its attention backend, compiled if it is CpuAttention."""
     attention = select_backend(
         _attention_shape(config),
-        AttentionPlace(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
+        AttentionTarget(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
         settings.attention,
     )
     if isinstance(attention, CpuAttention):
@@ -125,16 +123,18 @@ def _why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout, 
     if settings.enforce_eager:
         return "enforce_eager is set"
     if settings.attention != "auto":
-        return f"attention backend {settings.attention} is asked for"
+        return f"attention backend {settings.attention} is requested"
     if (settings.device, settings.dtype) != ("cpu", "float32"):
         return f"{settings.dtype} on {settings.device}"
     return why_not_compiled(config, layout, int8=int8)
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
-    """The KV layout that a runner with these settings will have."""
+    """The KV layout of a runner with these settings. Reads the checkpoint's headers, not its weights."""
     return KVLayout(
-        model_fingerprint=fingerprint(settings.model_dir, settings.load_format, settings.seed, settings.quantize),
+        model_fingerprint=fingerprint(
+            settings.model_dir, settings.load_format, settings.seed, settings.quantize, settings.rope
+        ),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -143,26 +143,28 @@ def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
     )
 
 
-def _ops(settings: RunnerSettings) -> Ops:
-    if settings.quantize == "none":
-        return FloatOps()
-    return Int8Ops()
-
-
 def _parameters(
     settings: RunnerSettings, config: AnyConfig, device: torch.device, on_progress: Progress | None
-) -> dict[str, Tensor]:
+) -> Parameters:
     specs = _parameter_specs(settings, config)
-    target = WeightsTarget(device, getattr(torch, settings.dtype))
+    scheme = "float" if settings.quantize == "none" else settings.quantize
+    target = WeightsTarget(device, getattr(torch, settings.dtype), scheme)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
-    return load_weights(settings.model_dir, specs, target, on_progress)
+    return load_weights(settings.model_dir, specs, target, on_progress, tied=_tied(config))
+
+
+def _tied(config: AnyConfig) -> tuple[str, str] | None:
+    """Names of the output matrix and the embedding if config.json says that they are equal."""
+    if isinstance(config, EncoderDecoderConfig) or not config.tied:
+        return None
+    return f"{config.tensors.lm_head}.weight", f"{config.tensors.embed}.weight"
 
 
 def _parameter_specs(settings: RunnerSettings, config: AnyConfig) -> list[ParameterSpec]:
     if not isinstance(config, EncoderDecoderConfig):
         return parameter_specs(config)
-    # config.json does not say it reliably.
+    # config.json does not state reliably whether the output matrix is tied.
     own_lm_head = settings.load_format != "dummy" and "lm_head.weight" in open_checkpoint(settings.model_dir)
     return encoder_decoder_specs(config, own_lm_head=own_lm_head)
 
@@ -194,11 +196,13 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     return "int8" if fits and _attention_shape(config).is_plain else "float16"
 
 
-def _default_blocks(layout: KVLayout, settings: RunnerSettings, device: torch.device) -> int:
-    num_bytes = int(available_bytes(device) * settings.memory_fraction)
-    num_blocks = num_blocks_for_memory(layout, num_bytes, settings.companion_block_bytes)
-    if num_blocks < 1:
-        raise ConfigurationError(
-            f"no memory for the KV cache: one block takes {layout.block_bytes} bytes; lower block_size, or free memory"
-        )
-    return min(num_blocks, settings.max_blocks or num_blocks)
+def _allocate(layout: KVLayout, settings: RunnerSettings, reservation: KVReservation) -> KVCache:
+    block_bytes = layout.block_bytes + settings.companion_block_bytes
+    with reservation.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks) as num_blocks:
+        return KVCache(layout, num_blocks, reservation.device, reservation=reservation)
+
+
+def _weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
+    """Memory of the weights in the dtype of the model, before quantisation."""
+    itemsize = getattr(torch, settings.dtype).itemsize
+    return sum(prod(spec.shape) for spec in _parameter_specs(settings, config)) * int(itemsize)

@@ -1,8 +1,8 @@
-"""The engine's thread: the only one that touches scheduler and runner.
+"""Engine and EngineLoop: the engine's thread is the only one that uses the scheduler and the runner.
 
-Commands are functions of the Scheduler; they come in through a queue and run between steps. Results go out with one
-hand-off to the event loop per step. With nothing to do the thread blocks on the queue. If it dies, every waiting
-caller and the owner hear of it once, and nothing is accepted any more. If it is stuck, `busy` shows it.
+Commands are functions of the Scheduler; they arrive through a queue and run between steps. Each step hands its results
+to the event loop in one call. An idle thread blocks on the queue. If the thread dies, every waiting caller gets an
+error, the owner gets one `on_death` call, and later commands are refused. If the thread is stuck, `busy` shows it.
 """
 
 import asyncio
@@ -20,13 +20,12 @@ from typing import Any, TypeVar
 import structlog
 
 from engine.batch import LayerHook, Runner, ScheduledBatch
+from engine.cores import ComputeCores, OwnCores
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
+from engine.sequence import SequenceState, SequenceStatus
 from engine.speculation.speculator import Speculator
-from mesh.cores import ComputeCores, OwnCores
-from mesh.domain.errors import WorkerLost
+from mesh.domain.errors import MeshError, WorkerLost
 from mesh.domain.tokens import StepOutput
-from mesh.worker.stall import Busy
 
 log = structlog.get_logger(__name__)
 
@@ -37,21 +36,29 @@ Command = Callable[[Scheduler], T]
 
 
 @dataclass(frozen=True, slots=True)
+class Busy:
+    """The current step or command of an engine's thread: how long it has run, and how many tokens it computes."""
+
+    for_s: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step produced: tokens, and sequences that ended without one."""
+    """The result of one step: tokens, and sequences that ended without one."""
 
     outputs: list[StepOutput]
-    preempted: list[Sequence]
+    preempted: list[SequenceState]
     is_idle: bool
-    """Nothing was computed."""
+    """True if the step computed no tokens."""
     num_seqs: int = 0
-    """Sequences something was computed for."""
-    refused: list[tuple[Sequence, str]] = field(default_factory=list)
-    """Sequences that cannot go on, and why."""
+    """Number of sequences in the step."""
+    refused: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
+    """Sequences that cannot continue, each with its error."""
 
 
 class Engine:
-    """Scheduler and runner joined. Not thread-safe: EngineLoop gives it a thread."""
+    """Joins scheduler, runner and speculator. Not thread-safe: EngineLoop runs it in a thread."""
 
     def __init__(
         self,
@@ -63,26 +70,26 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.num_step_tokens = 0
-        """Tokens the current step computes, or the last one did. Any thread may read it."""
+        """Tokens of the current step, or of the last one. Any thread may read it."""
         self._runner = runner
         self._on_layers = on_layers
         self._cores = cores or OwnCores()
         self._speculator = speculator
 
     def prepare_thread(self) -> None:
-        """Called once by the thread that will step."""
+        """Called once by the thread that will call `step`."""
         self._runner.prepare_thread()
         if self._speculator is not None:
             self._speculator.drafter.prepare_thread()
 
     def step(self) -> StepResult:
-        """Plan, compute, apply."""
+        """Schedule a batch, run the model on it, and update the scheduler with the outputs."""
         batch = self.scheduler.schedule()
         outputs: list[StepOutput] = []
         if batch.items:
             outputs = self._compute(batch)
         else:
-            self._cores.rest()
+            self._cores.set_idle()
         for item in batch.items:
             if item.sequence.is_over:
                 self._forget(item.sequence)
@@ -112,24 +119,31 @@ class Engine:
         return self.scheduler.update(batch, outputs)
 
     def _between_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
-        """Layers are done of a step that computes on lent cores, too."""
+        """Layer hook of a step on lent cores: announce the layers, then return the cores if the partner needs them."""
         assert self._on_layers is not None
         self._on_layers(batch, first, count)
-        if self._cores.are_wanted_back():
+        if self._cores.must_yield():
             self._runner.use_cores(())
             self._cores.end_step()
 
-    def prepare(self, sequence: Sequence) -> "list[Future[None]]":
-        """See Runner.prepare; of the runner and of who drafts for it."""
+    def prepare(self, sequence: SequenceState) -> "list[Future[None]]":
+        """Futures of `Runner.prepare`, for the runner and for its drafter."""
         drafter = None if self._speculator is None else self._speculator.drafter.prepare(sequence)
         return [preparing for preparing in (self._runner.prepare(sequence), drafter) if preparing is not None]
 
-    def abort(self, sequence: Sequence) -> None:
-        """End a sequence here; idempotent."""
+    def abort(self, sequence: SequenceState) -> None:
+        """End a sequence; idempotent.
+
+        A transfer that failed may have left NaN in the blocks of a sequence that waits for its KV, so they are cleared
+        before they are freed.
+        """
+        if sequence.status is SequenceStatus.WAITING_FOR_KV:
+            shared = sequence.num_cached_tokens // self.scheduler.config.block_size
+            self._runner.clear_blocks(sequence.block_table[shared:])
         self.scheduler.abort(sequence)
         self._forget(sequence)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: SequenceState) -> None:
         self._runner.forget(sequence)
         if self._speculator is not None:
             self._speculator.forget(sequence)
@@ -137,7 +151,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A command, and who waits for it: nobody, if `future` is None."""
+    """A command and the future of its caller; no caller waits if `future` is None."""
 
     command: "Command[Any]"
     future: "Future[Any] | None"
@@ -160,16 +174,16 @@ class _Queued:
 
 @dataclass(frozen=True, slots=True)
 class LoopCallbacks:
-    """What the owner hears, on the event loop's thread."""
+    """Callbacks to the owner. `on_step` and `on_death` run on the event loop's thread."""
 
     on_step: Callable[[StepResult], None]
     on_death: Callable[[BaseException], None]
     on_computed: Callable[[int, int, float], None] | None = None
-    """Called on the engine's thread after each step, with its sequences, tokens and seconds."""
+    """Called on the engine's thread after each step with the number of sequences, tokens and seconds."""
 
 
 class EngineLoop:
-    """Runs an Engine in a thread of its own, fed and heard from one asyncio event loop."""
+    """Runs an Engine in its own thread. Commands come from, and results go to, one asyncio event loop."""
 
     def __init__(self, engine: Engine, callbacks: LoopCallbacks) -> None:
         self._engine = engine
@@ -183,47 +197,53 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     async def stop(self, within_s: float = STOP_WAIT_S) -> None:
-        """Finish the current step and end the thread; commands that are still queued fail. A thread that is stuck for
-        longer than `within_s` is left behind: it ends with the process."""
+        """Finish the current step and end the thread. Commands in the queue fail with WorkerLost.
+
+        A thread that is stuck for longer than `within_s` is abandoned: it ends with the process.
+        """
         self.post(self._set_stopping)
         await asyncio.to_thread(self._thread.join, within_s)
         if self._thread.is_alive():
             log.error("engine left in its step", stack=self.stack())
 
     def busy(self) -> Busy | None:
-        """The step or command the thread is at, None between them. At once, from any thread."""
+        """The current step or command of the thread, None between them. Never blocks; callable from any thread."""
         since_s = self._busy_since_s
         return None if since_s is None else Busy(time.monotonic() - since_s, self._engine.num_step_tokens)
 
     def stack(self) -> str:
-        """Where the thread is in the code; empty if it is not running."""
+        """Stack trace of the thread; empty if it is not running."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     async def call(self, command: "Command[T]") -> T:
-        """Run `command` between two steps; returns or raises what it does. WorkerLost if the engine has stopped."""
+        """Run `command` between two steps and return its result, or raise its error. WorkerLost if the engine stopped.
+
+        A command in the queue runs even if its caller is cancelled.
+        """
         future: Future[T] = Future()
         if not self._put(_Queued(command, future)):
             raise WorkerLost("the engine has stopped")
-        # Shielded: once queued, a command runs even if its caller has gone; callers undo what they no longer want.
+        # Shielded: a cancelled caller must undo the effect of its command.
         return await asyncio.shield(asyncio.wrap_future(future))
 
-    async def prepare(self, sequence: Sequence) -> None:
-        """Have ready what the sequence needs beside the model. Steps go on meanwhile. Raises InvalidRequest."""
+    async def prepare(self, sequence: SequenceState) -> None:
+        """Wait for `Runner.prepare` of the sequence while steps continue. Raises InvalidRequest."""
         for preparing in self._engine.prepare(sequence):
             await asyncio.wrap_future(preparing)
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: SequenceState) -> None:
         """End a sequence between two steps. Does not wait; idempotent."""
         self.post(lambda _: self._engine.abort(sequence))
 
     def post(self, command: "Command[Any]") -> None:
-        """Run `command` between two steps, without waiting; ignored once the engine has stopped. If it raises, the
-        engine's state is in doubt, and the engine dies."""
+        """Run `command` between two steps, without waiting; ignored once the engine has stopped.
+
+        If the command raises, the engine's state is unknown, so the engine dies.
+        """
         self._put(_Queued(command, None))
 
     def _put(self, queued: "_Queued") -> bool:
@@ -248,7 +268,7 @@ class EngineLoop:
                 if self._callbacks.on_computed is not None and result.num_seqs:
                     seconds = time.monotonic() - begun_s
                     self._callbacks.on_computed(result.num_seqs, self._engine.num_step_tokens, seconds)
-                # Nothing to compute, or no room for what waits: only a command can change that.
+                # Idle: nothing to compute, or no capacity for waiting sequences. Only a command can change that.
                 idle = result.is_idle
                 if result.outputs or result.preempted or result.refused:
                     self._loop.call_soon_threadsafe(self._callbacks.on_step, result)
@@ -259,7 +279,7 @@ class EngineLoop:
             self._close()
 
     def _run_commands(self, *, wait: bool) -> None:
-        """Run what is queued; with `wait`, there is at least one."""
+        """Run all commands in the queue; with `wait`, block until there is at least one."""
         while True:
             try:
                 queued = self._commands.get(block=wait)
@@ -269,15 +289,15 @@ class EngineLoop:
             self._timed(partial(queued.run, self._engine.scheduler))
             wait = False
 
-    def _timed(self, work: Callable[[], T]) -> T:
+    def _timed(self, call: Callable[[], T]) -> T:
         self._busy_since_s = time.monotonic()
         try:
-            return work()
+            return call()
         finally:
             self._busy_since_s = None
 
     def _close(self) -> None:
-        """From now on nothing is accepted; what is still queued fails."""
+        """Refuse further commands, and fail those in the queue."""
         with self._closing:
             self._closed = True
         while not self._commands.empty():

@@ -1,13 +1,13 @@
-"""Which tokens may come next in sequences that must keep to a structure.
+"""TokenMasks: structured output. Sequences with a grammar sample only tokens that the grammar allows.
 
-    begin(sequences) ─▶ a thread follows each grammar and makes masks, while the model computes the step
-    apply(logits)    ─▶ waits for them; tokens that may not come get no probability
+    prepare(sequence) ─▶ compiles the grammar on another thread, before the sequence is added to the engine
+    begin(sequences)  ─▶ a thread advances the grammars and computes masks, while the model computes the step
+    apply(logits)     ─▶ waits for the masks; tokens that are not allowed get probability 0
 
-A grammar's state follows from the ids generated so far, so replays and other workers make the same masks. Compiling is
-done before a sequence comes to the engine (`prepare`), on another thread, so that it delays no step.
+A grammar's state follows from the generated token ids, so replays and other workers compute the same masks.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,69 +17,71 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sequence import Sequence, SequenceKey
+from checkpoint.grammar import GrammarCompiler
+from engine.sequence import SequenceKey, SequenceState
 from mesh.domain.structure import Structure
-from mesh.grammar import GrammarCompiler
 
-Places = NDArray[np.int64]
-"""Indices into logits [num_seqs, vocab_size], row behind row."""
+Indices = NDArray[np.int64]
+"""Indices into logits [num_seqs, vocab_size], flattened."""
 
 
-_NOWHERE: Places = np.empty(0, np.int64)
+_NO_INDICES: Indices = np.empty(0, np.int64)
 
 
 @dataclass(eq=False, slots=True)
 class _Grammar:
-    """Where one sequence is in its structure. Only the thread for masks looks inside; `failure` once it is done."""
+    """The grammar state of one sequence. Only the mask thread uses it, except for `failure`, valid after `apply`."""
 
     structure: Structure
+    scope: str
     matcher: LLMatcher | None = None
-    num_followed: int = 0
+    num_consumed: int = 0
     failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A grammar, the tokens generated since the last time, and guesses that may come after them."""
+    """A grammar, the tokens generated since its last step, and the drafts after them."""
 
     grammar: _Grammar
     new_tokens: list[int]
-    guesses: list[int]
+    drafts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """Of each row the shorter of two lists. In `few_rows` nothing may come but what is at `allowed`; in other rows
-    everything may but what is at `forbidden`.
+    """Masks of several rows. Per row, the shorter of two lists is stored: its allowed tokens or its forbidden tokens.
+
+    Rows in `allow_rows` have their tokens in `allowed`; the forbidden tokens of all other rows are in `forbidden`.
     """
 
-    few_rows: Places
-    allowed: Places
-    forbidden: Places
+    allow_rows: Indices
+    allowed: Indices
+    forbidden: Indices
 
     def put_on(self, logits: Tensor) -> Tensor:
-        """Change `logits`, contiguous, in place."""
-        few_rows, allowed, forbidden = (
-            torch.from_numpy(each).to(logits.device) for each in (self.few_rows, self.allowed, self.forbidden)
+        """Mask contiguous `logits` in place."""
+        allow_rows, allowed, forbidden = (
+            torch.from_numpy(indices).to(logits.device) for indices in (self.allow_rows, self.allowed, self.forbidden)
         )
         flat = logits.view(-1)
-        kept = flat[allowed]
-        logits.index_fill_(0, few_rows, float("-inf"))
-        flat[allowed] = kept
+        allowed_logits = flat[allowed]
+        logits.index_fill_(0, allow_rows, float("-inf"))
+        flat[allowed] = allowed_logits
         flat[forbidden] = float("-inf")
         return logits
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Masks that are being made for these rows."""
+    """Masks of these rows, in computation."""
 
     rows: list[int]
     masks: "Future[_Masks]"
 
 
 class TokenMasks:
-    """Masks of one engine's sequences. Belongs to the engine's thread, but for `prepare`."""
+    """The token masks of one engine. Used by the engine's thread only, except for `prepare`."""
 
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
         self._compiler = compiler
@@ -89,28 +91,28 @@ class TokenMasks:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
-    def prepare(self, sequence: Sequence) -> "Future[None] | None":
-        """Have the sequence's grammar compiled; fails with InvalidRequest. None if it has none."""
-        structure = sequence.request.sampling.structure
-        return None if structure is None else self._compiling.submit(self._compile, structure)
+    def prepare(self, sequence: SequenceState) -> "Future[None] | None":
+        """Start to compile the sequence's grammar; None if it has none. The future fails with InvalidRequest."""
+        structure, scope = sequence.request.sampling.structure, sequence.request.cache_namespace
+        return None if structure is None else self._compiling.submit(self._compile, structure, scope)
 
-    def begin(self, sequences: Rows[Sequence]) -> None:
-        """Start making the masks for the next token of each sequence: one row of logits each."""
+    def begin(self, sequences: Sequence[SequenceState]) -> None:
+        """Start to compute the masks for the next token of each sequence, one row of logits per sequence."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.structure is not None]
         if rows:
             steps = [(row, self._step(sequences[row])) for row in rows]
             self._pending = _Pending(rows, self._masking.submit(self._make, steps))
 
     def wait(self) -> None:
-        """Return when the masks that were begun are there. `apply` does so by itself."""
+        """Wait for the masks of the last `begin`. `apply` does so, too."""
         if self._pending is not None:
             self._pending.masks.result()
 
     def apply(self, logits: Tensor, adjusted: Tensor) -> Tensor:
-        """Logits [num_seqs, vocab_size] without what may not come: `adjusted`, changed in place unless it is `logits`.
+        """Mask `adjusted` [num_seqs, vocab_size], in place unless it is `logits`; returns the result.
 
-        A structure comes before all other wishes: where bias, minimum length and the like leave no token that may
-        come, the model's own `logits` decide among those that may.
+        The structure has priority over all other parameters: where bias, minimum length and the like exclude every
+        allowed token, the row is the model's own `logits`, masked.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -120,69 +122,70 @@ class TokenMasks:
             return masks.put_on(logits.clone())
         adjusted = masks.put_on(adjusted)
         rows = torch.tensor(pending.rows, device=logits.device)
-        hopeless = rows[adjusted[rows].amax(1) == float("-inf")]
-        if len(hopeless):
-            adjusted[hopeless] = masks.put_on(logits.clone())[hopeless]
+        empty_rows = rows[adjusted[rows].amax(1) == float("-inf")]
+        if len(empty_rows):
+            adjusted[empty_rows] = masks.put_on(logits.clone())[empty_rows]
         return adjusted
 
-    def failure(self, sequence: Sequence) -> str:
-        """Why the sequence cannot go on: its grammar became too much work; empty if it can."""
+    def failure(self, sequence: SequenceState) -> str:
+        """Why the sequence's grammar failed, for example at a limit on its size; empty if it did not."""
         grammar = self._grammars.get(sequence.key)
         return "" if grammar is None else grammar.failure
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for `sequence`."""
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop the grammar state of `sequence`."""
         self._grammars.pop(sequence.key, None)
 
-    def _compile(self, structure: Structure) -> None:
-        self._compiler.compile(structure)
+    def _compile(self, structure: Structure, scope: str) -> None:
+        self._compiler.compile(structure, scope)
 
-    def _step(self, sequence: Sequence) -> _Step:
+    def _step(self, sequence: SequenceState) -> _Step:
         structure = sequence.request.sampling.structure
         assert structure is not None
-        grammar = self._grammars.setdefault(sequence.key, _Grammar(structure))
-        held = sequence.num_tokens - sequence.num_guessed
-        new_tokens = sequence.token_ids[sequence.num_prompt_tokens + grammar.num_followed : held]
-        grammar.num_followed += len(new_tokens)
-        return _Step(grammar, new_tokens, sequence.token_ids[held:])
+        grammar = self._grammars.setdefault(sequence.key, _Grammar(structure, sequence.request.cache_namespace))
+        first_draft = sequence.num_tokens - sequence.num_drafted
+        new_tokens = sequence.token_ids[sequence.num_prompt_tokens + grammar.num_consumed : first_draft]
+        grammar.num_consumed += len(new_tokens)
+        return _Step(grammar, new_tokens, sequence.token_ids[first_draft:])
 
     def _make(self, steps: list[tuple[int, _Step]]) -> _Masks:
-        few_rows: list[int] = []
-        allowed: list[Places] = [_NOWHERE]
-        forbidden: list[Places] = [_NOWHERE]
+        allow_rows: list[int] = []
+        allowed: list[Indices] = [_NO_INDICES]
+        forbidden: list[Indices] = [_NO_INDICES]
         for row, step in steps:
             bits = self._follow(step) if not step.grammar.failure else None
             if bits is None:
                 continue
             packed = np.frombuffer(bits, np.uint8)
-            may_come = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
-            tokens = np.flatnonzero(may_come)
+            is_allowed = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
+            tokens = np.flatnonzero(is_allowed)
             if 2 * len(tokens) < self._vocab_size:
-                few_rows.append(row)
+                allow_rows.append(row)
                 allowed.append(tokens + row * self._vocab_size)
             else:
-                forbidden.append(np.flatnonzero(~may_come) + row * self._vocab_size)
-        return _Masks(np.array(few_rows, np.int64), np.concatenate(allowed), np.concatenate(forbidden))
+                forbidden.append(np.flatnonzero(~is_allowed) + row * self._vocab_size)
+        return _Masks(np.array(allow_rows, np.int64), np.concatenate(allowed), np.concatenate(forbidden))
 
     def _follow(self, step: _Step) -> bytes | None:
-        """The mask after the tokens, one bit for each token of the vocabulary. None if there is no such mask: after
-        guesses that do not fit, which are wrong; else that is the sequence's failure.
+        """The mask after the step's tokens, one bit per token of the vocabulary.
+
+        None if the drafts do not match the grammar, which makes them wrong, or if the grammar failed.
         """
         grammar = step.grammar
         try:
-            matcher = grammar.matcher = grammar.matcher or self._compiler.compile(grammar.structure)
+            matcher = grammar.matcher = grammar.matcher or self._compiler.compile(grammar.structure, grammar.scope)
         except Exception as error:  # the compiler's or the system's: it ends this sequence, not the engine
             grammar.failure = str(error)
             return None
         matcher.consume_tokens(step.new_tokens)
-        if step.guesses:
+        if step.drafts:
             matcher = matcher.deep_copy()
-            if matcher.try_consume_tokens(step.guesses) < len(step.guesses):
+            if matcher.try_consume_tokens(step.drafts) < len(step.drafts):
                 return None
         bits = matcher.compute_bitmask()
         if not matcher.is_error():
             return bits
-        if not step.guesses:
+        if not step.drafts:
             reason = matcher.get_error().partition("\n")[0]
             grammar.failure = f"{grammar.structure.kind} cannot be followed any further: {reason}"
         return None

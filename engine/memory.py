@@ -1,35 +1,106 @@
-"""How much memory a device has to give."""
+"""Total and free memory of a machine, a container or a GPU."""
 
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-_MEMINFO = Path("/proc/meminfo")
+_PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def available_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated; on CPU the smaller of the machine's and the container's."""
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Current memory of one device. `key` is the same for all processes that share this memory.
+
+    `is_lazy`: a page counts against `free_bytes` when it is first written, not when it is allocated.
+    """
+
+    key: str
+    total_bytes: int
+    free_bytes: int
+    is_lazy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """File names of a control group's memory limit and use; they differ between cgroup versions 1 and 2."""
+
+    limit: str
+    used: str
+    reclaimable: str
+
+
+_VERSIONS = (
+    (_CGROUP, "0", _Limit("memory.max", "memory.current", "inactive_file")),
+    (_CGROUP / "memory", "memory", _Limit("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+)
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Memory of a GPU; on CPU the memory of the machine, or of the container if its limit is lower."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    machine = _machine_bytes()
-    container = _container_bytes()
-    return machine if container is None else min(machine, container)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        properties = torch.cuda.get_device_properties(device)
+        key = f"cuda {getattr(properties, 'uuid', None) or device}"
+        return DeviceMemory(key, total_bytes, free_bytes, is_lazy=False)
+    total_bytes, free_bytes = _machine_bytes()
+    memory = DeviceMemory("cpu", total_bytes, free_bytes, is_lazy=True)
+    for folder, names in _groups():
+        try:
+            memory = _limited(memory, folder, names)
+        except (OSError, ValueError):  # this group has no limit
+            continue
+    return memory
 
 
-def _machine_bytes() -> int:
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is not backed by a file; 0 if the process does not exist or the system has no /proc."""
     try:
-        lines = _MEMINFO.read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        return 0
 
 
-def _container_bytes() -> int | None:
+def _machine_bytes() -> tuple[int, int]:
+    """Total and available memory; half of the total counts as available where /proc/meminfo cannot be read."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)
+        lines = (_PROC / "meminfo").read_text().splitlines()
+        sizes = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+        return sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, KeyError, ValueError):
+        total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total_bytes, total_bytes // 2
+
+
+def _groups() -> Iterator[tuple[Path, _Limit]]:
+    """The control groups of this process that may limit memory, innermost first."""
+    try:
+        entries = [line.split(":", 2) for line in (_PROC / "self" / "cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for root, controller, names in _VERSIONS:
+        for number, controllers, path in entries:
+            if controller not in (number, *controllers.split(",")):
+                continue
+            folder = root / path.strip("/")
+            for group in (folder, *folder.parents):
+                if group.is_relative_to(root) and (group / names.limit).is_file():
+                    yield group, names
+
+
+def _limited(memory: DeviceMemory, folder: Path, names: _Limit) -> DeviceMemory:
+    """`memory`, reduced to the limit of this group. Reclaimable file cache counts as free.
+
+    Raises OSError or ValueError if the group has no limit.
+    """
+    limit = int((folder / names.limit).read_text())
+    if limit >= memory.total_bytes:
+        return memory
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    used = int((folder / names.used).read_text()) - int(stat.get(names.reclaimable, 0))
+    free_bytes = min(memory.free_bytes, max(0, limit - used))
+    return DeviceMemory(f"cpu {folder.stat().st_ino}", limit, free_bytes, is_lazy=True)

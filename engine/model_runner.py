@@ -1,6 +1,9 @@
-"""ModelRunner: executes scheduled batches on the model. One thread calls it; the KV cache may be read by others."""
+"""ModelRunner: executes scheduled batches: build the step's input, run the model, sample.
 
-from collections.abc import Iterator
+One thread calls it. Other threads may read the KV cache.
+"""
+
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
@@ -11,30 +14,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
-from engine.batch_inputs import build_inputs
-from engine.cpu.decoder import CompiledDecoder
+from engine.finite import items_not_finite, scores_are_finite
 from engine.kv_cache import KVCache
 from engine.layer_groups import LayerGroups
 from engine.masks import TokenMasks
+from engine.model import Model
 from engine.models.config import AnyConfig
-from engine.models.decoder import Decoder
-from engine.models.encoder_decoder.model import EncoderDecoder
 from engine.sampler import Sampler, score
-from engine.sequence import Sequence
-from mesh.cores import Cores
+from engine.sequence import SequenceState
+from engine.step_input import StepInput, StepInputBuilder, to_device
+from mesh.domain.cores import Cores
+from mesh.domain.errors import InvalidRequest, ModelFailed
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
-Model = Decoder | CompiledDecoder | EncoderDecoder
-
-# Prompt log-probs compute so many fp32 logits at a time (64 MiB).
+_NOT_FINITE = "the model computed NaN or infinity for this request: its weights may be broken, or its dtype overflows"
+# Prompt log-probs compute at most this many fp32 logits at once (64 MiB).
 _MAX_LOGITS = 2**24
 
 
 class ModelRunner:
     """Runs the model over a batch, then samples; implements `engine.batch.Runner`.
 
-    `layers_per_group` is how many layers' KV each call of the layer hook announces, or more, if so many do not have
-    `group_bytes`; the last group may be smaller. It computes with as many threads as torch was set to when it was made.
+    Each call of the layer hook announces the KV of `layers_per_group` layers, or of more layers if these have fewer
+    than `group_bytes`; the last group may be smaller. The number of threads is torch's setting at construction.
     """
 
     def __init__(
@@ -47,85 +49,96 @@ class ModelRunner:
         self._masks = masks
         self._sampler = Sampler(masks, encoded_prompts=model.config.whole_prompts)
         self._device = kv_cache.tensor.device
-        self._num_torch_threads = model.num_torch_threads
+        self._builder = StepInputBuilder(kv_cache.layout.block_size)
 
     @property
     def config(self) -> AnyConfig:
-        """Facts of the model."""
         return self._model.config
 
     @property
     def attention_backend(self) -> str:
-        """Name of the attention backend in use."""
         return self._model.attention_backend
 
     @property
-    def laps(self) -> NDArray[np.int64] | None:
-        """Cycles of each phase of the compiled loop so far (engine.cpu.laps); None if the decoder is not compiled."""
-        return self._model.threads.laps if isinstance(self._model, CompiledDecoder) else None
+    def phase_cycles(self) -> NDArray[np.int64] | None:
+        return self._model.phase_cycles
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
-        """See Runner.run."""
         if not batch.items:
             return []
-        for source, target in batch.copies:
-            self.kv_cache.copy_block(source, target)
+        step = self._builder.build(batch)
         sequences = _sampled_sequences(batch)
-        self._masks.begin(sequences)
-        inputs = build_inputs(batch, self.kv_cache.layout.block_size, self._device)
-        announce = partial(on_layers, batch) if on_layers is not None else None
-        groups = LayerGroups(self.config.num_layers, self._group_size(batch.num_tokens), announce)
-        hidden = self._model.forward(inputs.token_ids, inputs.metadata, groups)
-        tokens = self._sample(batch, sequences, hidden, inputs.starts)
+        self._masks.begin(sequences)  # while the model computes
+        hidden = self._forward(step, partial(on_layers, batch) if on_layers is not None else None)
+        starts = step.query_starts.tolist()
+        broken = items_not_finite(hidden, starts)
+        tokens = self._sample(batch, step, hidden, sequences)
         return [
-            RunnerOutput(
-                sampled,
-                self._prompt_logprobs(item, hidden[start : start + item.num_tokens]),
-                self._masks.failure(item.sequence),
-            )
-            for item, sampled, start in zip(batch.items, tokens, inputs.starts, strict=False)
+            self._output(item, hidden[start : start + item.num_tokens], sampled, is_broken=i in broken)
+            for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts, strict=False))
         ]
 
-    def prepare_thread(self) -> None:
-        """See Runner.prepare_thread. OpenMP keeps the number of threads for each calling thread on its own."""
-        torch.set_num_threads(self._num_torch_threads)
+    def _forward(self, step: StepInput, announce: Callable[[int, int], None] | None) -> Tensor:
+        """Hidden states of the step's tokens, valid until the next step."""
+        for source, target in step.copies.tolist():
+            self.kv_cache.copy_block(source, target)
+        groups = LayerGroups(self.config.num_layers, self._group_size(len(step.token_ids)), announce)
+        token_ids = to_device(step.token_ids, self._device)
+        return self._model.forward(token_ids, step.metadata(self._device), groups)
 
-    def prepare(self, sequence: Sequence) -> "Future[None] | None":
-        """See Runner.prepare."""
+    def _output(
+        self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool
+    ) -> RunnerOutput:
+        """Output of one item; `hidden` are its rows. Blocks in which the step wrote NaN or infinity are cleared."""
+        if reason := self._masks.failure(item.sequence):
+            return RunnerOutput(failure=InvalidRequest(reason))
+        scores = () if is_broken else self._prompt_logprobs(item, hidden)
+        if is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores)):
+            block_size = self.kv_cache.layout.block_size
+            self.clear_blocks(item.sequence.block_table[item.start // block_size : -(-item.end // block_size)])
+            return RunnerOutput(failure=ModelFailed(_NOT_FINITE))
+        return RunnerOutput(tokens, scores)
+
+    def clear_blocks(self, block_ids: list[int]) -> None:
+        self.kv_cache.clear_blocks(block_ids)
+
+    def prepare_thread(self) -> None:
+        """Set torch's number of threads: OpenMP keeps it per calling thread."""
+        torch.set_num_threads(self._model.num_torch_threads)
+
+    def prepare(self, sequence: SequenceState) -> "Future[None] | None":
         return self._masks.prepare(sequence)
 
     def use_cores(self, lent: Cores) -> None:
-        """See Runner.use_cores."""
         self._model.use_cores(lent)
 
-    def forget(self, sequence: Sequence) -> None:
-        """See Runner.forget."""
+    def forget(self, sequence: SequenceState) -> None:
         self._sampler.forget(sequence)
         self._masks.forget(sequence)
 
     def _group_size(self, num_tokens: int) -> int:
-        """Layers announced together: an announcement costs the same, however little KV it is about."""
+        """Number of layers per announcement. An announcement has a fixed cost, so small KV is announced together."""
         layout = self.kv_cache.layout
         layer_bytes = num_tokens * layout.layer_block_bytes // layout.block_size
         return max(self._layers_per_group, -(-self._group_bytes // layer_bytes))
 
     def _sample(
-        self, batch: ScheduledBatch, sequences: list[Sequence], hidden: Tensor, starts: list[int]
+        self, batch: ScheduledBatch, step: StepInput, hidden: Tensor, sequences: list[SequenceState]
     ) -> list[tuple[SampledToken, ...]]:
-        """`sequences`: what _sampled_sequences says of the batch."""
-        rows: list[int] = []
-        for item, end in zip(batch.items, starts[1:], strict=True):
-            if item.samples:
-                rows += range(end - 1 - len(item.drafts), end)
-        if not rows:
+        """Sampled tokens of each item: none, one, or more where drafts were right.
+
+        `sequences` has one entry per row of `step.sample_rows`.
+        """
+        if not sequences:
             return [()] * len(batch.items)
-        chosen = hidden if len(rows) == hidden.shape[0] else hidden[rows]
+        all_rows = len(step.sample_rows) == hidden.shape[0]
+        chosen = hidden if all_rows else hidden[to_device(step.sample_rows, self._device)]
         sampled = iter(self._sampler.sample(self._model.logits(chosen), sequences))
-        return [_holding(item.drafts, sampled) if item.samples else () for item in batch.items]
+        return [_verified(item.drafts, sampled) if item.needs_sampling else () for item in batch.items]
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:
-        """Scores of the prompt tokens that follow each of the item's rows."""
+        """Log-probs of the prompt tokens that follow the item's rows; empty if not requested."""
         sequence = item.sequence
         if not sequence.request.prompt_logprobs:
             return ()
@@ -133,26 +146,26 @@ class ModelRunner:
         rows_at_once = max(1, _MAX_LOGITS // self.config.vocab_size)
         scores: list[PromptLogprob] = []
         for start in range(0, len(targets), rows_at_once):
-            piece = targets[start : start + rows_at_once]
-            logits = self._model.logits(hidden[start : start + len(piece)])
-            tokens = torch.tensor(piece, device=self._device)
-            scored = score(logits, tokens, [sequence.request.top_logprobs] * len(piece))
+            token_ids = targets[start : start + rows_at_once]
+            logits = self._model.logits(hidden[start : start + len(token_ids)])
+            tokens = torch.tensor(token_ids, device=self._device)
+            scored = score(logits, tokens, [sequence.request.top_logprobs] * len(token_ids))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
 
 
-def _sampled_sequences(batch: ScheduledBatch) -> list[Sequence]:
-    """Each sequence that samples, at its end and after each of its drafts."""
-    sequences: list[Sequence] = []
+def _sampled_sequences(batch: ScheduledBatch) -> list[SequenceState]:
+    """The sequence state for each row of StepInput.sample_rows: at a sequence's end, then after each of its drafts."""
+    sequences: list[SequenceState] = []
     for item in batch.items:
-        if item.samples:
+        if item.needs_sampling:
             sequences.append(item.sequence)
-            sequences += [item.sequence.guessing(item.drafts[:known]) for known in range(1, len(item.drafts) + 1)]
+            sequences += [item.sequence.with_draft(item.drafts[:count]) for count in range(1, len(item.drafts) + 1)]
     return sequences
 
 
-def _holding(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple[SampledToken, ...]:
-    """Of the tokens sampled at a sequence's end and after each draft, those that had nothing wrong before them."""
+def _verified(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple[SampledToken, ...]:
+    """Take the tokens sampled at a sequence's end and after its drafts; return those not preceded by a wrong draft."""
     tokens = list(islice(sampled, 1 + len(drafts)))
     num_right = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
     return tuple(tokens[: num_right + 1])

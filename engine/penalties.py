@@ -1,12 +1,11 @@
-"""What a sequence's own tokens, its logit bias, its minimum length and its bad words do to its logits.
+"""Penalties: logit bias, minimum length, bad words, and repetition, frequency and presence penalties.
 
-Order as in vLLM: tokens that may not come now, logit bias, then repetition, frequency and presence penalties.
-Repetition looks at prompt and output, the other two at the output only. A prompt that an encoder reads is not looked
-at: the decoder's text does not continue it. All state can be rebuilt from the token ids.
+Applied in vLLM's order: forbidden tokens, logit bias, then the penalties. The repetition penalty covers prompt and
+output, the other two the output only. A prompt that an encoder reads is not covered, because the decoder's text does
+not continue it. All state can be rebuilt from the token ids.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sequence import Sequence, SequenceKey
+from engine.sequence import SequenceKey, SequenceState
 
 
 class TokenCounts:
-    """The distinct tokens of one sequence from position `first` on, and how often each was generated."""
+    """The distinct tokens of one sequence, from position `first` on, and how often each was generated."""
 
-    def __init__(self, sequence: Sequence, first: int = 0) -> None:
+    def __init__(self, sequence: SequenceState, first: int = 0) -> None:
         tokens = np.asarray(sequence.token_ids[first:], np.int64)
         ids, inverse = np.unique(tokens, return_inverse=True)
         self._size = len(ids)
@@ -30,8 +29,8 @@ class TokenCounts:
         self._rows = {int(token): row for row, token in enumerate(ids)}
         self._num_seen = sequence.num_tokens
 
-    def catch_up(self, sequence: Sequence) -> None:
-        """Count the tokens generated since the last time."""
+    def catch_up(self, sequence: SequenceState) -> None:
+        """Count the tokens generated since the last call."""
         for token in sequence.token_ids[self._num_seen :]:
             row = self._rows.setdefault(token, self._size)
             if row == self._size:
@@ -49,25 +48,26 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How often each of `ids` was generated."""
+        """How often each of `ids` was generated; 0 for tokens of the prompt only."""
         return self._counts[: self._size]
 
 
 class Penalties:
-    """Applies all of it to rows of logits; keeps counts for sequences that need them. With `encoded_prompts`, all of a
-    prompt but its last token, with which the decoder begins, is not the decoder's.
+    """Applies bias, bans and penalties to rows of logits. Keeps token counts of sequences with penalties.
+
+    With `encoded_prompts`, the encoder reads all of a prompt but its last token, the decoder's start token.
     """
 
     def __init__(self, *, encoded_prompts: bool = False) -> None:
         self._encoded_prompts = encoded_prompts
         self._counts: dict[SequenceKey, TokenCounts] = {}
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the counts of `sequence`."""
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop the token counts of `sequence`; unknown sequences are ignored."""
         self._counts.pop(sequence.key, None)
 
-    def apply(self, logits: Tensor, sequences: Rows[Sequence]) -> Tensor:
-        """Logits [num_seqs, vocab_size] as the sequences want them; the argument itself if none wants a change."""
+    def apply(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+        """Adjusted copy of logits [num_seqs, vocab_size], or `logits` itself if no sequence changes them."""
         changed = [row for row, sequence in enumerate(sequences) if _changes(sequence)]
         if not changed:
             return logits
@@ -79,7 +79,7 @@ class Penalties:
             self._penalise(logits, sequences, penalised)
         return logits
 
-    def _penalise(self, logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
+    def _penalise(self, logits: Tensor, sequences: Sequence[SequenceState], rows: list[int]) -> None:
         counted = [self._count(sequences[row]) for row in rows]
         sizes = [len(counts.ids) for counts in counted]
         params = [sequences[row].request.sampling for row in rows]
@@ -100,9 +100,9 @@ class Penalties:
         values -= (counts > 0) * spread([p.presence_penalty for p in params])
         logits[at] = values
 
-    def _count(self, sequence: Sequence) -> TokenCounts:
+    def _count(self, sequence: SequenceState) -> TokenCounts:
         first = sequence.num_prompt_tokens - 1 if self._encoded_prompts else 0
-        if sequence.num_guessed:  # guesses may be wrong, so they are not kept
+        if sequence.num_drafted:  # drafts may be wrong, so their counts are not kept
             return TokenCounts(sequence, first)
         counts = self._counts.get(sequence.key)
         if counts is None:
@@ -113,7 +113,7 @@ class Penalties:
 
 @dataclass(slots=True)
 class _Entries:
-    """Single logits to change: row, token, value."""
+    """Single logits to change: row, token and value of each."""
 
     rows: list[int]
     tokens: list[int]
@@ -123,7 +123,7 @@ class _Entries:
         return torch.tensor(self.rows, device=device), torch.tensor(self.tokens, device=device)
 
 
-def _add_biases(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
+def _add_biases(logits: Tensor, sequences: Sequence[SequenceState], rows: list[int]) -> None:
     entries = _Entries([], [], [])
     for row in rows:
         bias = sequences[row].request.sampling.logit_bias
@@ -134,7 +134,7 @@ def _add_biases(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> N
         logits[entries.index(logits.device)] += torch.tensor(entries.values, device=logits.device)
 
 
-def _forbid(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
+def _forbid(logits: Tensor, sequences: Sequence[SequenceState], rows: list[int]) -> None:
     entries = _Entries([], [], [])
     for row in rows:
         forbidden = {token for token in _forbidden(sequences[row]) if 0 <= token < logits.shape[1]}
@@ -144,8 +144,8 @@ def _forbid(logits: Tensor, sequences: Rows[Sequence], rows: list[int]) -> None:
         logits[entries.index(logits.device)] = float("-inf")
 
 
-def _forbidden(sequence: Sequence) -> Iterator[int]:
-    """Tokens that may not come now: those that would end the sequence too early, or complete a bad word."""
+def _forbidden(sequence: SequenceState) -> Iterator[int]:
+    """Tokens that are not allowed next: those that would end the sequence too early, or complete a bad word."""
     request = sequence.request
     if _too_short(sequence):
         yield from request.eos_token_ids
@@ -156,12 +156,12 @@ def _forbidden(sequence: Sequence) -> Iterator[int]:
             yield last
 
 
-def _too_short(sequence: Sequence) -> bool:
+def _too_short(sequence: SequenceState) -> bool:
     minimum = sequence.request.sampling.min_new_tokens
     return minimum > 0 and sequence.num_generated < minimum
 
 
-def _changes(sequence: Sequence) -> bool:
+def _changes(sequence: SequenceState) -> bool:
     sampling = sequence.request.sampling
     return bool(sampling.has_penalties or sampling.logit_bias or sampling.bad_word_ids or _too_short(sequence))
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a draw depends on the seed and the token's index, on nothing else.
+"""Counter-based random numbers: a draw depends only on the request's seed and the token's index.
 
 So a replay, another worker or another batch makes the same draw. Mixing as in SplitMix64 (Steele et al. 2014).
 """

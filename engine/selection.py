@@ -1,4 +1,4 @@
-"""Rows, and row-wise argmax, sort and k-th largest. On CPU numpy does them, 2 to 20 times as fast as torch."""
+"""Row selection and row-wise argmax, sort and k-th largest. On CPU they use numpy, 2 to 20 times as fast as torch."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cpu import normaliser
-from engine.cpu.features import why_no_loops
+from engine.kernels.cpu import normaliser
+from engine.kernels.cpu.features import why_no_loops
 
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """The given rows, distinct and ascending; `values` itself if those are all, so not to be changed in place."""
+    """The selected `rows`, which are distinct and ascending. If these are all rows, the result is `values` itself, so
+    it must not be modified in place.
+    """
     if len(rows) == values.shape[0]:
         return values
     return values.index_select(0, torch.tensor(rows, device=values.device))
@@ -25,14 +27,14 @@ def argmax(values: Tensor) -> Tensor:
 
 
 class Summary(NamedTuple):
-    """Of each row: the column of its largest value (the first, of equal ones), and log(sum(exp(row)))."""
+    """Per row: the column of the largest value (the first one if several are equal), and log(sum(exp(row)))."""
 
     largest: Tensor  # [rows] int64
     normaliser: Tensor  # [rows] fp32
 
 
 def summarise(values: Tensor) -> Summary:
-    """Of fp32 values [rows, columns]."""
+    """Summary of fp32 values [rows, columns], by a compiled loop where the CPU allows it."""
     if values.is_cpu and values.stride(1) == 1 and why_no_loops(int8=False) is None:
         largest, normalisers = normaliser.summarise(values.numpy())
         return Summary(torch.from_numpy(largest), torch.from_numpy(normalisers))

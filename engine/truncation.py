@@ -1,7 +1,7 @@
-"""Which tokens may be drawn: top-k, top-p and min-p as one threshold for each row, then typical-p.
+"""Truncation of the distribution: top-k, top-p and min-p as one threshold per row, then typical-p.
 
-Order as in transformers: top-k, top-p over what top-k left, min-p, typical-p over what they left. Tokens tied with the
-last one that stays, stay too, which makes the result independent of how a sort breaks ties.
+Order as in transformers: top-k; top-p over the tokens that top-k kept; min-p; typical-p over the tokens that these
+kept. Tokens tied with the last kept token are kept, too, so the result does not depend on how a sort breaks ties.
 """
 
 from dataclasses import dataclass
@@ -14,25 +14,27 @@ from engine.selection import descending, kth_largest, take_rows
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Limits of each row, on the host. Off: top_k 0, top_p 1, min_p 0, typical_p 1."""
+    """Limits per row, on the host. Off: top_k 0, top_p 1, min_p 0, typical_p 1."""
 
     top_k: list[int]
     top_p: list[float]
     min_p: list[float]
     typical_p: list[float]
 
-    def kept(self, logits: Tensor) -> Tensor | None:
-        """1 for tokens that stay, 0 for others, in the shape of `logits`, which are already divided by temperature;
-        None if everything stays."""
+    def keep_mask(self, logits: Tensor) -> Tensor | None:
+        """1 for tokens to keep, 0 for others, in the shape of `logits`; None if all tokens are kept.
+
+        The logits are already divided by the temperature.
+        """
         low = self.thresholds(logits)
-        stays = None if low is None else torch.ge(logits, low[:, None], out=torch.empty_like(logits))
+        mask = None if low is None else torch.ge(logits, low[:, None], out=torch.empty_like(logits))
         if any(p < 1.0 for p in self.typical_p):
-            stays = torch.ones_like(logits) if stays is None else stays
-            _keep_typical(stays, logits, self.typical_p)
-        return stays
+            mask = torch.ones_like(logits) if mask is None else mask
+            _keep_typical(mask, logits, self.typical_p)
+        return mask
 
     def thresholds(self, logits: Tensor) -> Tensor | None:
-        """Lowest logit [num_rows] that top-k, top-p and min-p leave; None if they leave everything."""
+        """Lowest logit [num_rows] that top-k, top-p and min-p keep; None if they keep all tokens."""
         vocab_size = logits.shape[1]
         limits = [k if 0 < k < vocab_size else vocab_size for k in self.top_k]
         by_k = any(k < vocab_size for k in limits)
@@ -60,26 +62,27 @@ def _raise_to_top_k(low: Tensor, logits: Tensor, limits: list[int]) -> None:
 def _raise_to_top_p(low: Tensor, logits: Tensor, top_p: list[float]) -> None:
     """Raise each limited row's threshold to the logit at which the kept probability first reaches top_p."""
     rows = [row for row, p in enumerate(top_p) if p < 1.0]
-    wanted = torch.tensor([top_p[row] for row in rows], device=logits.device, dtype=torch.float64)
+    limits = torch.tensor([top_p[row] for row in rows], device=logits.device, dtype=torch.float64)
     ordered = descending(take_rows(logits, rows))
     weights = (ordered - ordered[:, :1]).exp_()
     weights *= ordered >= low[rows, None]
     mass = weights.cumsum(1, dtype=torch.float64)
-    # Rounding may leave no column that reaches the whole mass: then the last one is meant.
-    reached = (mass < wanted[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
+    # Rounding may leave no column that reaches the total mass; then the last column is used.
+    reached = (mass < limits[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
     low[rows] = torch.maximum(low[rows], ordered.gather(1, reached)[:, 0])
 
 
-def _keep_typical(stays: Tensor, logits: Tensor, typical_p: list[float]) -> None:
-    """Leave each limited row the tokens whose information is nearest to its entropy, until their probability reaches
-    typical_p (locally typical sampling, Meister et al. 2023)."""
+def _keep_typical(mask: Tensor, logits: Tensor, typical_p: list[float]) -> None:
+    """Keep, in each limited row, the tokens whose information is closest to the row's entropy, until their probability
+    reaches typical_p (locally typical sampling, Meister et al. 2023).
+    """
     rows = [row for row, p in enumerate(typical_p) if p < 1.0]
-    wanted = torch.tensor([typical_p[row] for row in rows], device=logits.device, dtype=torch.float64)
-    logprobs = take_rows(logits, rows).masked_fill(take_rows(stays, rows) == 0, float("-inf")).log_softmax(1)
+    limits = torch.tensor([typical_p[row] for row in rows], device=logits.device, dtype=torch.float64)
+    logprobs = take_rows(logits, rows).masked_fill(take_rows(mask, rows) == 0, float("-inf")).log_softmax(1)
     weights = logprobs.exp()
-    entropy = -(weights * logprobs).nansum(1, keepdim=True)  # of tokens that are out, 0 * -inf
+    entropy = -(weights * logprobs).nansum(1, keepdim=True)  # removed tokens give 0 * -inf = NaN
     distance = (logprobs + entropy).abs_()
     ordered, order = distance.sort(1)
     mass = weights.gather(1, order).cumsum(1, dtype=torch.float64)
-    reached = (mass < wanted[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
-    stays[rows] *= distance <= ordered.gather(1, reached)
+    reached = (mass < limits[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
+    mask[rows] *= distance <= ordered.gather(1, reached)

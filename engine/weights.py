@@ -1,7 +1,7 @@
-"""Loading weights: from memory-mapped safetensors into merged parameters, or random ones for tests and benchmarks.
+"""Loading of weights: memory-mapped safetensors become merged parameters; tests and benchmarks use random ones.
 
-Every parameter is allocated once and filled from the map, so that besides the model itself only the page cache grows.
-A tensor-parallel loader will read its rank's rows here; today there is one rank.
+Every parameter is allocated once and filled from the map, and matrices are converted to their scheme one by one, so
+besides the model itself only the page cache grows.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.checkpoint import StoredTensor, open_checkpoint
+from checkpoint.tensors import StoredTensor, open_checkpoint
+from engine.finite import is_finite
+from engine.models.linear_parameters import Parameters
 from engine.models.parameters import ParameterSpec, Source
+from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
 Progress = Callable[[float], None]
@@ -26,33 +29,47 @@ _DTYPES = ("F64", "F32", "BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class WeightsTarget:
-    """Where parameters go, and as what."""
+    """Device, dtype and scheme of loaded parameters; `scheme`: see LinearParameters."""
 
     device: torch.device
     dtype: torch.dtype
+    scheme: str = "float"
+
+    def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
+        return torch.float32 if spec.wide and self.dtype is torch.float16 else self.dtype
 
 
 def load_weights(
-    model_dir: Path, specs: list[ParameterSpec], target: WeightsTarget, on_progress: Progress | None = None
-) -> dict[str, Tensor]:
-    """Parameters by name, from a checkpoint. ConfigurationError names the file and tensor that is missing or wrong.
+    model_dir: Path,
+    specs: list[ParameterSpec],
+    target: WeightsTarget,
+    on_progress: Progress | None = None,
+    *,
+    tied: tuple[str, str] | None = None,
+) -> Parameters:
+    """Load all parameters from a checkpoint. `tied`: see report_unused.
 
-    `on_progress` receives the fraction of elements that are loaded, up to 1.0.
+    `on_progress` receives the fraction of loaded elements, up to 1.0. Raises ConfigurationError with the file and the
+    tensor that is missing, has the wrong shape or dtype, or is not finite.
     """
     stored = open_checkpoint(model_dir)
     _check(model_dir, specs, stored)
-    parameters: dict[str, Tensor] = {}
+    used = {stored_name(source.name, stored) for spec in specs for source in spec.sources}
+    tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
+    report_unused(model_dir, stored, used, tied)
+    parameters = Parameters(target.scheme)
     total, done = sum(torch.Size(spec.shape).numel() for spec in specs), 0
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
         for spec in specs:
-            names = [_stored_name(source.name, stored) for source in spec.sources]
+            names = [stored_name(source.name, stored) for source in spec.sources]
             for name in names:
                 path = stored[name].path
                 if path not in files:
                     files[path] = stack.enter_context(_open(path))
-            parameters[spec.name] = _fill(spec, target, [(name, files[stored[name].path]) for name in names])
-            done += parameters[spec.name].numel()
+            values = _fill(spec, target, [(name, files[stored[name].path]) for name in names])
+            parameters.put(spec.name, values, spec.shard_axis)
+            done += values.numel()
             if on_progress is not None:
                 on_progress(done / total)
     return parameters
@@ -60,9 +77,9 @@ def load_weights(
 
 def dummy_weights(
     specs: list[ParameterSpec], target: WeightsTarget, seed: int = 0, on_progress: Progress | None = None
-) -> dict[str, Tensor]:
-    """Random parameters, the same on every device for a seed: norms are 1, biases and matrices small."""
-    parameters: dict[str, Tensor] = {}
+) -> Parameters:
+    """Random parameters that depend on the seed, not on the device: norms are 1, biases and matrices small."""
+    parameters = Parameters(target.scheme)
     for i, spec in enumerate(specs):
         if spec.is_scale:
             values = torch.ones(spec.shape)
@@ -70,21 +87,21 @@ def dummy_weights(
             digest = blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
             values = torch.empty(spec.shape).normal_(0.0, _DUMMY_STD, generator=generator)
-        parameters[spec.name] = values.to(target.device, target.dtype)
+        parameters.put(spec.name, values.to(target.device, target.dtype_of(spec)), spec.shard_axis)
         if on_progress is not None:
             on_progress((i + 1) / len(specs))
     return parameters
 
 
-def _stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
-    """Checkpoints of a model without its output matrix call their tensors the same without the first part."""
+def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
+    """The name under which the checkpoint stores tensor `name`: base-model checkpoints omit its first component."""
     bare = name.partition(".")[2]
     return bare if name not in stored and bare in stored else name
 
 
 def _check(model_dir: Path, specs: list[ParameterSpec], stored: Mapping[str, StoredTensor]) -> None:
     for source in (source for spec in specs for source in spec.sources):
-        name = _stored_name(source.name, stored)
+        name = stored_name(source.name, stored)
         if name not in stored:
             files = sorted({tensor.path.name for tensor in stored.values()})
             raise ConfigurationError(f"{model_dir}: tensor {name} is missing: {', '.join(files)} must have it")
@@ -108,17 +125,26 @@ def _open(path: Path) -> Any:
 
 
 def _fill(spec: ParameterSpec, target: WeightsTarget, stored: list[tuple[str, Any]]) -> Tensor:
-    """`stored`: the name in the checkpoint, and the open file, of each source."""
-    parameter = torch.empty(spec.shape, dtype=target.dtype, device=target.device)
+    """Build one parameter; `stored` holds the name in the checkpoint and the open file of each source."""
+    parameter = torch.empty(spec.shape, dtype=target.dtype_of(spec), device=target.device)
     first = 0
     for source, (name, file) in zip(spec.sources, stored, strict=True):
-        parameter[first : first + source.num_rows].copy_(_rows(source, _read(file, name)))
+        part = parameter[first : first + source.num_rows]
+        part.copy_(_rows(source, _read(file, name)))
+        if not is_finite(part):
+            raise ConfigurationError(_not_finite(part, name))
         first += source.num_rows
     if spec.factor != 1.0:
         parameter.mul_(spec.factor)
     if spec.unit_rows:
         parameter.div_(torch.linalg.vector_norm(parameter, dim=1, keepdim=True).clamp_(min=1e-12))
     return parameter.add_(spec.offset) if spec.offset else parameter
+
+
+def _not_finite(values: Tensor, name: str) -> str:
+    count = int((~torch.isfinite(values)).sum())
+    hint = "or too large for float16: try bfloat16" if values.dtype is torch.float16 else "the checkpoint is broken"
+    return f"{count} of {values.numel()} numbers of tensor {name} are NaN or infinite: {hint}"
 
 
 def _read(file: Any, name: str) -> Tensor:

@@ -1,6 +1,6 @@
-"""What `make demo` runs: a mesh of three processes, a few questions, and a clean stop.
+"""The demo of `make demo`: starts a mesh of three processes, asks some questions, and stops the mesh.
 
-The answers come from the bundled model; each token is coloured by how sure the model was.
+The answers come from the bundled model. Each token is coloured by its confidence.
 """
 
 import signal
@@ -9,13 +9,13 @@ import sys
 
 import tandem
 
-# The last one is beyond the bundled model: it is wrong, and its confidence shows it.
+# The last question is too hard for the bundled model: the answer is wrong, with low confidence.
 QUESTIONS = ("What is 17 + 25?", "What is prefill?", "What is 869 x 671?")
-TANDEM = (sys.executable, "-m", "cli")
+TANDEM = (sys.executable, "-m", "tandem_cli")
 
 
 def show_logprobs(address: str, question: str) -> None:
-    """The last answer once more, through the SDK: each token with its log-prob and the runner-up."""
+    """Ask through the SDK, and print each token of the answer with its log-prob and the best alternative."""
     with tandem.Client(address) as client:
         result = client.generate(messages=[{"role": "user", "content": question}], top_logprobs=2)
     for token in result.tokens:
@@ -28,7 +28,7 @@ def show_logprobs(address: str, question: str) -> None:
 
 
 def main() -> int:
-    """Start, ask, stop."""
+    """Run the demo; returns the exit status of the mesh."""
     mesh = subprocess.Popen([*TANDEM, "up", "--port", "0", "--allow-anonymous"], stdout=subprocess.PIPE, text=True)
     assert mesh.stdout is not None
     ready = mesh.stdout.readline().split()

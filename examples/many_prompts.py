@@ -9,7 +9,7 @@ import tandem
 num_payloads = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
 num_threads = int(sys.argv[2]) if len(sys.argv) > 2 else 128
 
-# Threads share one client. Refused payloads wait as long as the server says and try again.
+# Threads share one client. The client retries refused payloads after the delay that the server requests.
 with tandem.Client("127.0.0.1:50051", max_retries=100) as client:
 
     def send(number: int) -> tandem.Result:

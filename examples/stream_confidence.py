@@ -1,4 +1,4 @@
-"""Stream an answer; every token with its probability and what the model considered instead."""
+"""Stream an answer. Print every token with its probability and the most probable alternatives."""
 
 import asyncio
 import math

@@ -1,4 +1,4 @@
-"""Ask one question without asyncio, and let the answer grow until it is complete. Start a mesh first: tandem up"""
+"""Ask one question without asyncio, and continue the answer until it is complete. Start a mesh first: tandem up"""
 
 import tandem
 

@@ -1,26 +1,43 @@
-"""`python -m gateway`: puts the gateway together and serves it."""
+"""`python -m gateway`: constructs the gateway and serves it."""
 
 import contextlib
 import sys
+
+import structlog
 
 import tandem
 from gateway.app import build_app
 from gateway.backend import build_backend
 from gateway.server import serving
 from gateway.settings import GatewaySettings
+from mesh.domain.addresses import is_loopback
+from mesh.loop_lag import watching_loop
 from mesh.process import ServiceProgram, announce, until_stopped
+
+log = structlog.get_logger(__name__)
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Run until told to stop."""
-    # No retries: a refusal is the client's to hear at once. Another router is asked all the same.
+    """Serve until SIGTERM, then finish running answers within `grace_s`."""
+    # No retries: clients see a refusal at once. If a router is unreachable, the SDK still tries the next one.
     async with tandem.AsyncClient(settings.router, tls=_tls(settings), max_retries=0) as client:
         backend = build_backend(settings, client)
         handler = contextlib.nullcontext() if backend.handler is None else backend.handler.running()
-        async with handler, serving(build_app(backend), settings) as address:
+        app, registry = build_app(backend), backend.metrics.registry
+        async with handler, watching_loop(registry), serving(app, settings) as address:
+            _warn_of_open_keys(settings)
             announce("listening", address=address)
             announce("ready")
             await until_stopped(settings)
+
+
+def _warn_of_open_keys(settings: GatewaySettings) -> None:
+    """Warn that keys travel unencrypted: the gateway speaks no TLS, and beyond loopback its callers send API keys."""
+    if not settings.allow_anonymous and not is_loopback(settings.host):
+        log.warning(
+            "API keys and prompts are sent unencrypted: listen on 127.0.0.1 behind a proxy that terminates TLS",
+            host=settings.host,
+        )
 
 
 def _tls(settings: GatewaySettings) -> tandem.Tls | bool:

@@ -1,7 +1,7 @@
-"""Who calls: the API key of an HTTP request, and whether the router knows it.
+"""Access checks of an HTTP request: its API key, its Host header, and the origin of the page that sent it.
 
-The router checks the key of each call it gets. The gate is before that: a request whose key the router does not know is
-refused before its body is read. A key the router has taken lately is let by, so that it costs no call.
+The router checks the key of each call. The gateway checks the key earlier, by a cheap call of the router, so that a
+request with an invalid key is refused before its body is read. Valid keys are cached for a few seconds.
 """
 
 import asyncio
@@ -9,97 +9,166 @@ import ipaddress
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from hashlib import sha256
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
 import tandem
 
+# Errors about the key. Any other TandemError is about the router.
+_REFUSALS = (tandem.Unauthenticated, tandem.PermissionDenied)
 _BEARER = "bearer "
-# AWS clients sign requests. The access key id, which they send as it is, is the API key; signatures are not looked at.
+# AWS clients sign requests and send the access key id in clear: it is the API key. The signature is not verified.
 _AWS_KEY_ID = re.compile(r"AWS4-HMAC-SHA256 Credential=([^/,\s]+)/", re.IGNORECASE)
-_TRUST_S = 10.0
-_MAX_TRUSTED = 1024
+_CACHE_S = 10.0
+_MAX_CACHED = 1024
 _CHECK_TIMEOUT_S = 5.0
-_OPEN = "the router asks for no API keys, so the gateway serves this machine only; see allow_anonymous"
+_OPEN = (
+    "the router asks for no API keys, so the gateway serves this machine only; "
+    "to serve other machines, give the router API keys or set allow_anonymous"
+)
 
 
 def key_in(headers: Headers) -> str | None:
-    """The key of `authorization: Bearer KEY`, of an AWS signature, or of `x-api-key`."""
+    """Return the API key from `authorization: Bearer KEY`, an AWS signature, or `x-api-key`."""
     authorization = headers.get("authorization", "")
     if authorization[: len(_BEARER)].lower() == _BEARER:
-        return _fit(authorization[len(_BEARER) :].strip())
+        return _valid_key(authorization[len(_BEARER) :].strip())
     signed = _AWS_KEY_ID.match(authorization)
-    return _fit(signed[1] if signed else headers.get("x-api-key", ""))
+    return _valid_key(signed[1] if signed else headers.get("x-api-key", ""))
 
 
-def _fit(key: str) -> str | None:
-    """What can stand in gRPC metadata; anything else is no key."""
+def _valid_key(key: str) -> str | None:
+    """Return the key, or None if it is empty or not allowed in gRPC metadata."""
     return key if key and key.isascii() and key.isprintable() else None
 
 
 class Gate:
-    """Lets known keys by. `open_to_all`: callers of other machines need no key, if the router asks for none.
+    """Checks API keys against the router, and caches its verdicts.
 
-    `served_name` is the model that is meant by those who name none, `tool_call_formats` each model's by its name, as
-    the router has told it last.
+    `allow_anonymous`: serve callers without a key even if the gateway listens beyond loopback. As a by-product of the
+    last check, `models` holds the served models by name, and `served_name` the default model's name.
     """
 
     def __init__(
-        self, client: tandem.AsyncClient, *, open_to_all: bool, clock: Callable[[], float] = time.monotonic
+        self, client: tandem.AsyncClient, *, allow_anonymous: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._client = client
-        self._open_to_all = open_to_all
+        self._open_to_all = allow_anonymous
         self._clock = clock
         self.served_name = ""
-        self.tool_call_formats: dict[str, str] = {}
-        self._trusted: OrderedDict[bytes, float] = OrderedDict()
+        self.models: dict[str, tandem.Model] = {}
+        self._valid_until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._operator_until_s: OrderedDict[bytes, float] = OrderedDict()
         self._checks: dict[bytes, asyncio.Task[None]] = {}
+        self._router_is_open: bool | None = None
+        self._is_open_until_s = 0.0
 
     async def check(self, key: str | None) -> None:
-        """Raises Unauthenticated, or what keeps the router from saying."""
-        name = sha256((key or "").encode()).digest()
-        if self._trusted.get(name, 0.0) > self._clock():
+        """Raise Unauthenticated if the router refuses the key, or the error that kept the router from answering."""
+        name = _key_digest(key)
+        if self._valid_until_s.get(name, 0.0) <= self._clock():
+            await self._run_once(name, lambda: self._ask_models(key))
+            self._remember(self._valid_until_s, name)
+
+    async def check_operator(self, key: str | None) -> None:
+        """Raise Unauthenticated or PermissionDenied unless the key is an operator's.
+
+        While the router is unreachable, a key that it accepted before stays valid, so that metrics can still be
+        scraped. For an unknown key, raise the error that kept the router from answering.
+        """
+        name = _key_digest(key)
+        if self._operator_until_s.get(name, 0.0) > self._clock():
             return
+        try:
+            await self._run_once(b"operator" + name, lambda: self._ask_operator(key))
+        except tandem.TandemError as error:
+            if isinstance(error, _REFUSALS):
+                self._operator_until_s.pop(name, None)
+            if name not in self._operator_until_s:
+                raise
+        self._remember(self._operator_until_s, name)
+
+    async def is_open(self) -> bool:
+        """True if the router accepts calls without a key, by its last answer. Raises TandemError before the first."""
+        if self._is_open_until_s <= self._clock():
+            try:
+                await self._run_once(b"open", self._ask_without_key)
+            except tandem.TandemError:
+                if self._router_is_open is None:
+                    raise
+        return bool(self._router_is_open)
+
+    async def _run_once(self, name: bytes, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `ask`, or join the check of the same name that is already running."""
         check = self._checks.get(name)
         if check is None:
-            check = self._checks[name] = asyncio.create_task(self._ask(key))
+            check = self._checks[name] = asyncio.create_task(ask())
             check.add_done_callback(lambda _: self._checks.pop(name, None))
         await asyncio.shield(check)
-        self._trusted[name] = self._clock() + _TRUST_S
-        self._trusted.move_to_end(name)
-        while len(self._trusted) > _MAX_TRUSTED:
-            self._trusted.popitem(last=False)
 
-    async def _ask(self, key: str | None) -> None:
+    def _remember(self, trusted: OrderedDict[bytes, float], name: bytes) -> None:
+        trusted[name] = self._clock() + _CACHE_S
+        trusted.move_to_end(name)
+        while len(trusted) > _MAX_CACHED:
+            trusted.popitem(last=False)
+
+    async def _ask_models(self, key: str | None) -> None:
         models = await self._client.acting_for(key).models(timeout=_CHECK_TIMEOUT_S)
         self.served_name = models[0].name if models else ""
-        self.tool_call_formats = {model.name: model.tool_call_format for model in models}
-        if not self._open_to_all:
-            await self._require_closed()
+        self.models = {model.name: model for model in models}
+        await self._require_closed()
 
-    async def _require_closed(self) -> None:
-        """Raise PermissionDenied if the router takes calls without a key."""
+    async def _ask_operator(self, key: str | None) -> None:
+        await self._client.acting_for(key).mesh(timeout=_CHECK_TIMEOUT_S)
+        await self._require_closed()
+
+    async def _ask_without_key(self) -> None:
         try:
             await self._client.acting_for(None).models(timeout=_CHECK_TIMEOUT_S)
+            self._router_is_open = True
         except tandem.Unauthenticated:
-            return
-        raise tandem.PermissionDenied(_OPEN)
+            self._router_is_open = False
+        self._is_open_until_s = self._clock() + _CACHE_S
+
+    async def _require_closed(self) -> None:
+        """Raise PermissionDenied if the router accepts calls without a key and the gateway must not."""
+        if not self._open_to_all and await self.is_open():
+            raise tandem.PermissionDenied(_OPEN)
 
 
-def is_loopback(host: str) -> bool:
-    """True if only this machine can reach `host`."""
+def _key_digest(key: str | None) -> bytes:
+    return sha256((key or "").encode()).digest()
+
+
+def is_known_host(host: str, allowed_names: Collection[str]) -> bool:
+    """True if the Host header cannot come from DNS rebinding, where a foreign page's own name resolves to our address.
+
+    Known hosts are IP addresses, loopback names, and `allowed_names`. No host at all is fine: browsers always send one.
+    """
+    if not host or "*" in allowed_names:
+        return True
     try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if name == "localhost" or name.endswith(".localhost") or name in allowed_names:
+        return True
+    try:
+        return bool(ipaddress.ip_address(name))
     except ValueError:
         return False
 
 
 def is_foreign_page(headers: Headers, allowed_origins: Collection[str]) -> bool:
-    """True for requests that a browser sends for a page of another site: it must not reach what only its user can."""
+    """True if a browser sent the request for another site's page, which must not act with its user's access."""
     origin = headers.get("origin")
     if origin is None or origin in allowed_origins or "*" in allowed_origins:
         return False
-    return urlsplit(origin).netloc != headers.get("host", "")
+    try:
+        return urlsplit(origin).netloc != headers.get("host", "")
+    except ValueError:
+        return True

@@ -8,8 +8,8 @@ from tandem import Choice, FinishReason, Timing, Token, TokenEvent, Usage
 
 
 @dataclass
-class _Growing:
-    """A choice whose events are coming in."""
+class _PartialChoice:
+    """A choice whose events are still arriving."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
@@ -28,36 +28,44 @@ class _Growing:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """All choices of all prompts, in order. `prompt_tokens`, by the prompt's number, where they were asked for."""
+    """All choices of all prompts, in order.
+
+    `prompt_tokens` maps a prompt's number to its tokens, if the request wants them. `in_reasoning` is true if a prompt
+    ends inside a reasoning block.
+    """
 
     choices: tuple[Choice, ...]
     prompt_tokens: dict[int, tuple[Token, ...]]
+    in_reasoning: bool = False
 
 
 async def collect(feed: Feed, num_choices: int = 1) -> Answer:
-    """Read a feed to its end, and close it. Raises TandemError."""
-    growing: dict[int, _Growing] = {}
+    """Read `feed` to its end and close it. Raises TandemError."""
+    partial_choices: dict[int, _PartialChoice] = {}
     prompts: dict[int, tuple[Token, ...]] = {}
+    in_reasoning = False
     try:
         async for events in feed.batches():
             for event in events:
-                growing.setdefault(event.index, _Growing()).add(event)
+                partial_choices.setdefault(event.index, _PartialChoice()).add(event)
+                in_reasoning = in_reasoning or event.in_reasoning
                 if event.prompt_tokens:
                     prompts[event.index // num_choices] = event.prompt_tokens
     finally:
         await feed.close()
-    return Answer(tuple(_choice(index, each) for index, each in sorted(growing.items())), prompts)
+    choices = tuple(_choice(index, partial) for index, partial in sorted(partial_choices.items()))
+    return Answer(choices, prompts, in_reasoning)
 
 
-def _choice(index: int, growing: _Growing) -> Choice:
-    if growing.finish_reason is None:
+def _choice(index: int, partial: _PartialChoice) -> Choice:
+    if partial.finish_reason is None:
         raise tandem.InternalError("an answer ended without a finish reason")
-    text, tokens = "".join(growing.texts), tuple(growing.tokens)
-    return Choice(index, text, tokens, growing.finish_reason, growing.usage, growing.timing)
+    text, tokens = "".join(partial.texts), tuple(partial.tokens)
+    return Choice(index, text, tokens, partial.finish_reason, partial.usage, partial.timing)
 
 
 def total_usage(choices: tuple[Choice, ...], num_choices: int) -> Usage:
-    """Counts of all: each prompt once, all completions."""
+    """Sum the token counts, counting each prompt once however many choices it has."""
     prompts = [choice.usage for choice in choices if choice.index % num_choices == 0]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in prompts),

@@ -1,46 +1,88 @@
-"""The application: routes of all dialects on one port."""
+"""The ASGI application: routes of all dialects on one port, and the check of the Host header."""
+
+from collections.abc import Mapping
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import lmi, openai, probes, tgi, web
+from gateway.access import is_known_host
 from gateway.backend import Backend
+from gateway.errors import Problem
+from tandem import TandemError
 
+_HEALTH = ("/health", "/ping")
 _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 
 def build_app(backend: Backend) -> Starlette:
-    """The ASGI application."""
     app = Starlette(
         routes=[*openai.routes(), *lmi.routes(), *tgi.routes(), *probes.routes(), *web.routes()],
         middleware=_middleware(backend),
-        exception_handlers={HTTPException: _no_such_route},
+        exception_handlers={HTTPException: _unknown_route},
     )
     app.state.backend = backend
     return app
 
 
 def _middleware(backend: Backend) -> list[Middleware]:
+    host = Middleware(_HostCheck, backend=backend)
     if not backend.allowed_origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware, allow_origins=sorted(backend.allowed_origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    ]
+        return [host]
+    cors = Middleware(
+        CORSMiddleware, allow_origins=sorted(backend.allowed_origins), allow_methods=["*"], allow_headers=["*"]
+    )
+    return [host, cors]
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    """In OpenAI's words under /v1, else in LMI's."""
+class _HostCheck:
+    """Refuses requests whose Host header is unknown, as a defence against DNS rebinding.
+
+    If the router requires API keys, any host is accepted: a rebound page has no key. Health checks are always accepted:
+    they reveal nothing, and load balancers send any host.
+    """
+
+    def __init__(self, app: ASGIApp, backend: Backend) -> None:
+        self._app = app
+        self._backend = backend
+        self._names = frozenset(backend.settings.allowed_host_names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "")
+        if scope["path"] not in _HEALTH and not is_known_host(host, self._names):
+            refusal = await self._refusal(scope["path"], host)
+            if refusal is not None:
+                await refusal(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    async def _refusal(self, path: str, host: str) -> Response | None:
+        try:
+            if not await self._backend.gate.is_open():
+                return None
+        except TandemError as error:
+            problem = Problem.of(error)
+            return _error(path, problem.row.openai.status, problem.row.lmi.type, problem.message, {})
+        message = f"this gateway is not known as {host[:128]!r}; see allowed_hosts"
+        return _error(path, 403, "ForbiddenException", message, {})
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:128]} is not served here"
-    if request.url.path.startswith("/v1/"):
-        error_of_v1 = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": error_of_v1}, error.status_code, error.headers)
     kind = _NAMES.get(error.status_code, "HttpException")
-    content = {"code": error.status_code, "type": kind, "message": message}
-    return JSONResponse(content, error.status_code, error.headers)
+    return _error(request.url.path, error.status_code, kind, message, error.headers or {})
+
+
+def _error(path: str, status: int, kind: str, message: str, headers: Mapping[str, str]) -> Response:
+    """OpenAI's error body under /v1, LMI's elsewhere."""
+    if path.startswith("/v1/"):
+        error_of_v1 = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": error_of_v1}, status, headers)
+    return JSONResponse({"code": status, "type": kind, "message": message}, status, headers)

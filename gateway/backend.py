@@ -1,4 +1,4 @@
-"""What all routes share."""
+"""State that all requests of a gateway share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,62 +8,69 @@ from typing import TYPE_CHECKING
 from prometheus_client import Gauge
 
 import tandem
-from gateway.access import Gate, is_loopback
+from gateway.access import Gate
+from gateway.bodies import BodyBudget, BodyReader
 from gateway.metrics import Metrics
 from gateway.readiness import Readiness
 from gateway.settings import GatewaySettings
+from mesh.domain.addresses import is_loopback
 
 if TYPE_CHECKING:
     from gateway.handler.process import HandlerProcess
 
 
-class Places:
-    """How many requests may be open at a time; more are refused at once, before anything is done for them."""
+class ConcurrencyLimiter:
+    """Bounds the requests that are answered at a time. A request over the limit is refused at once, not queued."""
 
-    def __init__(self, most: int, gauge: Gauge) -> None:
-        self._most = most
-        self._gauge = gauge
-        self._taken = 0
+    def __init__(self, max_slots: int, gauge: Gauge) -> None:
+        self._max_slots = max_slots
+        self._num_taken = 0
+        gauge.set_function(lambda: self._num_taken)
+
+    def require_slot(self) -> None:
+        """Raise Overloaded if no slot is free. Takes none."""
+        if self._num_taken >= self._max_slots:
+            raise tandem.Overloaded("too many requests are open; try again later", retry_after_s=1.0)
 
     @contextmanager
-    def one(self) -> Iterator[bool]:
-        """A place for as long as the block runs; False if there is none."""
-        if self._taken >= self._most:
-            yield False
-            return
-        self._taken += 1
-        self._gauge.inc()
+    def slot(self) -> Iterator[None]:
+        """Hold a slot while the block runs. Raises Overloaded."""
+        self.require_slot()
+        self._num_taken += 1
         try:
-            yield True
+            yield
         finally:
-            self._taken -= 1
-            self._gauge.dec()
+            self._num_taken -= 1
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One for each process. `client` has no key of its own: each request brings its caller's."""
+    """One per process. `client` has no API key: each request acts with its caller's."""
 
     settings: GatewaySettings
     client: tandem.AsyncClient
     gate: Gate
     readiness: Readiness
     metrics: Metrics
-    places: Places
+    limiter: ConcurrencyLimiter
+    bodies: BodyBudget
+    reader: BodyReader
     allowed_origins: frozenset[str]
     handler: "HandlerProcess | None" = None
 
 
 def build_backend(settings: GatewaySettings, client: tandem.AsyncClient) -> Backend:
-    """Put the parts together."""
+    """Construct the shared state from the settings. `client` stays the caller's to close."""
     metrics = Metrics()
     return Backend(
         settings=settings,
         client=client,
-        gate=Gate(client, open_to_all=settings.allow_anonymous or is_loopback(settings.host)),
+        gate=Gate(client, allow_anonymous=settings.allow_anonymous or is_loopback(settings.host)),
         readiness=Readiness(client),
         metrics=metrics,
-        places=Places(settings.max_open_requests, metrics.open_requests),
+        limiter=ConcurrencyLimiter(settings.max_open_requests, metrics.open_requests),
+        bodies=BodyBudget(max(settings.max_bodies_bytes, settings.max_body_bytes)),
+        reader=BodyReader(),
         allowed_origins=frozenset(settings.allowed_origins),
         handler=_handler(settings),
     )

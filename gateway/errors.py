@@ -1,33 +1,45 @@
-"""What can go wrong, and what each dialect says to it: one table.
+"""Errors and the responses to them: one table from error class to the status and body of each dialect.
 
-Messages of errors that are the client's to mend are shown as they are. Those of others could name addresses of the
-mesh, so the client gets a fixed text, and the log the rest.
+The message of an error that the client can fix is shown unchanged. Other messages could name addresses inside the mesh:
+the client gets a fixed text, and the log has the message.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
 
 import tandem
 from tandem import TandemError
 
 
 class BodyTooLarge(Exception):
-    """The request's body is over the cap."""
+    """The request's body is longer than `max_body_bytes`."""
 
 
 class BodyTooSlow(Exception):
-    """The request's body did not come in time."""
+    """The request's body did not arrive within `body_timeout_s`."""
 
 
 class UnsupportedMediaType(Exception):
-    """The request's content type is none the route reads."""
+    """The route does not read the request's content type."""
+
+
+class InvalidField(tandem.InvalidRequest):
+    """A member of the body is invalid. `field` is its path in the body, `code` OpenAI's name for the violated rule."""
+
+    def __init__(self, message: str, *, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAIRow:
-    """Status, and `type` and `code` of the body."""
+    """HTTP status, and `type` and `code` of the body."""
 
     status: int
     type: str
@@ -36,7 +48,7 @@ class OpenAIRow:
 
 @dataclass(frozen=True, slots=True)
 class LmiRow:
-    """Status; with a `type` the body is {code, type, message}, else {code, error}."""
+    """HTTP status, and the body's form: {code, type, message} with a `type`, {code, error} without."""
 
     status: int
     type: str = ""
@@ -44,7 +56,7 @@ class LmiRow:
 
 @dataclass(frozen=True, slots=True)
 class TgiRow:
-    """Status and `error_type`."""
+    """HTTP status, and `error_type` of the body."""
 
     status: int
     error_type: str
@@ -52,7 +64,7 @@ class TgiRow:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one kind of error looks in each dialect. `shown` replaces its message."""
+    """The response to one error class in each dialect. `shown`, if set, replaces the error's message."""
 
     openai: OpenAIRow
     lmi: LmiRow
@@ -64,9 +76,12 @@ _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 _UNREACHABLE = "the model cannot be reached now; try again later"
 
+_BAD_REQUEST = Row(OpenAIRow(400, _INVALID), LmiRow(424), TgiRow(422, "validation"))
+
 TABLE: Mapping[type[Exception], Row] = MappingProxyType(
     {
-        tandem.InvalidRequest: Row(OpenAIRow(400, _INVALID), LmiRow(424), TgiRow(422, "validation")),
+        tandem.InvalidRequest: _BAD_REQUEST,
+        InvalidField: _BAD_REQUEST,
         tandem.ModelNotFound: Row(
             OpenAIRow(404, _INVALID, "model_not_found"), LmiRow(404, "ModelNotFoundException"), TgiRow(404, "not_found")
         ),
@@ -104,6 +119,9 @@ TABLE: Mapping[type[Exception], Row] = MappingProxyType(
             TgiRow(503, "unhealthy"),
             shown=_UNREACHABLE,
         ),
+        tandem.ModelFailed: Row(
+            OpenAIRow(500, _SERVER, "model_failed"), LmiRow(424, "ModelException"), TgiRow(424, "generation")
+        ),
         tandem.ServerMisconfigured: Row(
             OpenAIRow(503, _SERVER, "unavailable"),
             LmiRow(503, "WlmException"),
@@ -129,32 +147,99 @@ TABLE: Mapping[type[Exception], Row] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error, ready to be told to a client."""
+    """An error in the form that all dialects render. `field` and `code` are those of InvalidField."""
 
     row: Row
     message: str
     retry_after_s: float | None = None
+    field: str | None = None
+    code: str | None = None
 
     @classmethod
     def of(cls, error: Exception) -> "Problem":
-        """Unknown kinds are internal errors."""
+        """Look the error up in the table. Classes that are not there count as InternalError."""
         row = TABLE.get(type(error)) or TABLE[tandem.InternalError]
         retry_after_s = error.retry_after_s if isinstance(error, tandem.Overloaded) else None
-        return cls(row, row.shown or str(error), retry_after_s)
+        field, code = (error.field, error.code) if isinstance(error, InvalidField) else (None, None)
+        return cls(row, row.shown or str(error), retry_after_s, field, code)
 
     @property
     def retry_after_ms(self) -> int:
-        """When to come back; 0 if there is nothing to wait for."""
+        """Milliseconds after which to retry; 0 if retrying does not help."""
         return math.ceil((self.retry_after_s or 0.0) * 1000)
 
     @property
     def headers(self) -> dict[str, str]:
-        """`retry-after`, in whole seconds as HTTP has it, and in milliseconds for clients that know it."""
+        """`retry-after` in whole seconds, as in HTTP, and `retry-after-ms` for clients that know it."""
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(math.ceil(self.retry_after_s)), "retry-after-ms": str(self.retry_after_ms)}
 
 
 def is_ours(error: Exception) -> bool:
-    """True for mistakes of the gateway itself, whose traceback belongs into the log."""
+    """True for bugs of the gateway itself, whose traceback belongs in the log."""
     return not isinstance(error, TandemError) and type(error) not in TABLE
+
+
+class Dialect(Protocol):
+    """Error responses for one family of clients. `name` labels logs and metrics."""
+
+    @property
+    def name(self) -> str: ...
+
+    def error_response(self, problem: Problem) -> Response:
+        """Return the response that replaces the answer."""
+        ...
+
+
+class OpenAIDialect:
+    """Errors as openai-python reads them."""
+
+    name = "openai"
+
+    def error_response(self, problem: Problem) -> Response:
+        return JSONResponse(openai_error_body(problem), problem.row.openai.status, problem.headers)
+
+
+def openai_error_body(problem: Problem) -> dict[str, Any]:
+    """The body of an error response, and the last event of a stream that fails."""
+    row = problem.row.openai
+    code = problem.code or row.code
+    return {"error": {"message": problem.message, "type": row.type, "param": problem.field, "code": code}}
+
+
+class LmiDialect:
+    """Errors as clients of DJLServing read them."""
+
+    name = "lmi"
+
+    def error_response(self, problem: Problem) -> Response:
+        return JSONResponse(lmi_error_body(problem), problem.row.lmi.status, problem.headers)
+
+
+def lmi_error_body(problem: Problem) -> dict[str, Any]:
+    """{"code", "type", "message"} if the table has a type, {"code", "error"} otherwise."""
+    row = problem.row.lmi
+    if row.type:
+        return {"code": row.status, "type": row.type, "message": problem.message}
+    prefix = "Input Parsing failed. " if problem.row.tgi.error_type == "validation" else ""
+    return {"code": row.status, "error": prefix + problem.message}
+
+
+_TGI_PREFIXES = {"validation": "Input validation error: ", "generation": "Request failed during generation: "}
+
+
+class TgiDialect:
+    """Errors as text-generation and huggingface_hub read them: both look at `error_type`."""
+
+    name = "tgi"
+
+    def error_response(self, problem: Problem) -> Response:
+        return JSONResponse(tgi_error_body(problem), problem.row.tgi.status, problem.headers)
+
+
+def tgi_error_body(problem: Problem) -> dict[str, Any]:
+    """The body of an error response, and the last event of a stream that fails."""
+    error_type = problem.row.tgi.error_type
+    message = "Model is overloaded" if error_type == "overloaded" else problem.message
+    return {"error": _TGI_PREFIXES.get(error_type, "") + message, "error_type": error_type}

@@ -1,15 +1,17 @@
-"""The road every request takes, whatever its dialect.
+"""The steps that requests of every dialect share.
 
-    room? ─▶ origin, key ─▶ body ─▶ handler ─▶ response
-Each step can end it with an error, which the dialect puts into words. A client that leaves cancels what is done for it,
-wherever the request is.
+    origin, key ─▶ body ─▶ slot ─▶ handler ─▶ response
+An error in any step ends the request with the dialect's error response. A refusal is sent at once, and the server
+discards the rest of the body (connections.py). A request holds a slot of the concurrency limiter from the end of its
+body to the end of its response. A client that disconnects cancels the handler and its calls of the router.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 import structlog
@@ -17,17 +19,16 @@ from opentelemetry import trace
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 import tandem
 from gateway.access import is_foreign_page, key_in
 from gateway.backend import Backend
-from gateway.errors import BodyTooLarge, BodyTooSlow, Problem, is_ours
+from gateway.disconnect import cancel_on_disconnect
+from gateway.errors import BodyTooLarge, BodyTooSlow, Dialect, Problem, is_ours
 from gateway.feed import Feed
-from gateway.impatience import impatient
-from gateway.leaving import unless_gone
-from gateway.metrics import Outcome
-from gateway.progress import Progress
+from gateway.metrics import Outcome, Progress
+from gateway.schema import M, check, parse
 from gateway.settings import GatewaySettings
 from mesh.tracing import context_in, mark_failed, trace_id_of
 
@@ -36,37 +37,25 @@ log = structlog.get_logger(__name__)
 _ID_HEADERS = ("x-request-id", "x-amzn-sagemaker-inference-id")
 _MAX_ID_CHARS = 128
 _CLIENT_GONE = 499
-_DISCARD_S = 10.0
-_DISCARD_SILENCE_S = 1.0
-_MAX_DISCARDED_BYTES = 64 << 20
 
-
-class Dialect(Protocol):
-    """How one family of clients is spoken to."""
-
-    @property
-    def name(self) -> str:
-        """For logs and metrics."""
-        ...
-
-    def error_response(self, problem: Problem) -> Response:
-        """What a client gets instead of an answer."""
-        ...
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that has come in: nothing of it is believed yet."""
+    """A request before any check. `cleanup` is closed after its response: it releases the slot and the body's bytes."""
 
     backend: Backend
     request: Request
     request_id: str
     progress: Progress
+    cleanup: ExitStack
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request that is being answered. `client` calls the router in its caller's name."""
+    """A request that has passed the checks. `client` calls the router with the caller's API key."""
 
     arrival: Arrival
     client: tandem.AsyncClient
@@ -74,38 +63,62 @@ class Exchange:
 
     @property
     def settings(self) -> GatewaySettings:
-        """The gateway's."""
         return self.arrival.backend.settings
+
+    async def parse(self, schema: type[M]) -> M:
+        """Parse and check the JSON body. Raises InvalidRequest."""
+        return await self.arrival.backend.reader.run(len(self.body), partial(parse, schema, self.body))
+
+    async def check(self, schema: type[M], payload: Any) -> M:
+        """Check a payload that was read from the body already. Raises InvalidRequest."""
+        return await self.arrival.backend.reader.run(len(self.body), partial(check, schema, payload))
+
+    async def read(self, function: Callable[Concatenate[bytes, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `function(body, ...)`, which runs on a thread if the body is large."""
+        return await self.arrival.backend.reader.run(len(self.body), partial(function, self.body, *args, **kwargs))
 
     @property
     def request_id(self) -> str:
-        """What the client calls this request, or we do."""
+        """The client's id for this request, or a generated one."""
         return self.arrival.request_id
 
     @property
     def served_name(self) -> str:
-        """The model that answers requests which name none."""
+        """The model that answers requests without a model name."""
         return self.arrival.backend.gate.served_name
 
     def tool_call_format(self, model: str) -> str:
-        """How a model writes calls of functions: as configured, or else as its template says; "" if nobody knows."""
+        """Return a key of TOOL_FORMATS: the configured one, or the chat template's, or "" if unknown."""
         if self.settings.tool_call_parser != "auto":
             return self.settings.tool_call_parser
-        formats = self.arrival.backend.gate.tool_call_formats
-        return formats.get(model, formats.get(self.served_name, ""))
+        known = self.model(model)
+        return known.tool_call_format if known is not None else ""
+
+    def reasoning_parser(self, model: str) -> str:
+        """Return the configured reasoning parser. By default `qwen3` if the template has reasoning."""
+        if self.settings.reasoning_parser != "auto":
+            return self.settings.reasoning_parser
+        known = self.model(model)
+        return "qwen3" if known is not None and known.has_reasoning else "none"
+
+    def model(self, name: str = "") -> tandem.Model | None:
+        """Return the served model of that name, or the default model. None if no model is known yet."""
+        gate = self.arrival.backend.gate
+        return gate.models.get(name) or gate.models.get(gate.served_name)
 
     def feed(self, arguments: Sequence[tandem.GenerateArguments], num_choices: int = 1) -> Feed:
-        """Start generating: one call for each of `arguments`, of `num_choices` choices each."""
-        progress = self.arrival.progress
-        for each in arguments:
-            progress.asked(num_choices, each.get("max_new_tokens"))
-        return Feed([self._call(each) for each in arguments], num_choices, progress.saw)
+        """Start a router call per element of `arguments`, of `num_choices` choices each. The caller closes the feed."""
+        progress, timeout_s = self.arrival.progress, self.settings.request_timeout_s
+        for arguments_of_call in arguments:
+            progress.start(num_choices, arguments_of_call.get("max_new_tokens"))
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        calls = [partial(self._call, arguments_of_call, deadline_s) for arguments_of_call in arguments]
+        return Feed(calls, num_choices, progress.observe, timeout_s)
 
-    def _call(self, arguments: tandem.GenerateArguments) -> AsyncGenerator[tandem.TokenEvent, None]:
-        own = tandem.GenerateArguments(
-            timeout=self.settings.request_timeout_s, client_request_id=self.arrival.request_id
-        )
-        return self.client.stream(**(own | arguments))
+    def _call(self, arguments: tandem.GenerateArguments, deadline_s: float) -> AsyncGenerator[tandem.TokenEvent, None]:
+        time_left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
+        defaults = tandem.GenerateArguments(timeout=time_left_s, client_request_id=self.arrival.request_id)
+        return self.client.stream(**(defaults | arguments))
 
 
 Handler = Callable[[Exchange], Coroutine[Any, Any, Response]]
@@ -113,8 +126,9 @@ Handler = Callable[[Exchange], Coroutine[Any, Any, Response]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An ASGI application: one route's handler in its dialect. Only those that `generate` count in TGI's figures;
-    of those that are polled only failures are worth a line of the log.
+    """An ASGI application: one route's handler with its dialect.
+
+    `generates`: the route counts in TGI's metrics and gets a span. `is_polled`: only failures are written to the log.
     """
 
     dialect: Dialect
@@ -123,60 +137,61 @@ class Endpoint:
     is_polled: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         request = Request(scope, receive)
         backend: Backend = scope["app"].state.backend
         request_id = _request_id(request)
         structlog.contextvars.bind_contextvars(request_id=request_id)
         progress = Progress(backend.metrics)
         status = _CLIENT_GONE
-        with self._span(request, request_id) as span, backend.places.one() as has_place:
+        with self._start_span(request, request_id) as span, ExitStack() as cleanup:
             try:
-                response = await self._respond(Arrival(backend, request, request_id, progress), has_place=has_place)
+                response = await self._respond(Arrival(backend, request, request_id, progress, cleanup))
                 response.headers["x-request-id"] = request_id
                 status = response.status_code
-                async with impatient(send, backend.settings.slow_reader_s) as send_in_time:
-                    await response(scope, receive, send_in_time)
-            except (ClientDisconnect, TimeoutError):
+                sending = _Sending(send)
+                await response(scope, receive, sending)
+                if not sending.is_complete and not progress.failure:
+                    progress.failure = "dropped"
+            except ClientDisconnect:
                 progress.failure = "dropped"
-            except tandem.TandemError as error:  # in the midst of an answer, which then stays without its end
+            except tandem.TandemError as error:  # in the middle of a response, which stays incomplete
                 progress.failed(Problem.of(error))
             finally:
-                progress.ended()
+                progress.close()
                 self._record(backend, request_id, progress, status)
                 span.set_attribute("http.response.status_code", status)
                 if progress.failure:
                     mark_failed(span, progress.failure)
 
-    def _span(self, request: Request, request_id: str) -> AbstractContextManager[Span]:
-        """The request's, below its client's; calls of the router find it as the current one."""
+    def _start_span(self, request: Request, request_id: str) -> AbstractContextManager[Span]:
+        """Start the request's span as the current one, with the client's trace context as its parent."""
         if not self.generates:
             return trace.use_span(INVALID_SPAN)
         path = request.scope["route"].path
-        facts = {"http.request.method": request.method, "http.route": path, "tandem.request_id": request_id}
+        attributes = {"http.request.method": request.method, "http.route": path, "tandem.request_id": request_id}
         return trace.get_tracer("tandem.gateway").start_as_current_span(
-            f"{request.method} {path}", context_in(request.headers), SpanKind.SERVER, facts
+            f"{request.method} {path}", context_in(request.headers), SpanKind.SERVER, attributes
         )
 
-    async def _respond(self, arrival: Arrival, *, has_place: bool) -> Response:
-        """The answer, or what the dialect says instead. Raises ClientDisconnect."""
+    async def _respond(self, arrival: Arrival) -> Response:
+        """Return the answer or the dialect's error response. Raises ClientDisconnect."""
         try:
-            exchange = await _receive(arrival, has_place=has_place)
+            exchange = await _receive(arrival)
         except ClientDisconnect:
             raise
         except Exception as error:
-            response = self._tell(error, arrival)
-            if not await _discard_rest(arrival.request):
-                response.headers["connection"] = "close"
+            response = self._error_response(error, arrival)
+            if isinstance(error, BodyTooSlow) or "expect" in arrival.request.headers:
+                response.headers["connection"] = "close"  # the rest of the body may or may not follow
             return response
         try:
-            return await unless_gone(self.handler(exchange), arrival.request)
+            return await cancel_on_disconnect(self.handler(exchange), arrival.request)
         except ClientDisconnect:
             raise
         except Exception as error:
-            return self._tell(error, arrival)
+            return self._error_response(error, arrival)
 
-    def _tell(self, error: Exception, arrival: Arrival) -> Response:
+    def _error_response(self, error: Exception, arrival: Arrival) -> Response:
         if is_ours(error):
             log.exception("a request failed", request_id=arrival.request_id)
         problem = Problem.of(error)
@@ -185,7 +200,7 @@ class Endpoint:
 
     def _record(self, backend: Backend, request_id: str, progress: Progress, status: int) -> None:
         duration_s = progress.duration_s()
-        backend.metrics.ended(
+        backend.metrics.observe_request(
             Outcome(self.dialect.name, status, progress.failure, duration_s), generates=self.generates
         )
         if self.is_polled and not progress.failure:
@@ -202,27 +217,42 @@ class Endpoint:
         )
 
 
-async def _receive(arrival: Arrival, *, has_place: bool) -> Exchange:
-    """All that comes before a handler. Raises what keeps the request out."""
-    if not has_place:
-        raise tandem.Overloaded("too many requests are open; try again later", retry_after_s=1.0)
+class _Sending:
+    """An ASGI send channel that records whether the response was sent completely."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_complete = False
+
+    async def __call__(self, message: Message) -> None:
+        await self._send(message)
+        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+async def _receive(arrival: Arrival) -> Exchange:
+    """Run the steps before the handler. Raises the error that refuses the request."""
     client = await _admit(arrival)
-    return Exchange(arrival, client, await _read_body(arrival))
+    limiter = arrival.backend.limiter
+    limiter.require_slot()  # before the body is read, which would be wasted work
+    body = await _read_body(arrival)
+    arrival.cleanup.enter_context(limiter.slot())
+    return Exchange(arrival, client, body)
 
 
 async def _admit(arrival: Arrival) -> tandem.AsyncClient:
-    """A client with the caller's key. Raises Unauthenticated, PermissionDenied."""
+    """Return a client that sends the caller's key. Raises Unauthenticated or PermissionDenied."""
     backend, headers = arrival.backend, arrival.request.headers
     if is_foreign_page(headers, backend.allowed_origins):
-        raise tandem.PermissionDenied("pages of this origin may not call; see cors_allow_origin")
+        raise tandem.PermissionDenied("pages of this origin may not call the gateway; see cors_allow_origin")
     key = key_in(headers)
     await backend.gate.check(key)
     return backend.client.acting_for(key)
 
 
 async def _read_body(arrival: Arrival) -> bytes:
-    """Raises BodyTooLarge before more than the cap is read, BodyTooSlow and ClientDisconnect."""
+    """Read the body. Raises BodyTooLarge at the limit, BodyTooSlow, Overloaded or ClientDisconnect."""
     settings = arrival.backend.settings
+    share = arrival.cleanup.enter_context(arrival.backend.bodies.share())
     too_large = BodyTooLarge(f"the body may have {settings.max_body_bytes} bytes at most")
     announced = arrival.request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > settings.max_body_bytes:
@@ -231,36 +261,19 @@ async def _read_body(arrival: Arrival) -> bytes:
     try:
         async with asyncio.timeout(settings.body_timeout_s):
             async for chunk in arrival.request.stream():
-                body += chunk
-                if len(body) > settings.max_body_bytes:
+                if len(body) + len(chunk) > settings.max_body_bytes:
                     raise too_large
+                share.grow(len(body) + len(chunk))
+                body += chunk
     except TimeoutError:
-        raise BodyTooSlow(f"the body did not come within {settings.body_timeout_s:g} s") from None
+        raise BodyTooSlow(f"the body did not arrive within {settings.body_timeout_s:g} s") from None
     return bytes(body)
 
 
-async def _discard_rest(request: Request) -> bool:
-    """Read on and forget, for a while: a client that is still sending would lose the answer. True if all is read."""
-    num_bytes, clock = 0, asyncio.get_running_loop().time
-    until_s = clock() + _DISCARD_S
-    try:
-        async with asyncio.timeout(_DISCARD_SILENCE_S) as patience:
-            async for chunk in request.stream():
-                patience.reschedule(min(until_s, clock() + _DISCARD_SILENCE_S))
-                num_bytes += len(chunk)
-                if num_bytes > _MAX_DISCARDED_BYTES:
-                    return False
-    except (TimeoutError, ClientDisconnect):
-        return False
-    except RuntimeError:  # starlette's word for it: the body ended with the very chunk that was too much
-        return True
-    return True
-
-
 def _request_id(request: Request) -> str:
-    """The client's, where it is fit to be shown, or a new one."""
+    """Return the client's id if it is printable ASCII, cut to its maximum length, or a new id."""
     for name in _ID_HEADERS:
-        given = request.headers.get(name, "")
-        if given and given.isascii() and given.isprintable():
-            return given[:_MAX_ID_CHARS].strip()
+        value = request.headers.get(name, "")
+        if value and value.isascii() and value.isprintable():
+            return value[:_MAX_ID_CHARS].strip()
     return uuid4().hex

@@ -1,21 +1,29 @@
-"""Events of running calls, read by tasks of their own, so that who waits for them may do other things meanwhile."""
+"""Token events of several router calls, merged into one feed.
+
+Each call is read by its own task, so a consumer can wait for events with a timeout without cancelling a call.
+"""
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 
-from tandem import TokenEvent
+from gateway.prompt_limiter import PromptLimiter
+from tandem import Overloaded, TokenEvent
 
-# What a client has not taken yet; then the router is no longer read, which sees a slow reader.
-_MAX_WAITING = 256
+Call = Callable[[], AsyncGenerator[TokenEvent, None]]
+"""Creates a call of the router. The call starts when its events are read."""
+
+# Events that the client has not taken yet. At the limit the router is no longer read: backpressure reaches the worker.
+_MAX_BUFFERED_EVENTS = 32
 
 
 @contextmanager
-def _alarm(changed: asyncio.Event, after_s: float | None) -> Iterator[Callable[[], None]]:
-    """Sets `changed` whenever `after_s` have gone by since the last restart; yields what restarts it. One timer that
-    looks at the clock, not one for each token.
+def _silence_timer(changed: asyncio.Event, after_s: float | None) -> Iterator[Callable[[], None]]:
+    """Set `changed` whenever `after_s` have passed since the last restart. Yields a function that restarts the timer.
+
+    A single timer checks the clock when it fires; rescheduling a timer for every token would cost more.
     """
     loop = asyncio.get_running_loop()
     since_s = loop.time()
@@ -25,16 +33,16 @@ def _alarm(changed: asyncio.Event, after_s: float | None) -> Iterator[Callable[[
         nonlocal since_s
         since_s = loop.time()
 
-    def look(limit_s: float) -> None:
+    def check(limit_s: float) -> None:
         nonlocal timer
         left_s = since_s + limit_s - loop.time()
         if left_s <= 0:
             changed.set()
             left_s = limit_s
-        timer = loop.call_later(left_s, look, limit_s)
+        timer = loop.call_later(left_s, check, limit_s)
 
     if after_s is not None:
-        timer = loop.call_later(after_s, look, after_s)
+        timer = loop.call_later(after_s, check, after_s)
     try:
         yield restart
     finally:
@@ -43,29 +51,34 @@ def _alarm(changed: asyncio.Event, after_s: float | None) -> Iterator[Callable[[
 
 
 class Feed:
-    """The events of several calls, merged as they come; choices are numbered through, `num_choices` for each call.
+    """The events of several calls in the order of their arrival. Call i has choices i * `num_choices` and up.
 
-    Close it in any case: that cancels the calls. The first error ends all of them.
+    A call that the router refuses with Overloaded is retried for at most `patience_s` seconds (prompt_limiter.py). The
+    first other error cancels all calls. The owner must call `close`, which cancels the calls that still run.
     """
 
     def __init__(
         self,
-        calls: Sequence[AsyncGenerator[TokenEvent, None]],
+        calls: Sequence[Call],
         num_choices: int = 1,
         observe: Callable[[TokenEvent], None] = lambda _: None,
+        patience_s: float = 0.0,
     ) -> None:
+        self._limiter = PromptLimiter(len(calls), patience_s)
         self._observe = observe
         self._events: deque[TokenEvent] = deque()
         self._changed = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
+        self._has_capacity = asyncio.Event()
+        self._has_capacity.set()
         self._error: BaseException | None = None
-        self._open = len(calls)
-        self._tasks = [asyncio.create_task(self._read(call, number * num_choices)) for number, call in enumerate(calls)]
+        self._num_open_calls = len(calls)
+        self._tasks = [
+            asyncio.create_task(self._read(call, number, number * num_choices)) for number, call in enumerate(calls)
+        ]
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """True once there are events, an error, or the end; False after `timeout_s`."""
-        if self._has_news:
+        """Wait for events, an error, or the end: True. Returns False after `timeout_s`."""
+        if self._is_ready:
             return True
         self._changed.clear()
         try:
@@ -76,28 +89,28 @@ class Feed:
         return True
 
     @property
-    def _has_news(self) -> bool:
-        return bool(self._events) or self._error is not None or not self._open
+    def _is_ready(self) -> bool:
+        return bool(self._events) or self._error is not None or not self._num_open_calls
 
     def raise_early_error(self) -> None:
-        """Raise the error if there is one and nothing came before it."""
+        """Raise the error, if there is one and no event came before it."""
         if self._error is not None and not self._events:
             raise self._error
 
     async def batches(self, silence_s: float | None = None) -> AsyncIterator[list[TokenEvent]]:
-        """Events that are ready together; an empty list after each `silence_s` without any. Raises TandemError."""
-        with _alarm(self._changed, silence_s) as restart_alarm:
+        """Yield the events that are ready, or an empty list after every `silence_s` without any. Raises TandemError."""
+        with _silence_timer(self._changed, silence_s) as restart_timer:
             while True:
-                has_news = self._has_news
-                if not has_news:
+                is_ready = self._is_ready
+                if not is_ready:
                     self._changed.clear()
                     await self._changed.wait()
-                    has_news = self._has_news
-                restart_alarm()
+                    is_ready = self._is_ready
+                restart_timer()
                 events = list(self._events)
                 self._events.clear()
-                self._has_room.set()
-                if events or not has_news:
+                self._has_capacity.set()
+                if events or not is_ready:
                     yield events
                 elif self._error is not None:
                     raise self._error
@@ -105,32 +118,50 @@ class Feed:
                     return
 
     async def close(self) -> None:
-        """Cancel the calls; returns when they have ended."""
+        """Cancel the calls, and return when all have ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _read(self, call: AsyncGenerator[TokenEvent, None], offset: int) -> None:
+    async def _read(self, call: Call, number: int, offset: int) -> None:
         try:
-            async for event in call:
-                numbered = replace(event, index=event.index + offset) if offset else event
-                self._observe(numbered)
-                self._events.append(numbered)
-                self._changed.set()
-                if len(self._events) >= _MAX_WAITING:
-                    self._has_room.clear()
-                    await self._has_room.wait()
+            while not await self._try_call(call, number, offset):
+                pass
         except Exception as error:
             self._fail(error)
         finally:
-            self._open -= 1
+            self._num_open_calls -= 1
             self._changed.set()
-            await call.aclose()
+
+    async def _try_call(self, call: Call, number: int, offset: int) -> bool:
+        """Read a call to its end. False if the router refused it and it must be retried."""
+        since_s = await self._limiter.acquire(number)
+        num_events = 0
+        try:
+            async with aclosing(call()) as events:
+                async for event in events:
+                    num_events += 1
+                    self._limiter.on_admitted()
+                    await self._put(replace(event, index=event.index + offset) if offset else event)
+        except Overloaded as error:
+            if num_events or not self._limiter.on_overloaded(error):
+                raise
+            return False
+        self._limiter.release(since_s)
+        return True
+
+    async def _put(self, event: TokenEvent) -> None:
+        self._observe(event)
+        self._events.append(event)
+        self._changed.set()
+        if len(self._events) >= _MAX_BUFFERED_EVENTS:
+            self._has_capacity.clear()
+            await self._has_capacity.wait()
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:
             self._error = error
-        own = asyncio.current_task()
+        current = asyncio.current_task()
         for task in self._tasks:
-            if task is not own:
+            if task is not current:
                 task.cancel()

@@ -1,4 +1,4 @@
-"""GET /mesh/state: the mesh as the router sees it, for operators, and in words which side holds requests up."""
+"""GET /mesh/state: the router's view of the mesh, with a verdict in words on which side is the bottleneck."""
 
 import time
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _NEARLY_FULL = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`level`: ok, busy or down. `side`, if any, is what an operator should look at: prefill or decode."""
+    """A verdict for operators. `level`: ok, busy or down. `side`: the side to look at, prefill or decode, or ""."""
 
     level: str
     side: str
@@ -25,30 +25,30 @@ class Verdict:
 
 
 async def mesh_state(exchange: Exchange) -> Response:
-    """The handler. Pages ask each second; speeds come from the counters of two answers and their `at_s`."""
+    """Handle GET /mesh/state. The page computes rates from the counters and `at_s` of two answers."""
     mesh = await exchange.client.mesh(timeout=_TIMEOUT_S)
     return JSONResponse(state_json(mesh, at_s=time.monotonic()), headers={"cache-control": "no-store"})
 
 
 def state_json(mesh: Mesh, *, at_s: float) -> Json:
-    """All that is known, under the names of the SDK."""
+    """The mesh under the SDK's names, plus `at_s` and the verdict."""
     return asdict(mesh) | {"at_s": at_s, "verdict": asdict(judge(mesh))}
 
 
 def judge(mesh: Mesh) -> Verdict:
-    """Which side is the bottleneck. What the queue waits for is certain; without a queue, how full the sides are."""
+    """Find the bottleneck: what the queue waits for, or, without a queue, the fuller side."""
     decode = [worker for worker in mesh.workers if worker.role == "decode"]
     serving = [worker for worker in decode if worker.serving]
     prefill = [worker for worker in mesh.workers if worker.role == "prefill" and worker.serving]
     if not serving:
-        return Verdict("down", "decode", "Nothing is served: no decode worker takes requests", _why_none(decode))
+        return Verdict("down", "decode", "No model is served: no decode worker takes requests", _worker_states(decode))
     if mesh.shortage == "decode worker":
         return Verdict(
             "down", "decode", "A model has no decode worker that takes requests", f"{_waiting(mesh)} for one."
         )
     if mesh.shortage == "decode room":
         detail = (
-            f"{_waiting(mesh)} for a seat or memory there: {_decode_load(serving)}. More decode workers would help."
+            f"{_waiting(mesh)} for a batch slot or KV memory: {_decode_load(serving)}. More decode workers would help."
         )
         return Verdict("busy", "decode", "Decode is the bottleneck", detail)
     if mesh.shortage == "prefill room":
@@ -61,21 +61,21 @@ def _judge_without_queue(mesh: Mesh, prefill: list[Worker], decode: list[Worker]
     load = f"Decode: {_decode_load(decode)}. Prefill: {_prefill_load(prefill)}."
     away = [f"{worker.worker_id} is {worker.state}" for worker in mesh.workers if worker.state in ("lost", "stalled")]
     if away:
-        return Verdict("busy", "", f"{', '.join(away)}; nobody waits", load)
+        return Verdict("busy", "", f"{', '.join(away)}; no request waits", load)
     if not prefill:
-        return Verdict("ok", "prefill", "No prefill worker serves: decode workers prefill by themselves", load)
-    if max(_seats(decode), _kv(decode)) >= _NEARLY_FULL:
-        return Verdict("busy", "decode", "Decode is nearly full, but nobody waits", load)
+        return Verdict("ok", "prefill", "No prefill worker serves: decode workers run prefill themselves", load)
+    if max(_slot_use(decode), _kv_use(decode)) >= _NEARLY_FULL:
+        return Verdict("busy", "decode", "Decode is nearly full, but no request waits", load)
     num_waiting = sum(worker.load.num_waiting for worker in prefill)
     if num_waiting:
         return Verdict(
             "busy", "prefill", f"Prefill is the busier side: {_count(num_waiting, 'prompt')} in its queue", load
         )
-    headline = "No bottleneck: nobody waits" if mesh.active_requests else "Idle: ready for requests"
+    headline = "No bottleneck: no request waits" if mesh.active_requests else "Idle: ready for requests"
     return Verdict("ok", "", headline, load)
 
 
-def _why_none(decode: Iterable[Worker]) -> str:
+def _worker_states(decode: Iterable[Worker]) -> str:
     states = [
         f"{worker.worker_id} is {worker.state if worker.state != 'ready' else 'not proven yet'}" for worker in decode
     ]
@@ -88,14 +88,15 @@ def _waiting(mesh: Mesh) -> str:
 
 def _decode_load(workers: list[Worker]) -> str:
     running = sum(worker.load.num_running for worker in workers)
-    seats = sum(worker.max_num_seqs for worker in workers)
-    return f"{running} of {seats} seats taken, {100 * _kv(workers):.0f} % of KV memory in use{_guesses(workers)}"
+    slots = sum(worker.max_num_seqs for worker in workers)
+    used = f"{running} of {slots} slots taken, {100 * _kv_use(workers):.0f} % of KV memory in use"
+    return used + _draft_acceptance(workers)
 
 
-def _guesses(workers: list[Worker]) -> str:
+def _draft_acceptance(workers: list[Worker]) -> str:
     drafted = sum(worker.load.drafted_tokens for worker in workers)
     accepted = sum(worker.load.accepted_tokens for worker in workers)
-    return f", {100 * accepted / drafted:.0f} % of guessed tokens right" if drafted else ""
+    return f", {100 * accepted / drafted:.0f} % of draft tokens accepted" if drafted else ""
 
 
 def _prefill_load(workers: list[Worker]) -> str:
@@ -104,11 +105,11 @@ def _prefill_load(workers: list[Worker]) -> str:
     return f"{_count(sum(worker.prefilling_tokens for worker in workers), 'prompt token')} to compute"
 
 
-def _seats(workers: list[Worker]) -> float:
+def _slot_use(workers: list[Worker]) -> float:
     return sum(worker.load.num_running for worker in workers) / max(1, sum(worker.max_num_seqs for worker in workers))
 
 
-def _kv(workers: list[Worker]) -> float:
+def _kv_use(workers: list[Worker]) -> float:
     total = sum(worker.num_blocks for worker in workers)
     return 1 - sum(worker.load.free_blocks for worker in workers) / total if total else 0.0
 

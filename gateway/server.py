@@ -1,67 +1,145 @@
-"""The HTTP server, which is uvicorn: limits, and an orderly stop."""
+"""The HTTP server: uvicorn with connection limits and a graceful stop."""
 
 import asyncio
 import contextlib
+import logging
+import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
+import structlog
 import uvicorn
 from starlette.applications import Starlette
 
+from gateway.connections import ConnectionLimits, Connections
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
+from mesh.log_limit import LogLimit
 
-_BACKLOG = 1024
+log = structlog.get_logger(__name__)
+
+# asyncio accepts up to this many connections per loop iteration; out of descriptors, it fails as many times a second.
+_BACKLOG = 128
+# Descriptors for calls of the router, files, and connections that are accepted while others are being closed.
+_RESERVED_FILES = 2 * _BACKLOG
+_SEND_BUFFER_BYTES = 128 << 10
 _MAX_HEADER_BYTES = 64 << 10
 _KEEP_ALIVE_S = 75
+_LOG_LINES_PER_S = 0.1
 
 
 class _Server(uvicorn.Server):
-    """Signals are the process's own business: see mesh/process.py."""
+    """Installs no signal handlers: mesh/process.py handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave them alone."""
         yield
 
 
 @contextlib.asynccontextmanager
 async def serving(app: Starlette, settings: GatewaySettings) -> AsyncIterator[str]:
-    """Serve while the block runs; yields host:port. Then running answers get `grace_s`. Raises ConfigurationError."""
+    """Serve while the block runs, then let running answers finish within `grace_s`. Yields host:port.
+
+    Raises ConfigurationError if the address cannot be bound.
+    """
+    limits = ConnectionLimits(
+        max_connections=_affordable_connections(settings.max_connections),
+        header_timeout_s=settings.header_timeout_s,
+        slow_reader_s=settings.slow_reader_s,
+    )
     with _listen(settings) as listener:
-        async with serving_at(app, listener, settings.grace_s):
+        async with serving_at(app, listener, settings.grace_s, limits):
             yield _address(listener)
 
 
 @contextlib.asynccontextmanager
-async def serving_at(app: Starlette, listener: socket.socket, grace_s: float) -> AsyncIterator[None]:
-    """The same at a socket that listens already."""
+async def serving_at(
+    app: Starlette, listener: socket.socket, grace_s: float, limits: ConnectionLimits | None = None
+) -> AsyncIterator[None]:
+    """Serve at a socket that already listens. `limits` is None if the clients are trusted."""
+    connections = None if limits is None else Connections(limits)
     config = uvicorn.Config(
         app,
-        http="h11",
+        http="h11" if connections is None else connections.protocol,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=_BACKLOG,
         h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
     server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+    with _rate_limited_logs():
+        watching = None if connections is None else asyncio.create_task(connections.watch())
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await task
+            if watching is not None:
+                watching.cancel()
+
+
+def _affordable_connections(max_connections: int) -> int:
+    """Return `max_connections`, or fewer if the process cannot get the descriptors. Raises its soft limit first."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + _RESERVED_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return max_connections
+    affordable = max(soft - _RESERVED_FILES, soft // 2)
+    log.warning("too few file descriptors for max_connections, raise ulimit -n", connections=affordable, files=soft)
+    return affordable
+
+
+@contextlib.contextmanager
+def _rate_limited_logs() -> Iterator[None]:
+    """Limit the rate of log lines that clients can cause: invalid HTTP, and a lack of file descriptors."""
+    loop = asyncio.get_running_loop()
+    limit = LogLimit(burst=1, lines_per_s=_LOG_LINES_PER_S)
+
+    def is_admitted(record: logging.LogRecord) -> bool:
+        return limit.admit(str(record.msg)) is not None  # `msg` is the format string: uvicorn has few
+
+    previous = loop.get_exception_handler()
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "socket.accept()" in context.get("message", ""):
+            if limit.admit("accept") is not None:
+                log.error("connections cannot be accepted", reason=str(context.get("exception")))
+        elif previous is not None:
+            previous(loop, context)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+    logging.getLogger("uvicorn.error").addFilter(is_admitted)
     try:
         yield
     finally:
-        server.should_exit = True
-        await task
+        logging.getLogger("uvicorn.error").removeFilter(is_admitted)
+        loop.set_exception_handler(previous)
 
 
 def _listen(settings: GatewaySettings) -> socket.socket:
-    """Bound at once, so that the address is known before anything is served."""
+    """Bind and listen, so that the address is known before the first request. Raises ConfigurationError."""
     host = settings.host.strip("[]")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY only on sockets with an explicit protocol; without it a body may wait 40 ms for an ACK.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it: the kernel buffers little for a client that does not read.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # bounds how long the kernel keeps unsent data of closed connections
+        milliseconds = max(1, round(2000 * settings.slow_reader_s))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
         listener.bind((host, settings.port))
         listener.listen(_BACKLOG)

@@ -1,7 +1,9 @@
-"""The gateway's settings."""
+"""The gateway's settings, with the environment variables of LMI and TGI containers as aliases."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings
@@ -9,14 +11,26 @@ from mesh.settings import setting
 
 LMI_SCHEMAS = ("rolling", "0.26", "async")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 OUTPUT_FORMATTERS = ("auto", "json", "jsonlines", "sse")
 
+_ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "lmi_schema": LMI_SCHEMAS,
+        "output_formatter": OUTPUT_FORMATTERS,
+        "tool_call_parser": TOOL_CALL_PARSERS,
+        "reasoning_parser": REASONING_PARSERS,
+    }
+)
 _POSITIVE = (
     "max_body_bytes",
+    "max_bodies_bytes",
     "max_open_requests",
+    "max_connections",
     "max_client_batch_size",
     "request_timeout_s",
     "handler_start_s",
+    "header_timeout_s",
     "body_timeout_s",
     "slow_reader_s",
     "grace_s",
@@ -25,7 +39,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings(ProcessSettings):
-    """Checked on construction."""
+    """Settings of the gateway. Raises ConfigurationError on construction if one is invalid."""
 
     router: str = setting("127.0.0.1:50051", "router's address; several with commas between")
     router_tls: bool = setting(False, "speak TLS with the router")
@@ -36,13 +50,21 @@ class GatewaySettings(ProcessSettings):
     allow_anonymous: bool = setting(False, "listen beyond loopback though the router asks for no API keys")
 
     max_body_bytes: int = setting(8 << 20, "most bytes of a request body; more is refused", env=("PAYLOAD_LIMIT",))
-    max_open_requests: int = setting(1000, "requests open at a time; more are refused at once")
+    max_bodies_bytes: int = setting(256 << 20, "most bytes that all open requests' bodies hold beyond 64 KiB each")
+    max_open_requests: int = setting(1000, "requests being answered at a time; more are refused at once")
+    max_connections: int = setting(4096, "connections open at a time; a new one closes the one that is idle longest")
     max_client_batch_size: int = setting(32, "most prompts of one request", env=("MAX_CLIENT_BATCH_SIZE",))
     request_timeout_s: float = setting(600.0, "seconds an answer may take")
+    header_timeout_s: float = setting(10.0, "seconds in which a new connection must send a request's headers")
     body_timeout_s: float = setting(30.0, "seconds a client may take to send its request body")
     slow_reader_s: float = setting(30.0, "a client that takes nothing for this long is cut off")
     ping_interval_s: float = setting(10.0, "seconds of silence after which an SSE stream gets a comment, at most 15")
     grace_s: float = setting(10.0, "how long running answers may go on after SIGTERM")
+    allowed_hosts: str = setting(
+        "",
+        "names, with commas between, that clients may call this gateway by while the router asks for no API keys; "
+        "IP addresses and localhost always may",
+    )
     cors_allow_origin: str = setting(
         "", "origins, with commas between, whose pages may call; default: none", env=("CORS_ALLOW_ORIGIN",)
     )
@@ -57,6 +79,10 @@ class GatewaySettings(ProcessSettings):
     )
     tool_call_parser: str = setting(
         "auto", f"how the model writes calls of functions: {', '.join(TOOL_CALL_PARSERS)}; auto: as its template does"
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        f"where reasoning ends: {', '.join(REASONING_PARSERS)}; auto: at </think>, if the model's template has that",
     )
     handler: str = setting("", "model.py of your own, which answers /invocations; see docs/http.md")
     handler_function: str = setting("handle", "name of the function in it", env=("OPTION_HANDLER",))
@@ -73,30 +99,32 @@ class GatewaySettings(ProcessSettings):
             raise ConfigurationError(f"ping_interval_s must be in (0, 15], got {self.ping_interval_s:g}")
         if not 0 <= self.port <= 65535:
             raise ConfigurationError(f"port must be in [0, 65535], got {self.port}")
-        if self.lmi_schema not in LMI_SCHEMAS:
-            raise ConfigurationError(f"lmi_schema must be one of {', '.join(LMI_SCHEMAS)}, got {self.lmi_schema!r}")
-        if self.output_formatter not in OUTPUT_FORMATTERS:
-            known = ", ".join(OUTPUT_FORMATTERS)
-            raise ConfigurationError(f"output_formatter must be one of {known}, got {self.output_formatter!r}")
-        if self.tool_call_parser not in TOOL_CALL_PARSERS:
-            known = ", ".join(TOOL_CALL_PARSERS)
-            raise ConfigurationError(f"tool_call_parser must be one of {known}, got {self.tool_call_parser!r}")
+        for name, allowed in _ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         parse_properties(self.handler_properties)
         if not self.router_tls and (self.router_tls_ca or self.router_tls_name):
             raise ConfigurationError("router_tls_ca and router_tls_name need router_tls")
 
     @property
     def allowed_origins(self) -> list[str]:
-        """Origins whose pages may call."""
-        return [origin.strip() for origin in self.cors_allow_origin.split(",") if origin.strip()]
+        return _split(self.cors_allow_origin)
+
+    @property
+    def allowed_host_names(self) -> list[str]:
+        return _split(self.allowed_hosts.lower())
+
+
+def _split(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def parse_properties(text: str) -> dict[str, str]:
-    """Of a handler; LMI has texts only. Raises ConfigurationError, without the values: they may be secret."""
+    """Parse a handler's properties: strings only, as in LMI. Error messages omit the values, which may be secret."""
     try:
         properties = json.loads(text)
     except ValueError:
         properties = None
     if not isinstance(properties, dict) or not all(isinstance(value, str) for value in properties.values()):
-        raise ConfigurationError("handler_properties must be a JSON object of texts")
+        raise ConfigurationError("handler_properties must be a JSON object of strings")
     return properties

@@ -1,11 +1,11 @@
 """Streams to HTTP clients: server-sent events and JSON lines.
 
-The status is decided by the first event. An SSE stream that has none for a ping interval starts all the same, with 200
-and a comment: proxies and clients give up on connections that stay silent. From then on errors are an event of the
-stream. JSON lines have no comments, so there the first event is waited for.
+The first event decides the HTTP status. If no event arrives within the ping interval, an SSE stream starts anyway with
+status 200 and a comment, because proxies and clients drop silent connections. A later error is an event of the stream.
+JSON lines have no comments, so they wait for the first event.
 
-Framing is done here rather than by an SSE library: the usual one patches the server's shutdown and cuts streams off,
-where ours may finish within the grace.
+Framing is done here rather than by an SSE library: sse-starlette patches the server's shutdown and cuts streams, while
+here running streams may finish within `grace_s`.
 """
 
 import json
@@ -27,33 +27,33 @@ Json = dict[str, Any]
 
 
 class Renderer(Protocol):
-    """Events to the JSON objects of one dialect. One for each answer."""
+    """Renders token events as the JSON objects of one dialect. Stateful: one renderer per answer."""
 
     def start(self) -> Iterable[Json]:
-        """What comes before all events."""
+        """Objects before the first event."""
         ...
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
-        """What one event makes."""
+        """Objects for one event; may be none."""
         ...
 
     def end(self) -> Iterable[Json]:
-        """What comes after all events."""
+        """Objects after the last event."""
         ...
 
     def error(self, problem: Problem) -> Iterable[Json]:
-        """What ends a stream that has failed."""
+        """Objects that end a failed stream."""
         ...
 
 
 def encode(content: Any) -> bytes:
-    """Compact JSON, one line."""
+    """Encode as compact JSON on one line. Raises ValueError for NaN and infinity."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How objects lie in a body. `last` closes every stream, also one that has failed; `ping` fills silence."""
+    """How a body separates objects. `last` ends every stream, failed ones too. `ping` is sent during silence."""
 
     media_type: str
     frame: Callable[[Json], bytes]
@@ -79,8 +79,10 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 @dataclass(frozen=True, slots=True)
 class Streamer:
-    """Makes the streaming response of an exchange. Without `raise_early` errors are events in every case. `extra` are
-    the dialect's own headers.
+    """Makes the streaming response of an exchange.
+
+    `raise_early`: an error before the first event decides the HTTP status; otherwise every error is an event. `extra`:
+    additional headers of the dialect.
     """
 
     framing: Framing
@@ -89,7 +91,7 @@ class Streamer:
     extra: Mapping[str, str] = field(default_factory=dict)
 
     async def respond(self, feed: Feed, renderer: Renderer) -> Response:
-        """Returns when the status is known. Raises TandemError if nothing came before it; `feed` is closed then."""
+        """Return a response, which owns `feed`, once its status is known. Raises early errors with `feed` closed."""
         try:
             await feed.wait(self._silence_s)
             if self.raise_early:
@@ -101,7 +103,6 @@ class Streamer:
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """Of every response, also one that has failed."""
         return {**_HEADERS, **self.extra}
 
     @property
@@ -113,7 +114,7 @@ class Streamer:
         try:
             opening = b"".join(map(frame, renderer.start()))
             async for events in feed.batches(self._silence_s):
-                chunk = b"".join(frame(each) for event in events for each in renderer.event(event))
+                chunk = b"".join(frame(content) for event in events for content in renderer.event(event))
                 if opening and events:
                     chunk, opening = opening + chunk, b""
                 if chunk or not events:
@@ -129,7 +130,7 @@ class Streamer:
 
 
 def failed_stream(streamer: Streamer, error: Exception, renderer: Renderer) -> Response:
-    """A stream whose only event is an error, with status 200."""
+    """Return a stream with status 200 whose only event is an error."""
     problem = Problem.of(error)
     streamer.exchange.arrival.progress.failed(problem)
     content = b"".join(map(streamer.framing.frame, renderer.error(problem))) + streamer.framing.last
@@ -137,7 +138,7 @@ def failed_stream(streamer: Streamer, error: Exception, renderer: Renderer) -> R
 
 
 class _FeedResponse(StreamingResponse):
-    """Closes the feed however the response ends."""
+    """Closes the feed when the response ends, even by an error or cancellation."""
 
     def __init__(self, feed: Feed, body: AsyncIterator[bytes], **options: Any) -> None:
         super().__init__(body, **options)

@@ -1,7 +1,7 @@
-"""The pages for people: chat at /, the mesh at /mesh. They are files, and need no key; what they ask for does.
+"""The web pages: chat at /, the mesh at /mesh. The pages are static and need no key; the routes that they call do.
 
-Their policy lets them load and call this gateway only, and run no script that is not a file of ours. Trusted types are
-required and none are defined, so text that comes from a model cannot become markup even by a mistake.
+Their content security policy lets them load from and call this gateway only, and forbids inline scripts. Trusted types
+are required and none are defined, so text from a model cannot become markup even by mistake.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+from gateway.errors import OpenAIDialect
 from gateway.exchange import Endpoint
 from gateway.mesh_state import mesh_state
-from gateway.openai.errors import OpenAIDialect
 from gateway.probes import health
 
 PAGES = Path(__file__).parent / "pages"
@@ -34,14 +34,13 @@ HEADERS: Mapping[str, str] = MappingProxyType(
 
 
 async def root(request: Request) -> Response:
-    """The chat for browsers; for others TGI's health check."""
+    """Return the chat page to browsers, and TGI's health check to other clients."""
     if "text/html" in request.headers.get("accept", ""):
         return _page("chat.html")
     return await health(request)
 
 
 async def mesh(request: Request) -> Response:
-    """The mesh, live."""
     return _page("mesh.html")
 
 
@@ -50,17 +49,15 @@ def _page(name: str) -> Response:
 
 
 class _Files(StaticFiles):
-    """Scripts and styles, under the pages' headers."""
+    """Scripts and styles, with the pages' security headers."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """One file."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
 
 
 def routes() -> list[BaseRoute]:
-    """All of them."""
     return [
         Route("/", root, methods=["GET"]),
         Route("/mesh", mesh, methods=["GET"]),

@@ -15,15 +15,18 @@ Life of a transfer:
     on_committed(transfer_id, first_token)
                     ── committed ──────────────────▶ commit returns TransferResult
 
-If it fails: `on_failed(transfer_id, error)` on the left, `commit` and `ended` raise on the right.
-Either side may `await abort(...)` at any time. Who waits for commit, abort or a callback may free its blocks after it:
-no thread touches them any more. What arrives wrong is refused; what never committed is never decoded from.
+If the transfer fails, the receiver calls `on_failed(transfer_id, error)`, and the sender's `commit` and `ended` raise.
+Either side may `await abort(...)` at any time. Blocks may be freed once commit, abort or the callback has returned: no
+thread accesses them any more. Corrupt KV is refused. Uncommitted KV is never read by the engine.
 
-A transfer is a lease. From open to commit a task of the sender renews it, whatever the engine does, and the receiver
-answers. Who hears nothing from the other for `lease_s` ends the transfer, so that a dead, stopped or cut-off peer never
-holds blocks for longer. A reservation that nobody opens ends after `opening_lease_s`.
+A transfer holds a lease. From open to commit the sender renews the lease, even while its engine computes, and the
+receiver confirms. Each side ends the transfer after `lease_s` without a message from the other, so a dead, stopped or
+disconnected peer never holds blocks for longer. A reservation that no sender opens ends after `opening_lease_s`.
 
-Start reading at `sender.py` and `receiver.py`. `transports/base.py` is where another payload path plugs in.
+sender.py, outgoing.py, sending.py    the prefill worker's side: entry point, one transfer, its gRPC conversation
+receiver.py, incoming.py              the decode worker's side: entry point and conversation; the rules (no I/O)
+messages.py, frames.py, chunks.py     messages as values and as bytes; how KV is cut into chunks
+transports/                           payload paths; base.py is the interface for another one
 """
 
 from kvtransfer.incoming import Reservation

@@ -1,4 +1,4 @@
-"""A sender's connections to decode workers: one each, kept while in use and for a while after."""
+"""A sender's connections to decode workers: one per worker, closed after a time without transfers."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class _Entry:
 
 
 class ChannelPool:
-    """Channels by address. Lives on one event loop."""
+    """Channels by address, for use on one event loop."""
 
     def __init__(self, idle_s: float, tls: TlsIdentity | None) -> None:
         self._tls = tls
@@ -32,10 +32,10 @@ class ChannelPool:
 
     @contextmanager
     def use(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """The channel to `address`; it is not closed while somebody uses it."""
+        """Yield the channel to `address`, which stays open while the block runs."""
         entry = self._entries.get(address)
         if entry is None:
-            # Apart from control messages, which must not wait behind megabytes of payload.
+            # Its own connection: control messages must not wait behind megabytes of payload.
             entry = self._entries[address] = _Entry(open_channel(address, self._tls, own_connection=True))
         if entry.idle_timer is not None:
             entry.idle_timer.cancel()
@@ -50,7 +50,7 @@ class ChannelPool:
                 entry.idle_timer = loop.call_later(self._idle_s, self._close_idle, address)
 
     async def close(self) -> None:
-        """Close all channels. Nobody uses one any more."""
+        """Close all channels. None may be in use."""
         for address in list(self._entries):
             self._close_idle(address)
         if self._closing:

@@ -1,4 +1,4 @@
-"""Rectangles of (layer, block position): how they are cut into chunks, and which have arrived."""
+"""Ranges of (layer, head, block position): how they are cut into chunks, and which have arrived."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -7,61 +7,61 @@ import numpy as np
 
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan, Span
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRange:
-    """Block positions [first_block, first_block + num_blocks) of layers [first_layer, first_layer + num_layers)."""
+    """Some block positions of some layers and KV heads."""
 
-    first_block: int
-    num_blocks: int
-    first_layer: int
-    num_layers: int
+    blocks: Span
+    span: KVSpan
 
     def num_bytes(self, layout: KVLayout) -> int:
-        """Length of the payload."""
-        return self.num_blocks * self.num_layers * layout.layer_block_bytes
+        """Return the length of the payload."""
+        return self.blocks.count * self.span.num_cells * layout.cell_bytes
 
-    def is_inside(self, first_block: int, end_block: int, num_layers: int) -> bool:
-        """True if not empty and within block positions [first_block, end_block) and the model's layers."""
-        return (
-            first_block <= self.first_block < self.first_block + self.num_blocks <= end_block
-            and 0 <= self.first_layer < self.first_layer + self.num_layers <= num_layers
-        )
+    def is_inside(self, blocks: Span, span: KVSpan) -> bool:
+        """Return True if the range is not empty and lies within these block positions, layers and heads."""
+        return self.blocks.is_inside(blocks) and self.span.is_inside(span)
 
     def joined(self, other: "ChunkRange") -> "ChunkRange | None":
-        """The rectangle of both if `other` continues this one in layers or in blocks."""
-        same_blocks = (self.first_block, self.num_blocks) == (other.first_block, other.num_blocks)
-        if same_blocks and other.first_layer == self.first_layer + self.num_layers:
-            return replace(self, num_layers=self.num_layers + other.num_layers)
-        same_layers = (self.first_layer, self.num_layers) == (other.first_layer, other.num_layers)
-        if same_layers and other.first_block == self.first_block + self.num_blocks:
-            return replace(self, num_blocks=self.num_blocks + other.num_blocks)
+        """Return the union if `other` continues this range in layers or in blocks, else None."""
+        if self.span.heads != other.span.heads:
+            return None
+        layers, other_layers = self.span.layers, other.span.layers
+        if self.blocks == other.blocks and other_layers.first == layers.end:
+            return self._with_layers(Span(layers.first, layers.count + other_layers.count))
+        if layers == other_layers and other.blocks.first == self.blocks.end:
+            return replace(self, blocks=Span(self.blocks.first, self.blocks.count + other.blocks.count))
         return None
 
     def split_layers(self, num_layers: int) -> "tuple[ChunkRange, ChunkRange]":
-        """The first `num_layers` layers, and the rest."""
-        rest = replace(self, first_layer=self.first_layer + num_layers, num_layers=self.num_layers - num_layers)
-        return replace(self, num_layers=num_layers), rest
+        """Return the first `num_layers` layers and the remaining ones."""
+        head, tail = self.span.layers.split(num_layers)
+        return self._with_layers(head), self._with_layers(tail)
 
     def split_blocks(self, num_blocks: int) -> "tuple[ChunkRange, ChunkRange]":
-        """The first `num_blocks` blocks, and the rest."""
-        rest = replace(self, first_block=self.first_block + num_blocks, num_blocks=self.num_blocks - num_blocks)
-        return replace(self, num_blocks=num_blocks), rest
+        """Return the first `num_blocks` blocks and the remaining ones."""
+        head, tail = self.blocks.split(num_blocks)
+        return replace(self, blocks=head), replace(self, blocks=tail)
+
+    def _with_layers(self, layers: Span) -> "ChunkRange":
+        return replace(self, span=replace(self.span, layers=layers))
 
 
 class PushQueue:
-    """What has been pushed and not yet taken; small neighbours are joined, large pieces are cut."""
+    """Pushed ranges that have not been taken. Small adjacent ranges are joined, large ones are cut."""
 
-    def __init__(self, layout: KVLayout, max_bytes: int) -> None:
-        self._max_layer_blocks = max(1, max_bytes // layout.layer_block_bytes)
+    def __init__(self, layer_block_bytes: int, max_bytes: int) -> None:
+        self._max_layer_blocks = max(1, max_bytes // layer_block_bytes)
         self._pieces: deque[ChunkRange] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
 
     def add(self, piece: ChunkRange) -> None:
-        """Append `piece`, as part of the last one if it continues it."""
+        """Append `piece`, or join it to the last range if it continues that range."""
         joined = self._pieces[-1].joined(piece) if self._pieces else None
         if joined is None:
             self._pieces.append(piece)
@@ -69,38 +69,41 @@ class PushQueue:
             self._pieces[-1] = joined
 
     def take(self) -> ChunkRange:
-        """Remove and return the next chunk's range: whole layers if they fit, else part of one layer."""
+        """Remove and return the range of the next chunk: whole layers if they fit, else a part of one layer."""
         piece = self._pieces.popleft()
-        max_layers = max(1, self._max_layer_blocks // piece.num_blocks)
-        if piece.num_layers > max_layers:
-            piece, rest = piece.split_layers(max_layers)
-            self._pieces.appendleft(rest)
-        if piece.num_blocks * piece.num_layers > self._max_layer_blocks:
-            piece, rest = piece.split_blocks(self._max_layer_blocks)
-            self._pieces.appendleft(rest)
+        max_layers = max(1, self._max_layer_blocks // piece.blocks.count)
+        if piece.span.layers.count > max_layers:
+            piece, tail = piece.split_layers(max_layers)
+            self._pieces.appendleft(tail)
+        if piece.blocks.count * piece.span.layers.count > self._max_layer_blocks:
+            piece, tail = piece.split_blocks(self._max_layer_blocks)
+            self._pieces.appendleft(tail)
         return piece
 
 
 class Coverage:
-    """Which (layer, block position) of a transfer have arrived: each exactly once."""
+    """Records which (layer, head, block position) cells of a transfer have arrived. Each must arrive exactly once."""
 
-    def __init__(self, num_layers: int, first_block: int, end_block: int) -> None:
-        self._first_block = first_block
-        self._end_block = end_block
-        self._seen = np.zeros((num_layers, end_block - first_block), dtype=np.bool_)
+    def __init__(self, blocks: Span, span: KVSpan) -> None:
+        self._blocks = blocks
+        self._span = span
+        self._seen = np.zeros((span.layers.count, span.heads.count, blocks.count), dtype=np.bool_)
 
     def claim(self, piece: ChunkRange) -> None:
-        """Mark `piece`. Raises TransferCorrupt if it is outside, empty, or overlaps what was claimed before."""
-        if not piece.is_inside(self._first_block, self._end_block, len(self._seen)):
+        """Mark `piece` as arrived. Raises TransferCorrupt if it is empty, outside, or overlaps an earlier piece."""
+        if not piece.is_inside(self._blocks, self._span):
             raise TransferCorrupt(f"{piece} is outside of the reservation")
-        start = piece.first_block - self._first_block
-        cells = self._seen[piece.first_layer : piece.first_layer + piece.num_layers, start : start + piece.num_blocks]
+        cells = self._seen[
+            piece.span.layers.slice_in(self._span.layers),
+            piece.span.heads.slice_in(self._span.heads),
+            piece.blocks.slice_in(self._blocks),
+        ]
         if cells.any():
-            raise TransferCorrupt(f"{piece} has arrived before, in part or whole")
+            raise TransferCorrupt(f"{piece} has arrived before, in part or in full")
         cells[:] = True
 
     def require_full(self) -> None:
-        """Raise TransferFailed that says how much is missing, unless everything has arrived."""
+        """Raise TransferFailed, with the number of missing cells, unless everything has arrived."""
         missing = self._seen.size - int(np.count_nonzero(self._seen))
         if missing:
-            raise TransferFailed(f"{missing} of {self._seen.size} blocks (counted per layer) never arrived")
+            raise TransferFailed(f"{missing} of {self._seen.size} blocks (counted per layer and head) never arrived")

@@ -1,29 +1,29 @@
-"""Chunks as bytes on the wire, with a payload that protobuf's own code would copy twice on either side.
+"""Serializes and parses chunk messages without the two copies of the payload that protobuf makes on either side.
 
-The bytes are protobuf's: `PushRequest{chunk: TransferChunk{..., payload}}`, the payload last, which is how every
-implementation writes them. What is written in another order is left to protobuf.
+The bytes are ordinary protobuf: `PushRequest{chunk: TransferChunk{..., payload}}`, with the payload last, as every
+implementation writes it. Messages with another field order are left to protobuf.
 """
 
-from tandem.v1 import kvtransfer_pb2 as pb
+from mesh.v1 import kvtransfer_pb2 as pb
 
-_CHUNK_TAG, _PAYLOAD_TAG = 0x12, 0x42  # both: field number << 3 | 2, bytes with a length before them
+_CHUNK_TAG, _PAYLOAD_TAG = 0x12, 0x62  # field number << 3 | 2: length-delimited bytes
 _MAX_HEADER_BYTES = 128
 
 
 def join_chunk(chunk: pb.TransferChunk, payload: bytes | memoryview) -> bytes:
-    """A PushRequest with `chunk`, which has no payload itself, and this payload: copied once."""
+    """Serialize a PushRequest from `chunk`, whose payload is empty, and `payload`, which is copied once."""
     header = chunk.SerializeToString()
     fields = b"".join((header, bytes((_PAYLOAD_TAG,)), _varint(len(payload))))
     return b"".join((bytes((_CHUNK_TAG,)), _varint(len(fields) + len(payload)), fields, payload))
 
 
 def split_chunk(frame: bytes) -> tuple[bytes, memoryview] | None:
-    """A TransferChunk's bytes but for its payload, and the payload, which is part of `frame`; None if it has none, or
-    not at its end.
+    """Split a PushRequest into the TransferChunk's bytes without payload and the payload, a view into `frame`. Return
+    None if there is no payload, or if it is not at the end.
     """
     if len(frame) <= _MAX_HEADER_BYTES:
         return None
-    head = frame[:_MAX_HEADER_BYTES]  # nobody makes us walk through megabytes
+    head = frame[:_MAX_HEADER_BYTES]  # bounds the search, whatever a sender puts into the frame
     try:
         length, start = _read_varint(head, 1)
         position = start
@@ -38,7 +38,7 @@ def split_chunk(frame: bytes) -> tuple[bytes, memoryview] | None:
 
 
 def _skip_field(head: bytes, position: int) -> int:
-    """Where the field after this one begins. IndexError if this is none of a chunk's numbers."""
+    """Return the position of the next field. Raises IndexError if this field is not one of a chunk's numbers."""
     tag = head[position]
     if tag & 0x80 == 0 and tag & 7 == 0:
         return _read_varint(head, position + 1)[1]
@@ -57,7 +57,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(head: bytes, position: int) -> tuple[int, int]:
-    """The value, and where it ends."""
+    """Return the value and the position after it."""
     value = shift = 0
     while head[position] & 0x80:
         value |= (head[position] & 0x7F) << shift

@@ -1,4 +1,4 @@
-"""The rules of one transfer on its way in: pure checks, no I/O. `receiver.py` moves the bytes."""
+"""The rules for one incoming transfer: pure checks, no I/O. `receiver.py` moves the bytes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from kvtransfer.checksum import Digest, chunk_checksum, chunk_hasher, transfer_seed
 from kvtransfer.chunks import ChunkRange, Coverage
 from kvtransfer.messages import Chunk, Commit, TransferOpen
-from mesh.domain.errors import TransferCorrupt, TransferFailed
+from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan, Span
 from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Blocks a decode worker keeps for a transfer. `block_ids` covers all positions of the prompt.
+    """Blocks that a decode worker reserves for a transfer. `block_ids` covers all block positions of the prompt.
 
-    Positions before `first_block` hold the right KV already and are never written.
+    Positions before `first_block` hold valid KV already and are never written.
     """
 
     transfer_id: str
@@ -26,9 +27,9 @@ class Reservation:
 
 
 class IncomingTransfer:
-    """What has been promised, what has arrived, and whether the next message is allowed."""
+    """Tracks the chunks that have arrived and checks each message of a transfer that brings the KV of `span`."""
 
-    def __init__(self, reservation: Reservation, layout: KVLayout) -> None:
+    def __init__(self, reservation: Reservation, layout: KVLayout, span: KVSpan) -> None:
         num_blocks = len(reservation.block_ids)
         if num_blocks != layout.num_blocks_for(reservation.num_tokens):
             raise ValueError(f"{num_blocks} blocks are reserved for {reservation.num_tokens} tokens")
@@ -38,29 +39,32 @@ class IncomingTransfer:
         self.num_bytes = 0
         self._layout = layout
         self._seed = transfer_seed(reservation.transfer_id, reservation.attempt)
-        self._coverage = Coverage(layout.num_layers, reservation.first_block, num_blocks)
+        self._span = span
+        self._coverage = Coverage(Span(reservation.first_block, num_blocks - reservation.first_block), span)
         self._digest = Digest()
         self._num_chunks = 0
         self._num_unacknowledged = 0
 
     def check_open(self, opening: TransferOpen) -> None:
-        """Raises LayoutMismatch that names both values, or TransferFailed if the sender means other blocks."""
+        """Raise LayoutMismatch if the layouts differ, TransferFailed if the sender intends to send other blocks."""
         self._layout.require_same(opening.layout)
         expected = (self.reservation.first_block, len(self.reservation.block_ids))
         if (opening.first_block, opening.num_blocks) != expected:
             raise TransferFailed(
                 f"blocks [{expected[0]}, {expected[1]}) are reserved, "
-                f"the sender means [{opening.first_block}, {opening.num_blocks})"
+                f"the sender offers [{opening.first_block}, {opening.num_blocks})"
             )
+        if opening.span != self._span:
+            raise LayoutMismatch(f"{self._span} are expected here, the sender offers {opening.span}")
 
     def accept(self, chunk: Chunk, credit: int) -> None:
-        """Count `chunk` in before its payload is looked at. Raises TransferCorrupt or TransferFailed."""
+        """Check and record `chunk` before its payload is read. Raises TransferCorrupt or TransferFailed."""
         if chunk.sequence_number != self._num_chunks:
-            raise TransferCorrupt(f"chunk {chunk.sequence_number} came in place of {self._num_chunks}")
+            raise TransferCorrupt(f"chunk {chunk.sequence_number} came instead of chunk {self._num_chunks}")
         if self._num_unacknowledged >= credit:
             raise TransferFailed(f"the sender has more than {credit} chunks unacknowledged")
-        self._coverage.claim(chunk.place)
-        expected = chunk.place.num_bytes(self._layout)
+        self._coverage.claim(chunk.extent)
+        expected = chunk.extent.num_bytes(self._layout)
         if chunk.num_bytes != expected or expected > MAX_MESSAGE_BYTES:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} has {chunk.num_bytes} bytes instead of {expected}")
         self._digest.add(chunk.checksum)
@@ -68,25 +72,25 @@ class IncomingTransfer:
         self._num_unacknowledged += 1
 
     def check_payload(self, chunk: Chunk, payload: bytes | memoryview) -> None:
-        """Raises TransferCorrupt unless `payload` is what the sender gathered for this very place. On any thread."""
+        """Raise TransferCorrupt unless the payload matches the chunk's checksum. May be called on any thread."""
         if len(payload) != chunk.num_bytes:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} is truncated")
-        self._check_sum(chunk, chunk_checksum(self._seed, chunk.sequence_number, chunk.place, payload))
+        self._check_sum(chunk, chunk_checksum(self._seed, chunk.sequence_number, chunk.extent, payload))
 
     def check_parts(self, chunk: Chunk, parts: Iterable[memoryview]) -> None:
-        """The same for a payload in parts, each read when it is its turn."""
-        hasher = chunk_hasher(self._seed, chunk.sequence_number, chunk.place, chunk.num_bytes)
+        """Do the same for a payload in parts, read one after another."""
+        hasher = chunk_hasher(self._seed, chunk.sequence_number, chunk.extent, chunk.num_bytes)
         for part in parts:
             hasher.update(part)
         self._check_sum(chunk, hasher.intdigest())
 
     def acknowledge(self, chunk: Chunk) -> None:
-        """`chunk` is verified and written."""
+        """Record that `chunk` is verified and written."""
         self._num_unacknowledged -= 1
         self.num_bytes += chunk.num_bytes
 
     def check_commit(self, commit: Commit) -> None:
-        """Raises TransferFailed or TransferCorrupt unless everything has come, once. All chunks are acknowledged."""
+        """Raise TransferFailed or TransferCorrupt unless everything has arrived. Call it after all acknowledgements."""
         if commit.num_tokens != self.reservation.num_tokens:
             raise TransferFailed(f"{self.reservation.num_tokens} tokens are reserved, {commit.num_tokens} committed")
         if commit.num_chunks != self._num_chunks:
@@ -99,6 +103,6 @@ class IncomingTransfer:
         if checksum != chunk.checksum:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} does not match its checksum")
 
-    def block_ids(self, place: ChunkRange) -> tuple[int, ...]:
-        """Where these positions are here."""
-        return self.reservation.block_ids[place.first_block : place.first_block + place.num_blocks]
+    def block_ids(self, chunk_range: ChunkRange) -> tuple[int, ...]:
+        """Return this worker's block ids for the block positions of `chunk_range`."""
+        return self.reservation.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]

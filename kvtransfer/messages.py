@@ -1,14 +1,14 @@
-"""The conversation of one transfer as plain values, and its translation to and from the wire.
+"""The messages of one transfer as plain values, and their conversion to and from protobuf.
 
 sender                receiver
 TransferOpen   ──▶
                ◀──    Granted       or the call ends with an error
 Chunk ...      ──▶
-               ◀──    Ack ...       each gives one credit back
-Commit         ──▶                  only after every ack
-               ◀──    Committed
+               ◀──    Ack ...       each returns one credit
+Commit         ──▶
+               ◀──    Committed     after every ack
 
-Between granted and commit, at any time: Renew ──▶, ◀── Renewed. Both sides then know that the other is alive.
+Between Granted and Commit, at any time: Renew ──▶, ◀── Renewed. They prove to each side that the other is alive.
 """
 
 from collections.abc import AsyncIterator
@@ -21,23 +21,24 @@ from kvtransfer.frames import join_chunk, split_chunk
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import InvalidRequest, TransferFailed
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan, Span
 from mesh.domain.tokens import SampledToken
+from mesh.v1 import kvtransfer_pb2 as pb
 from mesh.wire import (
     duration_from_proto,
     duration_to_proto,
-    layout_from_proto,
-    layout_to_proto,
     token_from_proto,
     token_to_proto,
 )
-from tandem.v1 import kvtransfer_pb2 as pb
+from mesh.wire_kv import layout_from_proto, layout_to_proto, span_from_proto, span_to_proto
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
 
 @dataclass(frozen=True, slots=True)
 class TransferOpen:
-    """First message. Positions before `first_block` are at the receiver already."""
+    """The first message: announces the KV of `span` in block positions [first_block, num_blocks). The receiver has the
+    positions before `first_block` already."""
 
     transfer_id: str
     attempt: int
@@ -47,14 +48,15 @@ class TransferOpen:
     transports: tuple[TransportOffer, ...]
     first_block: int
     num_blocks: int
+    span: KVSpan
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Payload of `place`, inline or in the transport's memory."""
+    """The KV of the range `extent`. The payload is inline or in the transport's memory."""
 
     sequence_number: int
-    place: ChunkRange
+    extent: ChunkRange
     num_bytes: int
     checksum: int
     payload: Payload
@@ -62,7 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Last message: everything is sent. `digest` folds all chunk checksums."""
+    """The last message: all chunks are sent. `digest` is the hash over all chunk checksums."""
 
     num_tokens: int
     num_chunks: int
@@ -72,12 +74,12 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """The sender is alive, though it may have nothing to send."""
+    """The sender renews its lease; it may have nothing else to send."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The transfer may start. It ends if the receiver hears nothing for `lease_s`."""
+    """The receiver accepts the transfer, and ends it after `lease_s` without a message."""
 
     transport: str
     credit_chunks: int
@@ -86,19 +88,19 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """A chunk is verified and written; its payload memory is the sender's again."""
+    """The chunk is verified and written; the sender may reuse its payload memory."""
 
     sequence_number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """The receiver is alive, and still wants the transfer."""
+    """The receiver confirms a renewal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Everything is there and verified."""
+    """All KV has arrived and is verified."""
 
 
 SenderMessage = TransferOpen | Chunk | Renew | Commit
@@ -106,7 +108,7 @@ ReceiverMessage = Granted | Ack | Renewed | Committed
 
 
 def request_to_bytes(message: SenderMessage) -> bytes:
-    """A PushRequest as it goes over the wire."""
+    """Serialize a sender's message as a PushRequest."""
     if isinstance(message, Chunk):
         return _chunk_to_bytes(message)
     if isinstance(message, Renew):
@@ -119,7 +121,6 @@ def request_to_bytes(message: SenderMessage) -> bytes:
 
 
 def reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
-    """From the receiver."""
     if isinstance(reply, Granted):
         granted = pb.TransferGranted(
             transport=reply.transport, credit_chunks=reply.credit_chunks, lease=duration_to_proto(reply.lease_s)
@@ -148,13 +149,14 @@ def reply_from_proto(response: pb.PushResponse) -> ReceiverMessage:
 
 
 def request_from_bytes(raw: bytes) -> SenderMessage:
-    """A chunk's payload is part of `raw`. Raises InvalidRequest if `raw` is no PushRequest, TransferFailed if it is
-    empty or of an unknown kind.
+    """Parse a PushRequest. The payload of a chunk is a view into `raw`. Raises InvalidRequest if `raw` is no
+    PushRequest, TransferFailed if the message is empty or of an unknown kind.
     """
     try:
-        parts = split_chunk(raw)
-        if parts is not None:
-            return _chunk_from_proto(pb.TransferChunk.FromString(parts[0]), parts[1])
+        split = split_chunk(raw)
+        if split is not None:
+            header, payload = split
+            return _chunk_from_proto(pb.TransferChunk.FromString(header), payload)
         request = pb.PushRequest.FromString(raw)
     except DecodeError as error:
         raise InvalidRequest("the request is not a valid protobuf message of this method") from error
@@ -172,7 +174,6 @@ def request_from_bytes(raw: bytes) -> SenderMessage:
 
 
 async def requests_from_bytes(raws: AsyncIterator[bytes]) -> AsyncIterator[SenderMessage]:
-    """Translate a whole stream."""
     async for raw in raws:
         yield request_from_bytes(raw)
 
@@ -191,6 +192,7 @@ def _open_to_proto(opening: TransferOpen) -> pb.TransferOpen:
         transports=offers,
         first_block=opening.first_block,
         num_blocks=opening.num_blocks,
+        span=span_to_proto(opening.span),
     )
 
 
@@ -204,12 +206,15 @@ def _commit_to_proto(commit: Commit) -> pb.TransferCommit:
 
 
 def _chunk_to_bytes(chunk: Chunk) -> bytes:
+    extent = chunk.extent
     message = pb.TransferChunk(
         sequence_number=chunk.sequence_number,
-        first_block=chunk.place.first_block,
-        num_blocks=chunk.place.num_blocks,
-        first_layer=chunk.place.first_layer,
-        num_layers=chunk.place.num_layers,
+        first_block=extent.blocks.first,
+        num_blocks=extent.blocks.count,
+        first_layer=extent.span.layers.first,
+        num_layers=extent.span.layers.count,
+        first_head=extent.span.heads.first,
+        num_heads=extent.span.heads.count,
         num_bytes=chunk.num_bytes,
         checksum=chunk.checksum,
         arena_offset=chunk.payload.arena_offset,
@@ -231,13 +236,17 @@ def _open_from_proto(message: pb.TransferOpen) -> TransferOpen:
         ),
         first_block=message.first_block,
         num_blocks=message.num_blocks,
+        span=span_from_proto(message.span),
     )
 
 
 def _chunk_from_proto(message: pb.TransferChunk, payload: bytes | memoryview) -> Chunk:
     return Chunk(
         sequence_number=message.sequence_number,
-        place=ChunkRange(message.first_block, message.num_blocks, message.first_layer, message.num_layers),
+        extent=ChunkRange(
+            Span(message.first_block, message.num_blocks),
+            KVSpan(Span(message.first_layer, message.num_layers), Span(message.first_head, message.num_heads)),
+        ),
         num_bytes=message.num_bytes,
         checksum=message.checksum,
         payload=Payload(payload, message.arena_offset),

@@ -1,9 +1,9 @@
-"""One transfer on its way out: what the prefill worker holds. `sending.py` has the conversation behind it.
+"""One outgoing transfer, as the prefill worker uses it. `sending.py` has the gRPC conversation.
 
-    open()        a task opens the conversation; meanwhile
-    push()        the engine's thread names KV that is final; it is queued, gathered and sent as credit allows
-    commit()      the first token goes out behind the last chunk; the receiver confirms once all is written and verified
-    abort()       or any failure: the call is cancelled, threads leave the store, slots go back
+    open()        starts a task that opens the conversation
+    push()        announces final KV, on the engine's thread; the task copies and sends it as credit allows
+    commit()      sends the first token after the last chunk; returns once the receiver has verified all KV
+    abort()       like any failure, cancels the call, waits until no thread reads the store, and frees the slots
 
 Blocks must stay allocated until commit() or abort() has returned or raised: after that, no thread reads them.
 """
@@ -14,65 +14,71 @@ from collections.abc import Callable
 import structlog
 
 from kvtransfer.chunks import ChunkRange
-from kvtransfer.inbox import PushInbox
-from kvtransfer.sending import SenderParts, SendingConversation, TransferResult, TransferSpec
+from kvtransfer.sending import SenderResources, SendingConversation, TransferResult, TransferSpec
 from mesh.domain.errors import MeshError, TransferFailed, WorkerLost
+from mesh.domain.shards import KVSpan, Span
 from mesh.domain.tokens import SampledToken
 
 log = structlog.get_logger(__name__)
 
 
 class OutgoingTransfer:
-    """Made by KVSender.open. `push` may be called from any thread, everything else on the event loop."""
+    """Created by KVSender.open. `push` may be called on any thread, all other methods on the event loop."""
 
-    def __init__(self, spec: TransferSpec, parts: SenderParts, on_end: Callable[["OutgoingTransfer"], None]) -> None:
+    def __init__(
+        self, spec: TransferSpec, resources: SenderResources, on_end: Callable[["OutgoingTransfer"], None]
+    ) -> None:
         if not 0 <= spec.first_block <= len(spec.block_ids):
             raise ValueError(f"first_block {spec.first_block} is outside of {len(spec.block_ids)} blocks")
         self.spec = spec
-        self._num_layers = parts.store.layout.num_layers
-        self._inbox = PushInbox(parts.store.layout, parts.settings.chunk_bytes)
-        self._conversation = SendingConversation(spec, parts, self._inbox)
+        self._stored_layers = resources.store.span.layers
+        if not spec.span.is_inside(resources.store.span):
+            raise ValueError(f"{spec.span} are not all in the store, which has {resources.store.span}")
+        self._conversation = SendingConversation(spec, resources)
         self._is_aborted = False
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(lambda task: self._ended(task, on_end))
 
-    def push(self, first_block: int, num_blocks: int, first_layer: int, num_layers: int) -> None:
-        """KV of these block positions in these layers is in the store and final. Each (layer, block) once.
+    def push(self, blocks: Span, layers: Span) -> None:
+        """Announce that the KV of these block positions in these layers is in the store and final. Announce each
+        (layer, block) once.
 
-        Never blocks; ignored once the transfer is over. Positions before the spec's `first_block` are skipped. Raises
-        ValueError if outside of the prompt's blocks or the model's layers.
+        Never blocks, and does nothing once the transfer has ended. Positions before the spec's `first_block` and layers
+        outside of its `span` are skipped. Raises ValueError for blocks outside of the prompt or layers outside of the
+        store.
         """
-        skip = min(max(0, self.spec.first_block - first_block), num_blocks)
-        piece = ChunkRange(first_block + skip, num_blocks - skip, first_layer, num_layers)
-        if num_blocks == skip or num_layers == 0 or self._task.done():
+        if not (blocks.count and layers.count) or self._task.done():
             return
-        if not piece.is_inside(self.spec.first_block, len(self.spec.block_ids), self._num_layers):
-            raise ValueError(f"{piece} is outside of {len(self.spec.block_ids)} blocks or {self._num_layers} layers")
-        self._inbox.push(piece)
+        if not blocks.is_inside(Span(0, len(self.spec.block_ids))) or not layers.is_inside(self._stored_layers):
+            num_blocks = len(self.spec.block_ids)
+            raise ValueError(f"{blocks}, {layers} are outside of {num_blocks} blocks or the store's layers")
+        missing = Span(self.spec.first_block, len(self.spec.block_ids) - self.spec.first_block)
+        blocks_to_send = blocks.intersection(missing)
+        layers_to_send = layers.intersection(self.spec.span.layers)
+        if blocks_to_send is not None and layers_to_send is not None:
+            self._conversation.push(ChunkRange(blocks_to_send, KVSpan(layers_to_send, self.spec.span.heads)))
 
     async def commit(self, num_tokens: int, first_token: SampledToken) -> TransferResult:
-        """Everything is pushed: send it, have it verified, hand over the first token.
+        """Send everything that was pushed and the first token, and wait until the receiver has verified it.
 
-        Raises a MeshError if anything about the transfer has failed, now or before. If the caller is cancelled, the
-        transfer goes on until `abort`.
+        Raises the MeshError with which the transfer failed, now or earlier. If the caller is cancelled, the transfer
+        goes on until `abort`.
         """
-        self._conversation.first_token = first_token
-        self._conversation.num_tokens = num_tokens
-        self._inbox.finish()
+        self._conversation.finish(num_tokens, first_token)
         try:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
-            if self._task.cancelled():  # aborted before it began
+            if self._task.cancelled():  # aborted before the task started
                 raise TransferFailed("the transfer was aborted by its sender") from None
             raise
 
     async def ended(self) -> None:
-        """Return when the transfer is over; raise the MeshError it failed with: a reason to stop computing. Cancelling
-        the wait changes nothing."""
+        """Wait until the transfer has ended; raise the MeshError with which it failed. Cancelling the wait does not
+        affect the transfer."""
         await asyncio.shield(self._task)
 
     async def abort(self) -> None:
-        """End the transfer; idempotent. Returns when no thread reads the store any more: its blocks may be freed."""
+        """End the transfer; idempotent. Its blocks may be freed afterwards: no thread reads the store any more."""
         self._is_aborted = True
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -84,7 +90,7 @@ class OutgoingTransfer:
         except asyncio.CancelledError:
             if self._is_aborted:
                 raise TransferFailed("the transfer was aborted by its sender") from None
-            raise WorkerLost("the receiver is stopping") from None  # how grpc.aio shows the status CANCELLED
+            raise WorkerLost("the receiver is stopping") from None  # grpc.aio raises this for the status CANCELLED
         except MeshError as error:
             log.info("transfer_failed", **names, error=str(error))
             raise
@@ -96,5 +102,5 @@ class OutgoingTransfer:
 
     def _ended(self, task: asyncio.Task[TransferResult], on_end: Callable[["OutgoingTransfer"], None]) -> None:
         if not task.cancelled():
-            task.exception()  # marks it as seen: who still cares asks `commit` or `ended`
+            task.exception()  # marks the exception as retrieved; `commit` and `ended` raise it
         on_end(self)

@@ -2,15 +2,16 @@
 
 Life of a transfer here:
 
-    expect()      blocks are reserved; chunks of this transfer id and attempt may be written into them
-    push()        the conversation, one call: open is checked and a transport chosen; each chunk is checked, written
-                  and verified on a thread, acknowledged; commit is checked
-    on_committed  every block is there and verified
-    on_failed     it will never be: a chunk did not verify, the layout differs, the sender went away, was silent for a
-                  lease, or never came
-    abort()       this worker does not want it any more; no callback follows
+    expect()      registers reserved blocks; chunks of this transfer id and attempt may be written into them
+    push()        runs the conversation, one gRPC call: checks open and chooses a transport; checks each chunk, writes
+                  and verifies it on a thread, acknowledges it; checks commit
+    on_committed  all KV has arrived and is verified
+    on_failed     the transfer failed: a chunk did not verify, the layout differs, or the sender disconnected, was
+                  silent for a lease, or never came
+    abort()       this worker no longer needs the KV; no callback follows
 
-Exactly one of the three ends a transfer. When it does (abort: when it returns) no write is in flight and none follows.
+Exactly one of the last three ends a transfer. When the callback is called, or when abort returns, no write is in flight
+and none follows.
 """
 
 import asyncio
@@ -38,19 +39,21 @@ from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transports import open_receive_transports
-from kvtransfer.transports.base import MOST_PARTS, PayloadSource, Reader, ReceiveTransport, TransportOffer
+from kvtransfer.transports.base import MAX_PARTS, PayloadSource, Reader, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
 from mesh.domain.tokens import SampledToken
 
 log = structlog.get_logger(__name__)
 
-_NEAR_BYTES = 256 << 10  # a part of the second-level cache
+_READ_BYTES = 256 << 10  # fits into a part of the second-level cache
+# A lease has three renewals, and a sender without replies for a lease ends the transfer by itself.
+_MAX_UNREAD_RENEWALS = 64
 Reply = Callable[[ReceiverMessage], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverCallbacks:
-    """Called on the event loop; must not raise. See the module's docstring for when."""
+    """Called on the event loop, as the module's docstring describes. They must not raise."""
 
     on_committed: Callable[[str, SampledToken], None]
     on_failed: Callable[[str, MeshError], None]
@@ -66,7 +69,7 @@ class _Expected:
 
 
 class KVReceiver:
-    """Takes KV into one store from any number of prefill workers. One per process, on its event loop."""
+    """Receives KV into one store from any number of prefill workers. One per process, on its event loop."""
 
     def __init__(
         self,
@@ -85,17 +88,17 @@ class KVReceiver:
         self._expected: dict[str, _Expected] = {}
 
     def expect(self, reservation: Reservation) -> None:
-        """Let this transfer in. Raises ValueError if the id is in use or the reservation makes no sense."""
+        """Register a reservation. Raises ValueError if the transfer id is in use or the reservation is inconsistent."""
         transfer_id = reservation.transfer_id
         if transfer_id in self._expected:
             raise ValueError(f"transfer {transfer_id} is expected already")
-        transfer = IncomingTransfer(reservation, self._store.layout)
+        transfer = IncomingTransfer(reservation, self._store.layout, self._store.span)
         loop = asyncio.get_running_loop()
         opening_lease = loop.call_later(self._settings.opening_lease_s, self._never_opened, transfer_id)
         self._expected[transfer_id] = _Expected(transfer, opening_lease)
 
     async def abort(self, transfer_id: str) -> None:
-        """Refuse the rest; idempotent. Returns when no write is in flight: its blocks may be freed."""
+        """End the transfer; idempotent. Its blocks may be freed afterwards: no write is in flight."""
         expected = self._expected.get(transfer_id)
         if expected is None:
             return
@@ -107,18 +110,25 @@ class KVReceiver:
         await expected.ended.wait()
 
     async def close(self) -> None:
-        """Abort everything and free threads."""
+        """Abort all transfers and shut down the threads."""
         await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._expected)))
         self._executor.shutdown(wait=False)
 
     async def push(self, requests: AsyncIterator[SenderMessage]) -> AsyncGenerator[ReceiverMessage, None]:
-        """One conversation. Ends with a MeshError if the transfer is refused or fails.
+        """Run one conversation, yielding the replies. Raises a MeshError if the transfer is refused or fails.
 
-        It runs in a task of its own, because it both reads and waits for writes, and must end in order even if nobody
-        takes the replies any more.
+        A separate task runs the conversation, because it reads requests and waits for writes concurrently, and must
+        finish its cleanup even if the caller stops iterating.
         """
-        replies: asyncio.Queue[ReceiverMessage | None] = asyncio.Queue()  # bounded by credit and renewals
-        task = asyncio.create_task(self._converse(requests, replies.put_nowait))
+        replies: asyncio.Queue[ReceiverMessage | None] = asyncio.Queue()
+        max_unread = self._settings.credit_chunks + _MAX_UNREAD_RENEWALS
+
+        def put(message: ReceiverMessage) -> None:
+            if replies.qsize() >= max_unread:
+                raise TransferFailed("the sender reads no replies")
+            replies.put_nowait(message)
+
+        task = asyncio.create_task(self._converse(requests, put))
         task.add_done_callback(lambda _: replies.put_nowait(None))
         try:
             while (reply := await replies.get()) is not None:
@@ -128,12 +138,12 @@ class KVReceiver:
             task.cancel()
             await asyncio.wait([task])
             if not task.cancelled():
-                task.exception()  # marks it as seen
+                task.exception()  # marks the exception as retrieved
 
     async def _converse(self, requests: AsyncIterator[SenderMessage], reply: Reply) -> None:
         opening = await self._next(requests)
         if not isinstance(opening, TransferOpen):
-            raise TransferFailed("a transfer begins with open")
+            raise TransferFailed("the first message of a transfer must be open")
         expected = self._admit(opening)
         try:
             commit = await self._fill(expected.transfer, opening, requests, reply)
@@ -145,7 +155,7 @@ class KVReceiver:
         reply(Committed())
 
     def _admit(self, opening: TransferOpen) -> _Expected:
-        """The reservation that is meant. Whoever means none is refused and changes nothing."""
+        """Return the reservation for this transfer id, or raise TransferFailed without side effects."""
         if opening.receiver_incarnation != self._incarnation:
             raise TransferFailed("the transfer is for another incarnation of this worker")
         expected = self._expected.get(opening.transfer_id)
@@ -166,15 +176,15 @@ class KVReceiver:
         credit = self._settings.credit_chunks
         reply(Granted(transport, credit, self._settings.lease_s))
         try:
-            async with task_group() as writes:  # left only when every write has ended
+            async with task_group() as writes:  # the block exits only when every write has ended
                 while not isinstance(request := await self._next(requests), Commit):
                     if request is None:
-                        raise TransferFailed("the sender went away before it committed")
+                        raise TransferFailed("the sender disconnected before the commit")
                     if isinstance(request, Renew):
                         reply(Renewed())
                         continue
                     if not isinstance(request, Chunk):
-                        raise TransferFailed("a transfer is opened once")
+                        raise TransferFailed("a transfer may be opened only once")
                     transfer.accept(request, credit)
                     writes.create_task(self._write(transfer, source, request, reply))
             transfer.check_commit(request)
@@ -183,13 +193,13 @@ class KVReceiver:
             source.close()
 
     async def _next(self, requests: AsyncIterator[SenderMessage]) -> SenderMessage | None:
-        """The sender's next message, None if it has gone. Raises LeaseExpired if it is silent for too long."""
+        """Return the sender's next message, None if it has disconnected. Raises LeaseExpired after a silent lease."""
         lease_s = self._settings.lease_s
         try:
             async with asyncio.timeout(lease_s):
                 return await anext(requests, None)
         except TimeoutError:
-            raise LeaseExpired(f"nothing has come from the sender for {lease_s:g} s") from None
+            raise LeaseExpired(f"the sender has sent nothing for {lease_s:g} s") from None
 
     async def _write(self, transfer: IncomingTransfer, source: PayloadSource, chunk: Chunk, reply: Reply) -> None:
         await run_to_end(self._executor, partial(self._verify_and_write, transfer, source, chunk))
@@ -197,40 +207,39 @@ class KVReceiver:
         reply(Ack(chunk.sequence_number))
 
     def _verify_and_write(self, transfer: IncomingTransfer, source: PayloadSource, chunk: Chunk) -> None:
-        """On a thread. Of what does not verify, something may have been written: nobody reads it before the commit."""
-        place = chunk.place
-        where = transfer.block_ids(place), place.first_layer, place.num_layers
+        """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""
+        block_ids, span = transfer.block_ids(chunk.extent), chunk.extent.span
         read = source.reader(chunk.payload)
-        if read is not None and (parts := self._store.in_place(*where)) is not None:
+        if read is not None and (parts := self._store.in_place(block_ids, span)) is not None:
             transfer.check_parts(chunk, _filled(parts, read))
             return
         payload = source.fetch(chunk.payload, chunk.num_bytes)
         transfer.check_payload(chunk, payload)
-        self._store.write_blocks(*where, payload)
+        self._store.write_blocks(block_ids, span, payload)
 
     def _connect(self, offers: Sequence[TransportOffer]) -> tuple[str, PayloadSource]:
-        """The first offer that works here."""
+        """Connect to the first offer that works here. Raises LayoutMismatch if none does."""
         for offer in offers:
             for transport in self._transports:
                 source = transport.connect(offer) if transport.name == offer.name else None
                 if source is not None:
                     return offer.name, source
-        offered = ", ".join(offer.name for offer in offers) or "none"
-        usable = ", ".join(transport.name for transport in self._transports)
-        raise LayoutMismatch(f"no common KV transport: the sender offers {offered}; {usable} can be tried here")
+        offer_names = ", ".join(offer.name for offer in offers) or "none"
+        names = ", ".join(transport.name for transport in self._transports)
+        raise LayoutMismatch(f"no common KV transport: the sender offers {offer_names}; the receiver has {names}")
 
     def _never_opened(self, transfer_id: str) -> None:
         limit = self._settings.opening_lease_s
         self._fail(self._expected[transfer_id], LeaseExpired(f"no sender has opened the transfer for {limit:g} s"))
 
     def _fail(self, expected: _Expected, error: BaseException) -> MeshError:
-        """End a transfer that this worker has not given up; returns what the sender is told."""
+        """End the transfer and report it to `on_failed`, unless it was aborted. Return the error for the sender."""
         transfer_id = expected.transfer.reservation.transfer_id
         self._end(expected)
         if expected.is_aborted:
             return TransferFailed("the transfer was aborted by its receiver")
         if isinstance(error, asyncio.CancelledError):
-            error = TransferFailed("the sender went away before it committed")
+            error = TransferFailed("the sender disconnected before the commit")
         elif not isinstance(error, MeshError):
             log.error("transfer_failed", transfer_id=transfer_id, exc_info=error)
             error = TransferFailed("the receiver failed; its log has the details")
@@ -245,13 +254,14 @@ class KVReceiver:
 
 
 def _filled(parts: Sequence[memoryview], read: Reader) -> Iterator[memoryview]:
-    """Each part, once it is filled: so many at a time that they are still near when they are looked at."""
+    """Fill the parts and yield each one. A read fills so few parts that the cache still holds them when the caller
+    reads them."""
     if not parts:
         return
-    at_once = max(1, min(MOST_PARTS, _NEAR_BYTES // len(parts[0])))
+    group_size = max(1, min(MAX_PARTS, _READ_BYTES // len(parts[0])))
     start = 0
-    for first in range(0, len(parts), at_once):
-        group = parts[first : first + at_once]
+    for first in range(0, len(parts), group_size):
+        group = parts[first : first + group_size]
         read(start, group)
         start += sum(map(len, group))
         yield from group

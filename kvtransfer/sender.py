@@ -5,20 +5,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvtransfer.channels import ChannelPool
 from kvtransfer.outgoing import OutgoingTransfer
-from kvtransfer.sending import SenderParts, TransferSpec
+from kvtransfer.sending import SenderResources, TransferSpec
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.base import SendTransport
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.shards import KVSpan
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 
 class KVSender:
-    """Sends KV out of one store to any number of decode workers. One per process, on its event loop.
+    """Sends KV from one store to any number of decode workers. One per process, on its event loop.
 
-    Raises ConfigurationError if no configured transport works here or a block is too large to be sent.
+    Raises ConfigurationError if no configured transport works here, or if a block is too large to be sent.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class KVSender:
             )
         self._channels = ChannelPool(settings.channel_idle_s, credentials.tls)
         self._executor = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kv-gather")
-        self._parts = SenderParts(
+        self._resources = SenderResources(
             store=store,
             worker_id=worker_id,
             metadata=credentials.metadata(),
@@ -46,17 +47,22 @@ class KVSender:
             channels=self._channels,
             executor=self._executor,
         )
-        self._open_transports = list(self._parts.transports)
+        self._open_transports = list(self._resources.transports)
         self._transfers: set[OutgoingTransfer] = set()
 
+    @property
+    def span(self) -> KVSpan:
+        """The part of the model's KV that the store holds."""
+        return self._resources.store.span
+
     def open(self, spec: TransferSpec) -> OutgoingTransfer:
-        """Start a transfer; what fails later is raised by `commit`. Raises ValueError for a bad spec."""
-        transfer = OutgoingTransfer(spec, self._parts, on_end=self._transfers.discard)
+        """Start a transfer. Raises ValueError for a bad spec; later errors are raised by `commit`."""
+        transfer = OutgoingTransfer(spec, self._resources, on_end=self._transfers.discard)
         self._transfers.add(transfer)
         return transfer
 
     async def close(self) -> None:
-        """Abort what is running and free connections, threads and shared memory; idempotent."""
+        """Abort all transfers, then close connections, threads and shared memory; idempotent."""
         await asyncio.gather(*(transfer.abort() for transfer in list(self._transfers)))
         await self._channels.close()
         self._executor.shutdown(wait=False)

@@ -1,4 +1,4 @@
-"""Between gRPC and KVReceiver; only translates."""
+"""The KvTransfer gRPC service. It only translates; KVReceiver has the logic."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -7,17 +7,17 @@ import grpc
 
 from kvtransfer.messages import SERVICE_NAME, reply_to_proto, requests_from_bytes
 from kvtransfer.receiver import KVReceiver
-from tandem.v1 import kvtransfer_pb2 as pb
+from mesh.v1 import kvtransfer_pb2 as pb
 
 
 class KvTransferServicer:
-    """Serves `Push` on a decode worker. It takes requests as bytes, because generated code would copy each payload."""
+    """Serves `Push` on a decode worker. Requests are parsed here, because generated code would copy every payload."""
 
     def __init__(self, receiver: KVReceiver) -> None:
         self._receiver = receiver
 
     def register(self, server: grpc.aio.Server) -> None:
-        """In place of the generated `add_KvTransferServicer_to_server`."""
+        """Add the service to `server`. Replaces the generated `add_KvTransferServicer_to_server`."""
         serializer = pb.PushResponse.SerializeToString
         push = grpc.stream_stream_rpc_method_handler(self.push, lambda raw: raw, serializer)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Push": push}),))
@@ -25,7 +25,6 @@ class KvTransferServicer:
     async def push(
         self, raw_requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.PushResponse]:
-        """One transfer."""
         async with aclosing(self._receiver.push(requests_from_bytes(raw_requests))) as replies:
             async for reply in replies:
                 yield reply_to_proto(reply)

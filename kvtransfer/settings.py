@@ -1,4 +1,4 @@
-"""Settings of moving KV; one class for both sides."""
+"""Settings of KV transfers, for both sides."""
 
 from dataclasses import dataclass
 
@@ -8,29 +8,30 @@ from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """How KV moves. The sender's `transports` are offered in this order; a receiver uses those it lists too."""
+    """A sender offers its `transports` in this order; a receiver accepts the first one that it lists too."""
 
     transports: tuple[str, ...] = ("shm", "grpc")
     chunk_bytes: int = 8 << 20
-    """Most payload in one chunk; a single block of one layer may be larger. Each chunk costs a few thread switches."""
+    """Maximum payload of a chunk, unless a single block of one layer is larger. A chunk costs a few thread switches."""
     credit_chunks: int = 4
-    """Chunks a receiver allows to be unacknowledged, per transfer."""
+    """Unacknowledged chunks that a receiver allows per transfer."""
     lease_s: float = 10.0
-    """A receiver that has heard nothing from a transfer's sender for this long gives it up, and a sender that has heard
-    nothing from its receiver does. In between, the sender renews three times as often, whatever its engine does."""
+    """Either side ends a transfer after this long without a message from the other. The sender renews three times per
+    lease, even while its engine computes."""
     opening_lease_s: float = 300.0
-    """A reservation that no sender has opened for this long is given up. It waits for the prompt's turn on the prefill
-    worker, so this is as long as a router waits for a prefill; a router that is gone ends it sooner, by its stream."""
+    """A reservation ends if no sender opens it for this long. The prompt may have to queue on the prefill worker, so
+    this equals the router's limit for a prefill. If the router disconnects, the decode worker ends the reservation
+    sooner."""
     progress_timeout_s: float = 10.0
-    """A sender that waits this long for the receiver to write a chunk or confirm the commit gives the transfer up."""
+    """A sender ends the transfer if the receiver takes this long to acknowledge a chunk or to confirm the commit."""
     channel_idle_s: float = 60.0
     """A connection to a decode worker is closed after this long without a transfer."""
     num_threads: int = 2
     """Threads that copy KV, per process and direction."""
     arena_bytes: int = 64 << 20
-    """Shared memory a sender takes for its payload on the way."""
+    """Shared memory that a sender allocates for payload in transit."""
     max_arena_bytes: int = 1 << 30
-    """Largest arena a receiver opens."""
+    """Largest arena that a receiver opens."""
     shm_dir: str = "/dev/shm"
 
     def __post_init__(self) -> None:

@@ -1,37 +1,41 @@
-"""What a worker's KV cache must offer so that KV can be moved out of it and into it."""
+"""The interface of a KV cache that transfers read from and write to."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan
 
 
 class KVStore(Protocol):
-    """Blocks of KV, read and written as bytes.
+    """Blocks of KV, read and written as bytes, a rectangle of layers and heads at a time.
 
-    Payload order is C
-    `[num_layers, 2, len(block_ids), block_size, kv_heads of this rank, head_dim]`, keys before values, of length
-    `num_layers * len(block_ids) * layout.layer_block_bytes`. All methods are called from several threads at a
-    time, never for the same (layer, block) of one transfer, and should release the GIL while they copy. They do
-    not keep the buffer.
+    A payload is a C-order array `[layers, 2, len(block_ids), units, heads, bytes of a unit]`, keys before values, where
+    a unit is `layout.unit_tokens` tokens of one head. Its length is `len(block_ids) * span.num_cells *
+    layout.cell_bytes`. Several threads call the methods concurrently, but never for the same (layer, head, block) of
+    one transfer. The methods should release the GIL while they copy, and must not keep the buffer.
     """
 
     @property
     def layout(self) -> KVLayout:
-        """Shape of what is stored; does not change."""
+        """The shape of the whole model's KV. It never changes."""
         ...
 
-    def read_blocks(self, block_ids: Sequence[int], first_layer: int, num_layers: int, out: memoryview) -> None:
-        """Fill `out` (format "B", writable, exactly as long as the payload) with these blocks."""
+    @property
+    def span(self) -> KVSpan:
+        """The part of the model's KV that is stored here. It never changes."""
         ...
 
-    def write_blocks(
-        self, block_ids: Sequence[int], first_layer: int, num_layers: int, data: memoryview | bytes
-    ) -> None:
-        """Overwrite these blocks with `data`."""
+    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: memoryview) -> None:
+        """Fill `out` (format "B", writable, as long as the payload) with the KV of `span` in these blocks."""
         ...
 
-    def in_place(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> Sequence[memoryview] | None:
-        """These blocks where they lie, writable (format "B"), in payload order; None if this process cannot touch
-        them there, as on a GPU."""
+    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes) -> None:
+        """Overwrite the KV of `span` in these blocks with `data`."""
+        ...
+
+    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> Sequence[memoryview] | None:
+        """Return writable views (format "B") of the KV of `span` in these blocks, in payload order. Return None if this
+        process cannot access the memory (a GPU's), or if it is scattered in too many small pieces (a few of many
+        heads)."""
         ...

@@ -1,4 +1,4 @@
-"""Two helpers around asyncio: threads that are never left behind, and task groups with plain errors."""
+"""Two asyncio helpers: waiting for a thread even when cancelled, and task groups that raise plain errors."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
-    """Run `work` on a thread. If cancelled, raise only once the thread has left `work`, or never entered it."""
+    """Run `work` on a thread. If cancelled, raise only after the thread has left `work`, or if it never starts."""
     future = executor.submit(work)
     waiting = asyncio.wrap_future(future)
     try:
@@ -21,15 +21,15 @@ async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
             try:
                 await asyncio.wait([waiting])
             except asyncio.CancelledError:
-                continue  # already on the way out; the thread's memory must not be freed under it
+                continue  # the thread may still access its memory, which the caller frees afterwards
         if not waiting.cancelled():
-            waiting.exception()  # marks it as seen
+            waiting.exception()  # marks the exception as retrieved
         raise
 
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup that raises its first error itself rather than a group of one."""
+    """A TaskGroup that raises its first error instead of an ExceptionGroup."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

@@ -1,4 +1,4 @@
-"""How long a sender waits for its receiver."""
+"""Timeouts of a sender that waits for its receiver."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,10 +9,10 @@ from mesh.domain.errors import TransferFailed
 
 
 class Watchdog:
-    """Ends what it watches with TransferFailed when the receiver is silent for a lease, or stuck.
+    """Ends a conversation with TransferFailed if the receiver is silent or stuck.
 
-    Silent: no message has come for `lease_s`. A living receiver is never that quiet, because it answers renewals.
-    Stuck: it is alive, but has owed an answer to a chunk or to the commit for `progress_timeout_s`.
+    Silent: no message has arrived for `lease_s`. A live receiver is never silent, because it confirms renewals.
+    Stuck: the receiver is alive but has not answered a chunk or the commit for `progress_timeout_s`.
     """
 
     def __init__(self, settings: TransferSettings) -> None:
@@ -20,36 +20,36 @@ class Watchdog:
         self._progress_timeout_s = settings.progress_timeout_s
         self._clock = asyncio.get_running_loop().time
         self._heard_at = self._progress_at = self._clock()
-        self._num_owed = 0
+        self._num_unanswered = 0
         self._timeout = asyncio.timeout(self._lease_s)
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
-        """Around the whole conversation."""
+        """Watch while the block, the whole conversation, runs. Raises TransferFailed."""
         try:
             async with self._timeout:
                 yield
         except TimeoutError:
             silent_s = self._clock() - self._heard_at
             if silent_s >= self._lease_s:
-                raise TransferFailed(f"nothing has come from the receiver for {self._lease_s:g} s") from None
+                raise TransferFailed(f"the receiver has sent nothing for {self._lease_s:g} s") from None
             raise TransferFailed(f"the receiver has not answered for {self._progress_timeout_s:g} s") from None
 
-    def heard(self) -> None:
-        """A message has come from the receiver."""
+    def on_message(self) -> None:
+        """Note that a message has come from the receiver."""
         self._heard_at = self._clock()
         self._restart()
 
-    def asked(self) -> None:
-        """The receiver owes one more answer."""
-        self._num_owed += 1
-        if self._num_owed == 1:
+    def on_request(self) -> None:
+        """Note that the receiver must answer one more request (a chunk or the commit)."""
+        self._num_unanswered += 1
+        if self._num_unanswered == 1:
             self._progress_at = self._clock()
             self._restart()
 
-    def answered(self) -> None:
-        """It owes one less; its time for the others begins anew."""
-        self._num_owed -= 1
+    def on_answer(self) -> None:
+        """Note that the receiver has answered a request. The timeout for the remaining ones starts anew."""
+        self._num_unanswered -= 1
         self._progress_at = self._clock()
         self._restart()
 
@@ -58,4 +58,4 @@ class Watchdog:
             return
         silent_at = self._heard_at + self._lease_s
         stuck_at = self._progress_at + self._progress_timeout_s
-        self._timeout.reschedule(min(silent_at, stuck_at) if self._num_owed else silent_at)
+        self._timeout.reschedule(min(silent_at, stuck_at) if self._num_unanswered else silent_at)

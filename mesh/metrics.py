@@ -1,24 +1,25 @@
-"""Figures for Prometheus: a registry for each process, served on a port of its own, and only if one is asked for.
+"""Prometheus metrics: one registry per process, served on a separate port if `metrics_port` is set.
 
-Counters and histograms are prometheus_client's and may be used from any thread. What belongs to an event loop is read
-there, when somebody scrapes. The port tells counts and names of workers, never prompts; it asks for no credential, so
-it stays on loopback unless `metrics_host` says otherwise.
+Counters and histograms are those of prometheus_client and may be used from any thread. Values that belong to an event
+loop are read on that loop during a scrape. The port exposes counts and worker names, never prompts. It needs no
+credential, so it listens on loopback unless `metrics_host` is set.
 """
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, start_http_server
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings, announce
 from mesh.settings import setting
+from mesh.telemetry import num_lines_lost
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20)
@@ -28,10 +29,10 @@ _READ_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsSettings(ProcessSettings):
-    """Where a service tells its figures."""
+    """Address of a service's metrics."""
 
-    metrics_port: int | None = setting(None, "port that tells Prometheus figures; 0 takes a free one; default: none")
-    metrics_host: str = setting("127.0.0.1", "address of the port for figures; it asks for no credential")
+    metrics_port: int | None = setting(None, "port for Prometheus metrics; 0 takes a free port; default: none")
+    metrics_host: str = setting("127.0.0.1", "address of the metrics port, which needs no credential")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,24 +41,26 @@ class MetricsSettings(ProcessSettings):
 
 
 def new_registry() -> CollectorRegistry:
-    """One that tells the process's CPU time, memory and open files."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # twice the series, for nothing that is asked
+    """Return a registry with the process's CPU time, memory, open files and number of lost log lines."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the number of series
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    registry.register(_LostLines())
     return registry
 
 
 @asynccontextmanager
 async def serving_metrics(registry: CollectorRegistry, settings: MetricsSettings) -> AsyncIterator[None]:
-    """Answer scrapes while the block runs, on threads of their own. Raises ConfigurationError if the port is taken."""
+    """Serve scrapes, on separate threads, while the block runs. Raises ConfigurationError if the port is taken."""
     if settings.metrics_port is None:
         yield
         return
     try:
         server, thread = start_http_server(settings.metrics_port, settings.metrics_host, registry)
     except OSError as error:
-        place = f"{settings.metrics_host}:{settings.metrics_port}"
-        raise ConfigurationError(f"cannot tell figures on {place}: {(error.strerror or str(error)).lower()}") from error
+        address = f"{settings.metrics_host}:{settings.metrics_port}"
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigurationError(f"cannot serve metrics on {address}: {reason}") from error
     announce("metrics", address=f"{settings.metrics_host}:{server.server_port}")
     try:
         yield
@@ -67,15 +70,22 @@ async def serving_metrics(registry: CollectorRegistry, settings: MetricsSettings
         await asyncio.to_thread(thread.join)
 
 
+class _LostLines(Collector):
+    def collect(self) -> Iterator[Metric]:
+        dropped, suppressed = num_lines_lost()
+        yield CounterMetricFamily("process_log_lines_dropped", "Log lines that could not be written", dropped)
+        yield CounterMetricFamily("process_log_lines_suppressed", "Warnings above one a second of a cause", suppressed)
+
+
 class OnLoop(Collector):
-    """Metrics that are made on the event loop which owns what they count; a scrape waits for it."""
+    """Metrics that a function collects on the event loop that owns their values. A scrape waits for the loop."""
 
     def __init__(self, make: Callable[[], Iterable[Metric]]) -> None:
         self._make = make
         self._loop = asyncio.get_running_loop()
 
     def collect(self) -> Iterator[Metric]:
-        """Called on the thread of a scrape. Raises TimeoutError if the event loop is stuck."""
+        """Collect, called on the scrape's thread. Raises TimeoutError if the event loop is stuck."""
 
         async def on_loop() -> list[Metric]:
             return list(self._make())
@@ -84,25 +94,23 @@ class OnLoop(Collector):
 
 
 class Gaps(Collector):
-    """A histogram for what happens with every token: adding to it takes a fifth of the library's time, which locks.
-
-    One thread adds; any may collect.
+    """A histogram for values that arise with every token. It takes no lock, so `add` costs a fifth of the library's
+    `observe`. Only one thread may add; any thread may collect.
     """
 
-    def __init__(self, name: str, about: str) -> None:
+    def __init__(self, name: str, about: str, bounds_s: Sequence[float] = GAP_SECONDS) -> None:
         self._name = name
         self._about = about
-        self._counts = [0] * (len(GAP_SECONDS) + 1)
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
 
     def add(self, gap_s: float) -> None:
-        """Count one gap."""
-        self._counts[bisect_left(GAP_SECONDS, gap_s)] += 1
+        self._counts[bisect_left(self._bounds_s, gap_s)] += 1
         self._sum_s += gap_s
 
     def collect(self) -> Iterator[Metric]:
-        """The histogram."""
-        bounds = (*map(str, GAP_SECONDS), "+Inf")
+        bounds = (*map(str, self._bounds_s), "+Inf")
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         family = HistogramMetricFamily(self._name, self._about)
         family.add_metric([], buckets, self._sum_s)

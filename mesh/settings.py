@@ -1,84 +1,106 @@
 """Settings: one frozen dataclass per component, filled from flags, environment and a TOML file.
 
 A component declares its settings with `setting(...)` and loads them with `load_settings`. Precedence: flag,
-environment, file, default. The origin of each value is kept, so that a service can log once, at start, what holds and
-why. This module is the only place that reads the environment.
+environment, file, default. The origin of each value is kept, so that a service can log, at start, every value and where
+it came from. This module is the only place that reads the environment.
 """
 
 import argparse
+import json
 import os
-import tomllib
+import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from mesh.domain.errors import ConfigurationError
+from mesh.settings_file import near_name, read_settings_file
 
 T = TypeVar("T")
 
-_ENV_PREFIX = "TANDEM_"
+ENV_PREFIX = "TANDEM_"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
 
 def setting(default: Any, about: str, *, env: Sequence[str] = (), secret: bool = False) -> Any:
-    """A settings field. `env` adds variable names beside TANDEM_<NAME>; secrets have no flag and are never shown.
-
-    Pass `...` as default for a value that must be given.
+    """Declare a field of a settings class. `env` adds variable names besides TANDEM_<NAME>. Secrets have no flag and
+    are never shown. A field with default `...` is required.
     """
     metadata = {"about": about, "env": tuple(env), "secret": secret}
-    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
+    return field(default=MISSING if default is ... else default, metadata=metadata, repr=not secret)
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[T]):
-    """Settings and where each value came from."""
+    """Settings with the origin of each value."""
 
     values: T
     origins: Mapping[str, str]
 
     def describe(self) -> dict[str, str]:
-        """`{name: "value (origin)"}` for the log; secrets hidden."""
-        shown: dict[str, str] = {}
+        """Return `{name: "value (origin)"}` for the log, with secrets masked."""
+        description: dict[str, str] = {}
         for f in fields(self.values):  # type: ignore[arg-type]
             value = getattr(self.values, f.name)
             if f.metadata.get("secret") and value:
                 value = "***"
-            shown[f.name] = f"{value} ({self.origins[f.name]})"
-        return shown
+            description[f.name] = f"{value} ({self.origins[f.name]})"
+        return description
 
 
 def load_settings(
-    cls: type[T], argv: Sequence[str], *, prog: str, environ: Mapping[str, str] | None = None
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    environ: Mapping[str, str] | None = None,
+    flag_origins: Mapping[str, str] = types.MappingProxyType({}),
+    names: Collection[str] = (),
 ) -> Resolved[T]:
-    """Fill `cls`. Raises ConfigurationError that names the setting, its origin and what was expected.
+    """Create a `cls`. Raises ConfigurationError, which names the setting, its origin and the expected value.
 
-    `--config FILE` names a TOML file: keys at its top level hold for all components, those in
-    table `[prog]` for this one.
+    `--config FILE` names a TOML file: top-level keys apply to all components, keys in table `[prog]` to this one.
+    Unknown keys in that table and misspelt names are errors. `flag_origins` overrides the origin of flags that the
+    caller has filled in itself. `names` lists all settings of the component if `cls` has only some of them.
     """
     environ = os.environ if environ is None else environ
     hints = get_type_hints(cls)
+    all_names = {*hints, *names}
     flags = _parse_flags(cls, hints, argv, prog)
-    from_file = _read_file(flags.pop("config", None) or environ.get("TANDEM_CONFIG"), prog)
+    config_path = flags.pop("config", None) or environ.get("TANDEM_CONFIG")
+    from_file = read_settings_file(config_path, prog, all_names) if config_path else {}
+    _refuse_misspelt(environ, all_names)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for f in fields(cls):  # type: ignore[arg-type]
-        found = _find(f, flags, environ, from_file)
-        if found is not None:
-            raw, origin = found
+        raw_value = _find(f, flags, environ, from_file)
+        if raw_value is not None:
+            raw, origin = raw_value
+            if f.name in flags:
+                origin = flag_origins.get(f.name, origin)
             values[f.name], origins[f.name] = _convert(f.name, raw, hints[f.name], origin), origin
         elif f.default is MISSING:
             raise ConfigurationError(f"{f.name} is not set: give {_flag(f.name)} or {_env_names(f)[0]}")
         else:
             values[f.name], origins[f.name] = f.default, "default"
-    return Resolved(cls(**values), types.MappingProxyType(origins))
+    try:
+        return Resolved(cls(**values), types.MappingProxyType(origins))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}{_mentioned_origins(str(error), origins)}") from error
+
+
+def _mentioned_origins(message: str, origins: Mapping[str, str]) -> str:
+    """Format the origins of the settings that `message` mentions, except defaults."""
+    names = [name for name in origins if origins[name] != "default" and re.search(rf"\b{name}\b", message)]
+    return f" ({', '.join(f'{name} from {origins[name]}' for name in names)})" if names else ""
 
 
 def _find(
     f: Any, flags: Mapping[str, str], environ: Mapping[str, str], from_file: Mapping[str, Any]
 ) -> tuple[Any, str] | None:
+    """Return the raw value of field `f` and its origin, None if it is not set."""
     if f.name in flags:
         return flags[f.name], f"flag {_flag(f.name)}"
     for name in _env_names(f):
@@ -90,7 +112,7 @@ def _find(
 
 
 def _env_names(f: Any) -> tuple[str, ...]:
-    return (_ENV_PREFIX + f.name.upper(), *f.metadata.get("env", ()))
+    return (ENV_PREFIX + f.name.upper(), *f.metadata.get("env", ()))
 
 
 def _flag(name: str) -> str:
@@ -110,21 +132,19 @@ def _parse_flags(cls: type, hints: Mapping[str, Any], argv: Sequence[str], prog:
     return vars(parser.parse_args(list(argv)))
 
 
-def _read_file(path: str | None, prog: str) -> dict[str, Any]:
-    if not path:
-        return {}
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"cannot read the settings file {path}: {error}") from error
-    own = content.get(prog, {})
-    if not isinstance(own, dict):
-        raise ConfigurationError(f"{prog} in the settings file {path} must be a table: [{prog}]")
-    return {key: value for key, value in content.items() if not isinstance(value, dict)} | own
+def _refuse_misspelt(environ: Mapping[str, str], names: Collection[str]) -> None:
+    """Raise ConfigurationError for a variable whose name is close to a known setting. Other unknown variables are
+    allowed, because other components use the prefix too."""
+    for variable in environ:
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if variable.startswith(ENV_PREFIX) and name not in names and (near := near_name(name, names)):
+            raise ConfigurationError(f"{variable} is unknown: did you mean {ENV_PREFIX}{near.upper()}?")
 
 
 def _convert(name: str, raw: Any, hint: Any, origin: str) -> Any:
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+    if kinds[0] is str and isinstance(raw, dict):  # a TOML table for a setting that takes JSON
+        return json.dumps(raw)
     try:
         return _to_bool(raw) if kinds[0] is bool else kinds[0](raw)
     except (TypeError, ValueError, OverflowError) as error:

@@ -1,8 +1,8 @@
-"""Traces: one for each request, from the HTTP client to its workers, if `otlp_endpoint` is set.
+"""OpenTelemetry traces: one per request, from the HTTP client to the workers, if `otlp_endpoint` is set.
 
-The code speaks OpenTelemetry's API, which does nothing until `configure_tracing` gives it an SDK; that, and the
-exporter, are the extra `otel`. The SDK reads its own OTEL_* variables: sampling, headers, limits, attributes.
-Between processes goes W3C's traceparent: in headers of HTTP and gRPC, and to workers in the sequence's message.
+The code uses OpenTelemetry's API, which does nothing until `configure_tracing` installs an SDK. SDK and exporter are
+the extra `otel`. The SDK reads its OTEL_* variables: sampling, headers, limits, attributes. Processes pass on the W3C
+traceparent: in HTTP and gRPC headers, and to workers in the sequence's message.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,13 @@ _PREFIX = "tandem-"
 
 
 def configure_tracing(service: str, endpoint: str) -> Callable[[], None]:
-    """Send this process's spans to `endpoint`, an OTLP collector's gRPC address; "" for none.
+    """Export this process's spans to `endpoint`, the gRPC address of an OTLP collector; "" disables tracing.
 
-    Returns what sends the last ones, at the end. Raises ConfigurationError if the packages are not there.
+    Returns a function that exports the remaining spans; call it at exit. Raises ConfigurationError if the extra `otel`
+    is not installed.
     """
     if not endpoint:
-        return _nothing
+        return lambda: None
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -42,40 +43,42 @@ def configure_tracing(service: str, endpoint: str) -> Callable[[], None]:
 
 
 def context_in(headers: Mapping[str, str]) -> Context:
-    """What a caller says it is doing; what makes no sense is no context."""
+    """Extract the caller's trace context from `headers`; malformed headers give an empty context."""
     return _PROPAGATOR.extract(headers, Context())
 
 
 def traceparent_of(span: Span) -> str:
-    """How another process is told of `span`; "" if there is none to tell of."""
+    """Return the traceparent header for `span`, "" without a trace."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, trace.set_span_in_context(span, Context()))
     return carrier.get("traceparent", "")
 
 
 def trace_id_of(span: Span) -> str | None:
-    """For logs; None if there is no trace."""
+    """Return the trace id for logs, None without a trace."""
     context = span.get_span_context()
     return trace.format_trace_id(context.trace_id) if context.is_valid else None
 
 
 def begin_span(service: str, name: str, request: Request) -> Span:
-    """A span of a worker's part in a request; nothing if the request has no trace. End it whatever happens."""
+    """Start a span for a worker's part of a request; a no-op span if the request has no trace. Always end it."""
     if not request.traceparent:
         return INVALID_SPAN
-    facts: dict[str, str | int] = {
+    attributes: dict[str, str | int] = {
         "tandem.request_id": request.request_id,
         "tandem.attempt": request.attempt,
         "tandem.tokens": len(request.token_ids),
     }
     context = context_in({"traceparent": request.traceparent})
-    return trace.get_tracer(f"tandem.{service}").start_span(name, context, attributes=facts)
+    return trace.get_tracer(f"tandem.{service}").start_span(name, context, attributes=attributes)
+
+
+def end_span(span: Span) -> None:
+    """End `span` unless it has ended already, which the SDK would warn about."""
+    if span.is_recording():
+        span.end()
 
 
 def mark_failed(span: Span, error: str) -> None:
-    """It ended with this error."""
+    """Set the status of `span` to this error."""
     span.set_status(Status(StatusCode.ERROR, error))
-
-
-def _nothing() -> None:
-    """There is nothing to send."""

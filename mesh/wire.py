@@ -1,27 +1,27 @@
-"""Between protobuf messages and domain nouns, in one place.
+"""Conversion between protobuf messages and domain types.
 
-Names: `x_to_proto(domain) -> message`, `x_from_proto(message) -> domain`. Values of a newer version that this one does
-not know are read as the safe one: a worker's fault, a lost worker, an erroneous end. A request that could not be run
+Names: `x_to_proto(domain) -> message`, `x_from_proto(message) -> domain`. Unknown enum values of a newer version are
+read as the safe value: an internal failure, a lost worker, an unknown finish reason. A request that could not be run
 raises InvalidRequest.
 """
 
 from google.protobuf.duration_pb2 import Duration
 
+from mesh import wire_kv
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.kv import KVLayout
 from mesh.domain.request import Fork, Request
 from mesh.domain.sampling import SamplingParams
 from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from tandem.v1 import decode_pb2, kvtransfer_pb2, sampling_pb2, sequence_pb2, worker_pb2
+from mesh.list_limits import require_counts
+from mesh.v1 import decode_pb2, sequence_pb2, worker_pb2
+from tandem.v1 import sampling_pb2
 
 _FINISH = {
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
     FinishReason.EOS_TOKEN: sampling_pb2.FINISH_REASON_EOS_TOKEN,
     FinishReason.STOP_SEQUENCE: sampling_pb2.FINISH_REASON_STOP_SEQUENCE,
-    FinishReason.CANCELLED: sampling_pb2.FINISH_REASON_CANCELLED,
-    FinishReason.ERROR: sampling_pb2.FINISH_REASON_ERROR,
 }
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
@@ -35,6 +35,7 @@ _FAILURE = {
     SequenceFailure.INTERNAL: decode_pb2.SEQUENCE_FAILURE_INTERNAL,
     SequenceFailure.DEADLINE: decode_pb2.SEQUENCE_FAILURE_DEADLINE,
     SequenceFailure.REFUSED: decode_pb2.SEQUENCE_FAILURE_REFUSED,
+    SequenceFailure.MODEL_FAILED: decode_pb2.SEQUENCE_FAILURE_MODEL_FAILED,
 }
 _FAILURE_BACK = {value: failure for failure, value in _FAILURE.items()}
 
@@ -66,7 +67,7 @@ _PLAIN_SAMPLING = (
 
 
 def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
-    """All fields set; text included."""
+    """Set all fields, text included."""
     return sampling_pb2.SamplingParams(
         max_new_tokens=params.max_new_tokens,
         seed=params.seed,
@@ -83,8 +84,11 @@ def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """Absent fields take SamplingParams' defaults. Not validated."""
-    given = {name: getattr(message, name) for name in _PLAIN_SAMPLING if message.HasField(name)}
+    """Absent fields get the defaults of SamplingParams. Raises InvalidRequest for a list that is too long, before
+    converting it; nothing else is validated.
+    """
+    require_counts(message)
+    plain_fields = {name: getattr(message, name) for name in _PLAIN_SAMPLING if message.HasField(name)}
     return SamplingParams(
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
         seed=message.seed if message.HasField("seed") else None,
@@ -93,10 +97,10 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         bad_words=tuple(message.bad_words),
-        bad_word_ids=tuple(tuple(each.ids) for each in message.bad_word_ids),
+        bad_word_ids=tuple(tuple(sequence.ids) for sequence in message.bad_word_ids),
         truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         structure=_structure_from_proto(message.structure) if message.HasField("structure") else None,
-        **given,
+        **plain_fields,
     )
 
 
@@ -113,7 +117,7 @@ def _structure_to_proto(structure: Structure) -> sampling_pb2.Structure:
 
 
 def _structure_from_proto(message: sampling_pb2.Structure) -> Structure | None:
-    """Raises InvalidRequest for a kind that this version does not know: it must not be left out unseen."""
+    """Raises InvalidRequest for a kind that this version does not know: it must not be ignored silently."""
     kind = message.WhichOneof("kind")
     if kind is None:
         raise InvalidRequest("structure: one of its kinds must be set")
@@ -125,7 +129,7 @@ def _structure_from_proto(message: sampling_pb2.Structure) -> Structure | None:
 
 
 def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
-    """A request for a worker; what is text stays behind."""
+    """Convert a request for a worker. Text (stop strings, bad words) is left out."""
     sampling = sampling_to_proto(request.sampling)
     sampling.ClearField("stop")
     sampling.ClearField("bad_words")
@@ -152,7 +156,7 @@ def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
 
 
 def request_from_proto(spec: sequence_pb2.SequenceSpec) -> Request:
-    """Raises InvalidRequest if the worker could not run it."""
+    """Raises InvalidRequest if the request could not be run."""
     request = Request(
         request_id=spec.request_id,
         attempt=spec.attempt,
@@ -174,33 +178,30 @@ def request_from_proto(spec: sequence_pb2.SequenceSpec) -> Request:
     if request.sampling.max_new_tokens is None or request.sampling.seed is None:
         raise InvalidRequest("a sequence needs max_new_tokens and a seed")
     if request.num_generated >= request.sampling.max_new_tokens:
-        raise InvalidRequest("a sequence needs room for at least one more token")
+        raise InvalidRequest("max_new_tokens must exceed the number of tokens generated so far")
     return request
 
 
 def token_to_proto(token: SampledToken) -> sampling_pb2.SampledToken:
-    """One sampled token with its alternatives."""
     message = sampling_pb2.SampledToken()
     _write_token(token, message)
     return message
 
 
 def token_from_proto(message: sampling_pb2.SampledToken) -> SampledToken:
-    """One sampled token with its alternatives."""
     top = message.top
     return SampledToken(message.id, message.logprob, _top_from_proto(top) if top else ())
 
 
 def output_to_proto(output: StepOutput) -> sequence_pb2.SequenceOutput:
-    """New tokens of one sequence."""
     message = sequence_pb2.SequenceOutput()
     write_output(output, message)
     return message
 
 
 def write_output(output: StepOutput, message: sequence_pb2.SequenceOutput) -> None:
-    """Fill an empty message. For every token: protobuf copies messages that are put into others, so they are made in
-    place, and field by field, a third of the time that keyword arguments take."""
+    """Fill an empty message. This runs for every token, so it writes in place, field by field: protobuf copies messages
+    that are assigned to a field, and keyword arguments take three times as long."""
     message.request_id = output.request_id
     message.attempt = output.attempt
     message.first_index = output.first_index
@@ -222,7 +223,6 @@ def _write_token(token: SampledToken, message: sampling_pb2.SampledToken) -> Non
 
 
 def output_from_proto(message: sequence_pb2.SequenceOutput) -> StepOutput:
-    """New tokens of one sequence."""
     prompt_logprobs = message.prompt_logprobs
     return StepOutput(
         message.request_id,
@@ -244,71 +244,43 @@ def _prompt_logprob_from_proto(message: sequence_pb2.PromptLogprob) -> PromptLog
 
 
 def finish_to_proto(reason: FinishReason | None) -> sampling_pb2.FinishReason:
-    """None is UNSPECIFIED: not finished."""
+    """None, for an unfinished sequence, becomes UNSPECIFIED."""
     return sampling_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
 
 
 def _finish_from_proto(value: sampling_pb2.FinishReason) -> FinishReason | None:
-    """A reason this version does not know must not read as "not finished"."""
+    """Return UNKNOWN for a reason that this version does not know: it must not look unfinished."""
     if value == sampling_pb2.FINISH_REASON_UNSPECIFIED:
         return None
-    return _FINISH_BACK.get(value, FinishReason.ERROR)
+    return _FINISH_BACK.get(value, FinishReason.UNKNOWN)
 
 
 def failure_to_proto(failure: SequenceFailure) -> decode_pb2.SequenceFailure:
-    """Why a sequence cannot go on."""
     return _FAILURE[failure]
 
 
 def failure_from_proto(value: decode_pb2.SequenceFailure) -> SequenceFailure:
-    """Unknown reasons count as the worker's fault."""
+    """Return INTERNAL for a failure that this version does not know."""
     return _FAILURE_BACK.get(value, SequenceFailure.INTERNAL)
 
 
-def layout_to_proto(layout: KVLayout) -> kvtransfer_pb2.KvLayout:
-    """KV shape and model."""
-    return kvtransfer_pb2.KvLayout(
-        model_fingerprint=layout.model_fingerprint,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        block_size=layout.block_size,
-        dtype=layout.dtype,
-        tp_rank=layout.tp_rank,
-        tp_size=layout.tp_size,
-    )
-
-
-def layout_from_proto(message: kvtransfer_pb2.KvLayout) -> KVLayout:
-    """KV shape and model."""
-    return KVLayout(
-        model_fingerprint=message.model_fingerprint,
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        block_size=message.block_size,
-        dtype=message.dtype,
-        tp_rank=message.tp_rank,
-        tp_size=message.tp_size,
-    )
-
-
 def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
-    """A worker's identity and capabilities."""
     return worker_pb2.WorkerRecord(
         role=_ROLE[info.role],
-        layout=layout_to_proto(info.layout),
+        layout=wire_kv.layout_to_proto(info.layout),
+        ranks=wire_kv.ranks_to_proto(info.ranks),
         **{name: getattr(info, name) for name in _PLAIN_WORKER},
     )
 
 
 def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
-    """Raises InvalidRequest if the role is unknown."""
+    """Raises InvalidRequest for an unknown role."""
     if message.role not in _ROLE_BACK:
         raise InvalidRequest(f"unknown worker role {message.role}")
     return WorkerInfo(
         role=_ROLE_BACK[message.role],
-        layout=layout_from_proto(message.layout),
+        layout=wire_kv.layout_from_proto(message.layout),
+        ranks=wire_kv.ranks_from_proto(message.ranks),
         **{name: getattr(message, name) for name in _PLAIN_WORKER},
     )
 
@@ -342,34 +314,30 @@ _LOAD = (
 
 
 def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
-    """How busy a worker is."""
     return worker_pb2.WorkerLoad(**{name: getattr(load, name) for name in _LOAD})
 
 
 def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
-    """How busy a worker is."""
     return WorkerLoad(**{name: getattr(message, name) for name in _LOAD})
 
 
 def state_to_proto(state: WorkerState) -> worker_pb2.WorkerState:
-    """Whether a worker takes work."""
     return _STATE[state]
 
 
 def state_from_proto(value: worker_pb2.WorkerState) -> WorkerState:
-    """Unknown states count as lost."""
+    """Return LOST for a state that this version does not know."""
     return _STATE_BACK.get(value, WorkerState.LOST)
 
 
 def duration_to_proto(seconds: float) -> Duration:
-    """Seconds, microsecond precision."""
+    """Convert seconds, with a precision of one microsecond."""
     duration = Duration()
     duration.FromMicroseconds(round(seconds * 1_000_000))
     return duration
 
 
 def duration_from_proto(message: Duration) -> float:
-    """Seconds."""
     return message.ToMicroseconds() / 1_000_000
 
 

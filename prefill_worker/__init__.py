@@ -1,1 +1,1 @@
-"""Runs prompts and ships their KV to decode workers."""
+"""The prefill worker: computes prompts and sends their KV to decode workers. Start reading at service.py."""

@@ -3,13 +3,12 @@
 Life of a prompt here:
 
     prefill     the sequence is queued
-    computing   with its first chunk the transfer is opened; after each layer group of each chunk, blocks that will not
-                change any more are pushed
-    first token sampled -> to the router, straight away; the sequence is HELD: its blocks stay
-    transfer    committed with the first token, verified by the decode worker -> finished; the blocks become prefix
+    computing   the first chunk opens the transfer; after each layer group of a chunk, final blocks are pushed
+    first token sampled -> sent to the router at once; the sequence is HELD: it keeps its blocks
+    transfer    committed with the first token, verified by the decode worker -> finished; the blocks stay in the prefix
                 cache
-    ends early  first token is also the last, and no fork waits for the KV; the call is cancelled; the transfer fails:
-                the blocks are freed once nobody reads them any more
+    ends early  the first token is the last one and no fork needs the KV; or the call is cancelled; or the transfer
+                fails: the blocks are freed once no thread reads them
 """
 
 import asyncio
@@ -24,45 +23,52 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
-from engine.sequence import Sequence, SequenceKey
+from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import KVSender, OutgoingTransfer, TransferSpec
-from mesh.domain.errors import InvalidRequest, MeshError, WorkerDraining
+from mesh.domain import shards
+from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, WorkerDraining
 from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
-from mesh.tracing import begin_span, mark_failed
+from mesh.domain.worker import RankInfo
+from mesh.tracing import begin_span, end_span, mark_failed
 from prefill_worker.metrics import PrefillMetrics
 
 log = structlog.get_logger(__name__)
 
+_REFUSAL_GRACE_S = 5.0
+"""Time for the router to end the decode side of a refused prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where KV goes, as the router says."""
+    """The decode worker that the router has chosen for the KV. If `ranks` is empty, one process at `address` takes all
+    KV. The decode worker already holds the KV of the first `ready_tokens` tokens."""
 
     address: str
     worker_id: str
     incarnation: str
     transfer_id: str
     ready_tokens: int
+    ranks: tuple[RankInfo, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt is being computed, for `elapsed_s` now."""
+    """Computation of the prompt began `elapsed_s` ago."""
 
     elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """The first token, with prompt log-probs if asked for."""
+    """The first token, with prompt log-probs if requested."""
 
     output: StepOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The KV has been handed over, `duration_s` after the transfer was opened."""
+    """The decode worker has verified the KV, `duration_s` after the transfer was opened."""
 
     num_bytes: int
     transport: str
@@ -74,16 +80,19 @@ PrefillEvent = Started | FirstToken | Finished
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """A prompt on its way. `transfer` and `started` come when its first chunk is computed, a pass that began at
-    `begun_s` of the event loop's time; the transfer was opened at `opened_s`. `context` is the call's, for logs."""
+    """A running prompt. `receiver` is the rank that takes the KV, with its part. `transfer` and `started` are set after
+    the first chunk, whose step began at `begun_s` in event loop time; the transfer was opened at `opened_s`. `context`
+    is the context of the call, for logs."""
 
-    sequence: Sequence
+    sequence: SequenceState
     destination: Destination
+    receiver: RankInfo
     first_token: asyncio.Future[StepOutput]
     started: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: OutgoingTransfer | None = None
     begun_s: float = 0.0
     opened_s: float = 0.0
+    is_refused: bool = False
     span: Span = INVALID_SPAN
     transfer_span: Span = INVALID_SPAN
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -91,8 +100,8 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """Block positions of a prompt that are final in some layers; `block_table` as it was when they were computed, in
-    a pass that began at `begun_s`."""
+    """Block positions of a prompt that are final in some layers. `block_table` is a copy from the step that computed
+    them, which began at `begun_s`."""
 
     prompt: _Prompt
     blocks: range
@@ -101,43 +110,48 @@ class _Push:
 
 
 class PrefillService:
-    """Prompts on their way through the engine and out to decode workers. Lives on the event loop."""
+    """Runs prompts on the engine and sends their KV to decode workers. All methods but `on_layers` run on the event
+    loop. Connect the engine's callbacks to `on_layers` and `on_step` before the engine starts."""
 
-    def __init__(self, block_size: int, metrics: PrefillMetrics | None = None) -> None:
+    def __init__(
+        self,
+        engine: EngineLoop,
+        sender: KVSender,
+        *,
+        block_size: int,
+        is_draining: Callable[[], bool],
+        metrics: PrefillMetrics,
+    ) -> None:
+        self._engine = engine
+        self._sender = sender
         self._block_size = block_size
-        self._metrics = metrics or PrefillMetrics()
+        self._is_draining = is_draining
+        self._metrics = metrics
         self._prompts: dict[SequenceKey, _Prompt] = {}
         self._releases: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
-        self._engine: EngineLoop
-        self._sender: KVSender
-
-    def connect(self, engine: EngineLoop, sender: KVSender, is_draining: Callable[[], bool]) -> None:
-        """Wire up what this service calls; the engine calls back."""
-        self._engine = engine
-        self._sender = sender
-        self._is_draining = is_draining
 
     @property
     def num_prompts(self) -> int:
-        """Prompts queued, computing, or being handed over."""
+        """The number of prompts that are queued, computing, or being transferred."""
         return len(self._prompts)
 
-    # -- what routers ask -------------------------------------------------------------------------------------------
+    # -- called by routers ------------------------------------------------------------------------------------------
 
     async def prefill(self, request: Request, destination: Destination) -> AsyncGenerator[PrefillEvent, None]:
-        """Run one prompt and hand its KV over. Closing the iterator stops the computation and the transfer."""
+        """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
         if not 0 <= destination.ready_tokens <= len(request.token_ids) or destination.ready_tokens % self._block_size:
             raise InvalidRequest(f"ready_tokens {destination.ready_tokens} does not fit the prompt")
-        sequence = Sequence(request, hand_over=True)
+        sequence = SequenceState(request, hand_over=True)
         if sequence.key in self._prompts:
-            raise InvalidRequest("this attempt is here already")
+            raise InvalidRequest("this attempt is running here already")
+        receiver = self._receiver_of(destination)
         structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
-        prompt = _Prompt(sequence, destination, self._loop.create_future())
+        prompt = _Prompt(sequence, destination, receiver, self._loop.create_future())
         prompt.span = begin_span("prefill_worker", "prefill", request)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
@@ -149,7 +163,7 @@ class PrefillService:
             yield Started(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
-            prompt.span.end()
+            end_span(prompt.span)
             yield FirstToken(output)
             if output.finish_reason is None or request.forks:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
@@ -157,8 +171,8 @@ class PrefillService:
                 self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
                 yield Finished(moved.num_bytes, moved.transport, duration_s)
             else:
-                # The router, told so by the first token, ends the decode side, and that ends the transfer. Giving it up
-                # here could be heard of first, and would look like KV that was lost.
+                # The first token tells the router to end the decode side, which ends the transfer. An abort from here
+                # could arrive first, and would look like lost KV.
                 with contextlib.suppress(MeshError):
                     await prompt.transfer.ended()
         except MeshError as error:
@@ -166,15 +180,31 @@ class PrefillService:
             mark_failed(prompt.transfer_span, type(error).__name__)
             raise
         finally:
-            prompt.span.end()  # does nothing the second time
-            prompt.transfer_span.end()
+            end_span(prompt.span)
+            end_span(prompt.transfer_span)
             del self._prompts[sequence.key]
             release = asyncio.create_task(self._release(prompt))
             self._releases.add(release)
             release.add_done_callback(self._on_released)
 
+    def _receiver_of(self, destination: Destination) -> RankInfo:
+        """Return the rank that takes this worker's KV, and the part to send. Raises LayoutMismatch unless it is exactly
+        one rank."""
+        span = self._sender.span
+        ranks = destination.ranks or (RankInfo(destination.address, span),)
+        flows = shards.flows((span,), [rank.span for rank in ranks])
+        if len(flows) != 1:
+            raise LayoutMismatch(f"this worker sends KV to one rank; the decode worker has {len(ranks)}")
+        return RankInfo(ranks[flows[0].target].address, flows[0].span)
+
     async def _release(self, prompt: _Prompt) -> None:
-        """Stop computing; free the prompt's blocks once nobody reads them any more."""
+        """Stop the computation, and free the prompt's blocks once no thread reads them."""
+        if prompt.transfer is not None and prompt.is_refused:
+            # The end of the call tells the router to end the decode side, which ends the transfer. An abort from here
+            # could arrive first, and would look like lost KV.
+            with contextlib.suppress(MeshError, TimeoutError):
+                async with asyncio.timeout(_REFUSAL_GRACE_S):
+                    await prompt.transfer.ended()
         if prompt.transfer is not None:
             await prompt.transfer.abort()
         self._engine.abort(prompt.sequence)
@@ -185,13 +215,13 @@ class PrefillService:
             self._idle.set()
 
     async def drained(self) -> None:
-        """Return when no prompt is left."""
+        """Wait until no prompt is left."""
         await self._idle.wait()
 
-    # -- what the engine tells --------------------------------------------------------------------------------------
+    # -- called by the engine ---------------------------------------------------------------------------------------
 
     def on_layers(self, batch: ScheduledBatch, first_layer: int, num_layers: int) -> None:
-        """Push the blocks that are final in these layers. Called on the engine's thread, while it computes."""
+        """Push the blocks that are final in these layers. Called on the engine's thread, during a step."""
         busy = self._engine.busy()
         begun_s = self._loop.time() - (busy.for_s if busy is not None else 0.0)
         pushes: list[_Push] = []
@@ -212,7 +242,8 @@ class PrefillService:
                 prompt.transfer = prompt.context.run(self._open_transfer, prompt, push.block_table)
                 prompt.begun_s, prompt.opened_s = push.begun_s, self._loop.time()
                 prompt.started.set()
-            prompt.transfer.push(push.blocks.start, len(push.blocks), first_layer, num_layers)
+            blocks = shards.Span(push.blocks.start, len(push.blocks))
+            prompt.transfer.push(blocks, shards.Span(first_layer, num_layers))
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> OutgoingTransfer:
         destination = prompt.destination
@@ -221,39 +252,41 @@ class PrefillService:
             TransferSpec(
                 transfer_id=destination.transfer_id,
                 attempt=prompt.sequence.request.attempt,
-                address=destination.address,
+                address=prompt.receiver.address,
                 receiver_incarnation=destination.incarnation,
                 block_ids=block_table,
+                span=prompt.receiver.span,
                 first_block=destination.ready_tokens // self._block_size,
             )
         )
 
     def on_step(self, result: StepResult) -> None:
-        """Hand out first tokens."""
+        """Deliver first tokens and refusals to the waiting calls."""
         for output in result.outputs:
             prompt = self._prompts.get((output.request_id, output.attempt))
             if prompt is not None:
                 self._metrics.cached(output.cached_tokens)
                 prompt.first_token.set_result(output)
-        for sequence, reason in result.refused:
+        for sequence, error in result.refused:
             prompt = self._prompts.get(sequence.key)
             if prompt is not None:
-                prompt.first_token.set_exception(InvalidRequest(reason))
+                prompt.is_refused = True
+                prompt.first_token.set_exception(error)
 
 
 def final_blocks(item: ScheduledSequence, block_size: int) -> range:
-    """Block positions that this step completes and that will not change any more.
+    """Return the block positions that this step completes and that no later step changes.
 
-    The step that starts after the cached prefix also answers for the prefix; a last, partly filled block is final only
-    when the prompt ends in it.
+    The first step, which starts after the cached prefix, also includes the prefix. A partly filled last block is final
+    only if the prompt ends in it.
     """
     start = 0 if item.start == item.sequence.num_cached_tokens else item.start // block_size
-    end = -(-item.end // block_size) if item.samples else item.end // block_size
+    end = -(-item.end // block_size) if item.needs_sampling else item.end // block_size
     return range(start, max(start, end))
 
 
 async def _first_token(first_token: asyncio.Future[StepOutput], transfer: OutgoingTransfer) -> StepOutput:
-    """Wait for the first token; raise the transfer's error if it fails before: computing on would be in vain."""
+    """Wait for the first token. If the transfer fails first, raise its error: further computation would be useless."""
     ended = asyncio.ensure_future(transfer.ended())
     either: list[asyncio.Future[Any]] = [first_token, ended]
     try:

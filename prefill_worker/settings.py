@@ -3,17 +3,28 @@
 from dataclasses import dataclass
 
 from mesh.settings import setting
-from mesh.worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSettings(WorkerSettings):
-    """A worker's settings, and how much a pass computes."""
+    """A worker's settings, and the limits of one prefill step."""
 
     max_batch_prefill_tokens: int = setting(
         512,
-        "most prompt tokens of one pass; longer prompts are computed in chunks",
+        "maximum prompt tokens of one step; longer prompts are computed in chunks",
         env=("MAX_BATCH_PREFILL_TOKENS",),
     )
-    max_num_seqs: int = setting(64, "most prompts in computation at a time")
-    kv_transports: str = setting("shm,grpc", "payload paths for KV, most wanted first")
+    max_num_seqs: int = setting(
+        64, "maximum prompts computed concurrently; at most max_batch_prefill_tokens, as each needs a token of a step"
+    )
+    kv_transports: str = setting("shm,grpc", "transports for KV, in order of preference")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "max_batch_prefill_tokens", "max_num_seqs")
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Maximum prompts computed concurrently: each needs at least one token of a step."""
+        return min(self.max_num_seqs, self.max_batch_prefill_tokens)

@@ -4,12 +4,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-"${BIN:-.venv/bin}"/python -m grpc_tools.protoc -Iprotos \
-  --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" protos/tandem/v1/*.proto
-diff -r -x __init__.py -x __pycache__ "$out/tandem/v1" tandem/v1 || {
-  echo "tandem/v1 is not what protos/ generates: run make protos" >&2
-  exit 1
-}
+protos/generate.sh "$out"
+for stubs in client/tandem/v1 mesh/v1; do
+  diff -r -x __init__.py -x __pycache__ "$out/$stubs" $stubs || {
+    echo "$stubs is not what protos/ generates: run make protos" >&2
+    exit 1
+  }
+done
 if command -v npx >/dev/null; then
   (cd protos && npx --yes @bufbuild/buf@1.75.0 lint)
 else

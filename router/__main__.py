@@ -1,42 +1,51 @@
-"""`python -m router`: the composition root, and the order in which things start and stop."""
+"""`python -m router`: constructs the parts of a router and starts and stops them in order."""
 
 import asyncio
+import gc
 import sys
 import time
 
+import structlog
+
+from mesh.domain.addresses import is_loopback
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
+from mesh.loop_lag import watching_loop
 from mesh.metrics import serving_metrics
 from mesh.process import ServiceProgram, announce, until_stopped
-from mesh.registry.membership import Membership
 from mesh.rpc.server import Listen, Server
-from router.api_keys import NoKeys
-from router.channels import Caller, Channels
-from router.coordination import coordinate
-from router.decode_links import DecodeLinks
-from router.journal import Journal
-from router.mesh_servicer import MeshServicer, MeshSources
-from router.metrics import RouterMetrics
-from router.model_router import ModelRouter, SharedParts
-from router.prefill_call import PrefillClient
-from router.readiness import SERVICES, Expected, Readiness
-from router.served_models import ServedModels, require_fits_one
-from router.servicer import GenerationServicer
+from router.api.api_keys import NoKeys
+from router.api.generation_servicer import GenerationServicer
+from router.api.mesh_servicer import MeshServicer
+from router.api.readiness import SERVICES, Readiness
+from router.model_router import ModelRouter, ServedModels, require_served
+from router.observe.journal import Journal
+from router.observe.metrics import RouterMetrics
 from router.settings import RouterSettings
-from tandem.v1 import generation_pb2_grpc, worker_pb2_grpc
+from router.workers.channels import Caller, Channels
+from router.workers.coordination import coordinate
+from router.workers.decode_link import DecodeLinks
+from router.workers.membership import Membership
+from router.workers.prefill_call import PrefillClient
+from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 
-# For the last statuses to leave once all streams have ended.
+log = structlog.get_logger(__name__)
+
+# After all streams have ended, time to send their last statuses.
 _FLUSH_S = 1.0
+# How long a thread that processes text may hold the interpreter lock while the event loop waits for it.
+_SWITCH_S = 0.001
 
 
 class RouterProcess:
-    """All parts of one router, wired together. `await start()`, then `await stop()`.
+    """One router with all its models. `await start()`, then `await stop()`.
 
-    Raises ConfigurationError for a wrong model folder, limit or port. Models that are not on this machine are fetched.
+    Raises ConfigurationError for a broken model folder, limit or port. Models that are not on this machine are
+    downloaded.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
-        self.membership = Membership(time.monotonic, self._require_fits)
+        self.membership = Membership(time.monotonic, self._require_served)
         keys, tls, anonymous = settings.load_api_keys(), settings.load_public_tls(), settings.allow_anonymous
         listen = Listen(settings.host, settings.port, keys, public=True, allow_anonymous=anonymous, tls=tls)
         self.public = Server(listen)
@@ -48,57 +57,68 @@ class RouterProcess:
         self._channels = Channels(self.membership, caller.credentials.tls)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
-        shared = SharedParts(
-            self.membership, self._links, prefills, self.journal, self._mesh_changed, self.metrics.gaps.add
-        )
         self.models = [
-            ModelRouter(each.located(_downloading), self.internal.permits_of(each.served_name), shared)
-            for each in settings.each_model()
+            ModelRouter(
+                model_settings.located(_downloading),
+                self.internal.limiter_for(model_settings.served_name),
+                registry=self.membership,
+                links=self._links,
+                prefills=prefills,
+                journal=self.journal,
+                on_change=self._mesh_changed,
+                on_gap=self.metrics.gaps.add,
+            )
+            for model_settings in settings.each_model()
         ]
-        self._services = ServedModels([each.service for each in self.models], self.journal)
-        expected = Expected(settings.expect_prefill, settings.expect_decode)
-        meshes = [each.mesh for each in self.models]
-        self._readiness = Readiness(self.public, meshes, expected, on_ready=lambda: announce("ready"))
+        self._services = ServedModels([model.service for model in self.models], self.journal)
+        self._readiness = Readiness(
+            self.public,
+            [model.mesh for model in self.models],
+            expect_prefill=settings.expect_prefill,
+            expect_decode=settings.expect_decode,
+            on_ready=lambda: announce("ready"),
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Serve both ports and follow the mesh."""
+        """Serve the public and the internal port, and follow the mesh."""
         self.membership.on_change(self._mesh_changed)
         self.metrics.watch(self.models)
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
         )
-        sources = MeshSources(self.models, self.journal, time.monotonic)
-        worker_pb2_grpc.add_MeshServicer_to_server(MeshServicer(sources, self._callers), self.public.grpc)
+        mesh_servicer = MeshServicer(self.models, self.journal, self._callers, time.monotonic)
+        mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
+        await asyncio.gather(*(model.start() for model in self.models))
         await self.internal.start()
         await self.public.start(SERVICES)
-        runs = (self._readiness.run(), *(each.run() for each in self.models))
+        runs = (self._readiness.run(), *(model.run() for model in self.models))
         self._tasks = [asyncio.create_task(run) for run in runs]
 
     async def stop(self, grace_s: float) -> None:
-        """NOT_SERVING, refuse new requests, let running ones end, then close everything."""
+        """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._readiness.end()
         await self._services.drain(grace_s)
         await self.public.stop(_FLUSH_S)
-        for each in self.models:
-            each.close()
+        for model in self.models:
+            model.close()
         await self._links.close()
         await self._channels.close()
         await self.internal.stop()
 
-    def _require_fits(self, info: WorkerInfo) -> None:
-        require_fits_one([each.model for each in self.models], info)
+    def _require_served(self, info: WorkerInfo) -> None:
+        require_served([model.model for model in self.models], info)
 
     def _mesh_changed(self) -> None:
         """A worker has joined, left, reported, been proven or tripped; or a link has come up or broken."""
         self.journal.follow(self.membership.workers())
         self._channels.reconcile()
         self._links.reconcile()
-        for each in self.models:
-            each.mesh_changed()
+        for model in self.models:
+            model.mesh_changed()
         self._readiness.wake()
 
 
@@ -106,10 +126,22 @@ def _downloading(fraction: float) -> None:
     announce("downloading", fraction=fraction)
 
 
+def _warn_of_open_keys(settings: RouterSettings) -> None:
+    if settings.api_keys_file and not settings.public_tls_cert and not is_loopback(settings.host):
+        log.warning(
+            "API keys and prompts are sent unencrypted: set public_tls_cert and public_tls_key, or listen on 127.0.0.1 "
+            "behind a proxy that terminates TLS",
+            host=settings.host,
+        )
+
+
 async def serve(settings: RouterSettings) -> None:
-    """Run until told to stop."""
+    """Run until a signal stops the router."""
+    sys.setswitchinterval(_SWITCH_S)
     router = RouterProcess(settings)
-    async with serving_metrics(router.metrics.registry, settings):
+    _warn_of_open_keys(settings)
+    gc.freeze()  # long-lived objects: garbage collection need not scan them with the interpreter lock held
+    async with serving_metrics(router.metrics.registry, settings), watching_loop(router.metrics.registry):
         await router.start()
         announce("listening", address=router.public.address, registry_address=router.internal.address)
         await until_stopped(settings)

@@ -1,12 +1,13 @@
-"""A model that a router serves: its name, facts, tokenizer and chat template."""
+"""A model that the router serves: its name, facts, tokenizer and chat template."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint.model_files import ModelFacts, read_model_facts
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.request import Request
 from mesh.domain.worker import WorkerInfo
-from mesh.model_files import ModelFacts, read_model_facts
 from router.text.chat import ChatTemplate
 from router.text.tokenizer import Tokenizer
 
@@ -22,12 +23,12 @@ class ServedModel:
 
     @property
     def decoder_prompt(self) -> tuple[int, ...]:
-        """What the decoder of an encoder-decoder model begins with, after the prompt; nothing for other models."""
+        """The decoder's start tokens of an encoder-decoder model, sent after the prompt; empty for other models."""
         start = self.facts.decoder_start_token_id
         return () if start is None else (start,)
 
     def whole_prompt(self, request: Request) -> tuple[int, ...]:
-        """The part of a request that each of its tokens' KV depends on: an encoder's prompt; nothing for others."""
+        """Return the tokens that all KV depends on: the prompt that an encoder reads; empty for other models."""
         return request.token_ids[: request.num_prompt_tokens] if self.decoder_prompt else ()
 
     def require_fits(self, info: WorkerInfo) -> None:
@@ -39,7 +40,7 @@ class ServedModel:
             )
 
     @classmethod
-    def load(cls, name: str, model_dir: Path) -> "ServedModel":
-        """Raises ConfigurationError that names the file at fault."""
-        facts = read_model_facts(model_dir)
+    def load(cls, name: str, model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> "ServedModel":
+        """Raises ConfigurationError with the name of the broken file."""
+        facts = read_model_facts(model_dir, rope)
         return cls(name, facts, Tokenizer.load(model_dir, facts.eos_token_ids), ChatTemplate.load(model_dir))

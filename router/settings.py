@@ -1,15 +1,15 @@
-"""The router's settings."""
+"""The router's settings, with their checks."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from checkpoint.settings import ModelSettings
+from checkpoint.source import split_models
 from mesh.domain.errors import ConfigurationError
-from mesh.model_settings import ModelSettings
-from mesh.model_source import split_models
 from mesh.rpc.tls import TlsIdentity
 from mesh.settings import setting
-from router.api_keys import KeysFile
-from router.tenants import TRIAL
+from router.api.api_keys import KeysFile
+from router.api.tenants import TRIAL
 
 _COUNTS = (
     "max_concurrent_requests",
@@ -36,7 +36,7 @@ _NOT_NEGATIVE = ("prefill_threshold", "prefill_overflow", "expect_prefill", "exp
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings(ModelSettings):
-    """Checked on construction."""
+    """Settings of all models of a router. The constructor raises ConfigurationError for bad values."""
 
     host: str = setting("127.0.0.1", "address clients reach")
     port: int = setting(50051, "port clients reach; 0 takes a free one", env=("PORT",))
@@ -46,24 +46,24 @@ class RouterSettings(ModelSettings):
         "", "redis://... or rediss://...: share workers and permits with other routers", secret=True
     )
     api_keys_file: str = setting("", "TOML file of API keys (see: tandem keys); without one, clients need no key")
-    allow_anonymous: bool = setting(False, "without API keys, listen beyond loopback all the same")
+    allow_anonymous: bool = setting(False, "allow listening beyond loopback without API keys")
     public_tls_cert: str = setting("", "PEM file: certificate chain that clients see; turns on TLS for them")
     public_tls_key: str = setting("", "PEM file: the certificate's private key")
-    trial_key_sha256: str = setting("", "digest of the key `tandem up` tries the mesh with", secret=True)
+    trial_key_sha256: str = setting("", "SHA-256 of the key that `tandem up` tests the mesh with", secret=True)
 
     max_concurrent_requests: int = setting(
         128, "choices in service at a time; more are refused at once", env=("MAX_CONCURRENT_REQUESTS",)
     )
     max_queued_requests: int = setting(128, "choices waiting for workers; more are refused at once")
     ttft_target_s: float | None = setting(
-        None, "for requests that give none: seconds after which a first token is worthless, and not waited for"
+        None, "default ttft_target of requests: a first token after this many seconds is worthless and not waited for"
     )
     max_input_length: int | None = setting(
-        None, "most prompt tokens; default: max_total_tokens - 1", env=("MAX_INPUT_LENGTH", "MAX_INPUT_TOKENS")
+        None, "maximum prompt tokens; default: max_total_tokens - 1", env=("MAX_INPUT_LENGTH", "MAX_INPUT_TOKENS")
     )
     max_total_tokens: int | None = setting(
         None,
-        "most prompt and generated tokens; default: what the model and the decode workers can hold",
+        "maximum prompt and generated tokens; default: the capacity of the model and the decode workers",
         env=("MAX_TOTAL_TOKENS",),
     )
     disable_grammar_support: bool = setting(
@@ -71,24 +71,24 @@ class RouterSettings(ModelSettings):
     )
     prefill_threshold: int = setting(0, "prompts with fewer uncached tokens are prefilled by the decode worker")
     prefill_overflow: int = setting(
-        0, "uncached prompt tokens that a decode worker takes on at once while the prefill workers are full"
+        0, "uncached prompt tokens that a decode worker may prefill at a time while the prefill workers are full"
     )
 
-    max_attempts: int = setting(10, "dispatches of a request in a row that bring no token, before it fails")
-    max_worker_losses: int = setting(4, "workers lost in a row under a request that got no token, before it fails")
+    max_attempts: int = setting(10, "consecutive attempts without a new token before a request fails")
+    max_worker_losses: int = setting(4, "consecutive worker losses without progress before a request fails")
     max_replays_per_s: float = setting(
-        20.0, "replays that follow another without a token between, of all requests together; more wait for their turn"
+        20.0, "rate of consecutive replays without progress, over all requests; further replays wait"
     )
-    trip_after: int = setting(3, "failures in a row after which a worker gets no requests until a canary went through")
-    canary_timeout_s: float = setting(10.0, "how long a canary, the tiny request that proves a worker, may take")
+    trip_after: int = setting(3, "consecutive failures after which a worker gets no requests until a canary succeeds")
+    canary_timeout_s: float = setting(10.0, "how long a canary, the tiny request that tests a worker, may take")
     no_worker_timeout_s: float = setting(15.0, "how long requests wait while there is no decode worker at all")
     reserve_timeout_s: float = setting(30.0, "how long a decode worker may take to reserve memory")
     prefill_timeout_s: float = setting(300.0, "how long a prompt may take to be computed and handed over")
     stall_timeout_s: float = setting(60.0, "a sequence without a token for this long is replayed elsewhere")
-    slow_reader_s: float = setting(20.0, "a client that takes nothing for this long is cut off")
-    grace_s: float = setting(10.0, "how long running streams may go on after SIGTERM")
+    slow_reader_s: float = setting(20.0, "a client that reads nothing for this long is cut off")
+    grace_s: float = setting(10.0, "how long running streams may continue after SIGTERM")
     expect_prefill: int = setting(
-        0, "prefill workers, of all models together, to wait for before announcing ready; one for the first SERVING"
+        0, "prefill workers, over all models, to wait for before announcing ready; the first SERVING waits for one"
     )
     expect_decode: int = setting(1, "decode workers to wait for before announcing ready")
 
@@ -110,28 +110,31 @@ class RouterSettings(ModelSettings):
         self.load_public_tls()
 
     def each_model(self) -> "list[RouterSettings]":
-        """Settings of each served model: `model` may be NAME=MODEL,NAME=MODEL. Raises ConfigurationError."""
+        """Return the settings of every served model; `model` may be NAME=MODEL,NAME=MODEL.
+
+        Raises ConfigurationError.
+        """
         models = split_models(self.model)
         if self.name and len(models) > 1:
             raise ConfigurationError("name is for one model: several are named as in NAME=MODEL,NAME=MODEL")
         return [replace(self, model=model, name=name or self.name) for name, model in models]
 
     def load_api_keys(self) -> KeysFile | None:
-        """Read the keys file; None without one. Raises ConfigurationError."""
+        """Read the API keys file; None if none is configured. Raises ConfigurationError."""
         if not self.api_keys_file:
             return None
         more = {self.trial_key_sha256: TRIAL} if self.trial_key_sha256 else {}
         return KeysFile(Path(self.api_keys_file), more)
 
     def load_public_tls(self) -> TlsIdentity | None:
-        """Read the public port's certificate; None without one. Raises ConfigurationError."""
+        """Read the public port's certificate; None if none is configured. Raises ConfigurationError."""
         if bool(self.public_tls_cert) != bool(self.public_tls_key):
             raise ConfigurationError("public_tls_cert and public_tls_key belong together: one of them is not set")
         return TlsIdentity.load(self.public_tls_cert, self.public_tls_key) if self.public_tls_cert else None
 
 
 def require_input_below_total(max_input_length: int, max_total_tokens: int) -> None:
-    """Raise ConfigurationError unless a longest prompt leaves room for one token."""
+    """Raise ConfigurationError unless the longest prompt leaves space for one generated token."""
     if max_input_length >= max_total_tokens:
         raise ConfigurationError(
             f"max_input_length must be < max_total_tokens, got {max_input_length} and {max_total_tokens}"

@@ -1,20 +1,40 @@
-"""For all tests: figures of the requirements, the table they make, and which tests share a process."""
+"""For all tests: figures of the requirements, repairs of defects, their tables, and which tests share a process."""
 
+import os
+import signal
+import tempfile
 from typing import Any
 
 import pytest
 
-from tests.evidence import evidence, table
+from tests import defects
+from tests import evidence as figures
+from tests.defects import repaired
+from tests.evidence import evidence
 
-__all__ = ["evidence"]
+__all__ = ["evidence", "repaired"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run a ledger of KV memory of its own, and interrupts as in a terminal.
+
+    A shell ignores SIGINT in background jobs, and children inherit that. Tests of Ctrl-C need the default.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    folder = tempfile.TemporaryDirectory(prefix="tandem-test-memory-")
+    config.add_cleanup(folder.cleanup)
+    os.environ.setdefault("TANDEM_KV_MEMORY_LEDGER", folder.name)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that state figures, so that `make chaos` finds them."""
+    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them."""
     for item in items:
         if "evidence" in getattr(item, "fixturenames", ()):
             item.add_marker("evidence")
+        if "repaired" in getattr(item, "fixturenames", ()):
+            item.add_marker("defect")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -30,11 +50,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the figures of this run."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the figures that this run has stated and, in `make defects`, what became of each defect."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ()) if hasattr(r, "when")]
-    lines = table(reports)
-    if lines:
-        terminalreporter.section("requirements")
-        for line in lines:
-            terminalreporter.line(line)
+    repairs = defects.table(reports) if "defect" in config.option.markexpr else []
+    for title, lines in (("requirements", figures.table(reports)), ("defects", repairs)):
+        if lines:
+            terminalreporter.section(title)
+            for line in lines:
+                terminalreporter.line(line)

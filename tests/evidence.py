@@ -1,4 +1,4 @@
-"""What the reliability and security requirements come to, in figures.
+"""Figures of the reliability and security requirements; docs/requirements.md says what R1 to R28 mean.
 
 A test asks for the `evidence` fixture and states each figure it has measured beside its target:
 

@@ -30,7 +30,6 @@ async def scrape(registry: CollectorRegistry) -> Samples:
 
 
 async def fetch(url: str) -> Samples:
-    """Over HTTP."""
     async with httpx2.AsyncClient(timeout=30) as http:
         response = await http.get(url)
         assert response.status_code == 200
@@ -43,12 +42,11 @@ def metrics(names: Iterable[str]) -> set[str]:
 
 
 def names_of(samples: Samples) -> set[str]:
-    """All there are."""
     return metrics(name for name, _ in samples)
 
 
 def changed(*scrapes: Samples) -> set[str]:
-    """What has not had the same value in all."""
+    """The metrics whose values differ between the expositions."""
     everything = {sample for samples in scrapes for sample in samples}
     return metrics(sample[0] for sample in everything if len({samples.get(sample, 0.0) for samples in scrapes}) > 1)
 

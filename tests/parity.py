@@ -79,7 +79,7 @@ _SMALL_STEPS = 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one mesh said: tokens that were not greedy choices, the largest difference of a log-prob, and whether KV
+    """The result of one mesh: tokens that were not greedy choices, the largest difference of a log-prob, and whether KV
     moved for all requests, none of them replayed.
     """
 
@@ -114,7 +114,6 @@ def compare(theirs: Scores, prompt: list[int], tokens: Sequence[tandem.Token]) -
 
 
 async def ask(client: tandem.AsyncClient, theirs: Scores) -> Outcome:
-    """All prompts at once."""
     given = prompts((await client.models())[0].max_total_tokens)
     results = await asyncio.gather(
         *(client.generate(token_ids=prompt, max_new_tokens=NUM_NEW, ignore_eos=True) for prompt in given)
@@ -168,7 +167,6 @@ def _moved(results: Sequence[tandem.Result]) -> bool:
 
 
 async def check(model_dir: Path, theirs: Scores, *, colocated: bool) -> Outcome:
-    """One mesh's answers."""
     async with mesh(model_dir, colocated=colocated) as client:
         outcome = await ask(client, theirs)
     if outcome.moved_kv == colocated:

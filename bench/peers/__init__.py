@@ -1,4 +1,4 @@
-"""Other CPU engines under the same load: how each is installed, given the same weights, and run.
+"""Comparison with other CPU engines: installs them, converts the same weights for them, and runs the same load.
 
-A runner (`*_runner.py`) is a process of a peer's own environment; `process.py` drives it over stdin and stdout.
+A runner (`*_runner.py`) is a process in the environment of a peer. `process.py` drives it over stdin and stdout.
 """

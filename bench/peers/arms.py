@@ -2,7 +2,7 @@
 
 An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-overflow` (the same, but
 the decode worker helps with prompts while the prefill worker is full), `tandem-colocated`, or a peer of
-bench.peers.catalog; BUDGET is the most tokens of one step, prompts being computed in chunks of what is left of it.
+bench.peers.catalog. BUDGET is the maximum number of tokens per step; prompts are computed in chunks that fit into it.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 
 import tandem
-from bench.load import Send, Workload, run_closed_loop
 from bench.peers.catalog import PEERS, interpreter
 from bench.peers.models import checkpoint_of, model_for
 from bench.peers.process import Command, PeerFailed, running
+from tandem_cli.load_test.load import Send, Workload, run_closed_loop
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
 """`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
@@ -34,7 +34,7 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all arms of a comparison share. `precision` is none (fp32), bf16 or int8."""
+    """Options that all arms of a comparison share. `precision` is none (fp32), bf16 or int8."""
 
     envs: Path
     shape: str
@@ -44,24 +44,23 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm; budget 0 is the engine's own choice."""
+    """One arm. Budget 0 means the default of the engine."""
 
     name: str
     budget: int = 0
 
     @property
     def label(self) -> str:
-        """As it was written."""
+        """The arm as written on the command line."""
         return f"{self.name}:{self.budget}" if self.budget else self.name
 
     @property
     def is_tandem(self) -> bool:
-        """Whether it is ours."""
         return self.name in TANDEM
 
 
 def parse_arm(text: str) -> Arm:
-    """Raises ValueError for an unknown name or a budget that is no number or not to be had."""
+    """Parse NAME or NAME:BUDGET. Raises ValueError for an unknown name, a bad budget, and an engine without budgets."""
     name, colon, budget = text.partition(":")
     if name not in TANDEM and name not in PEERS:
         raise ValueError(f"no arm {name}: {', '.join([*TANDEM, *PEERS])}")
@@ -72,7 +71,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def send_through(stream: Stream) -> Send:
-    """For bench.load."""
+    """Adapt a stream to tandem_cli.load_test.load.Send."""
 
     async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
         count = 0
@@ -81,7 +80,7 @@ def send_through(stream: Stream) -> Send:
                 on_token()
             count += len(tokens)
         if count != max_new_tokens:
-            raise PeerFailed(f"{count} tokens came, {max_new_tokens} were asked for")
+            raise PeerFailed(f"received {count} tokens instead of {max_new_tokens}")
         return count
 
     return send
@@ -89,21 +88,21 @@ def send_through(stream: Stream) -> Send:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """An arm that is ready: how to ask it, and its first process."""
+    """An arm that is ready for requests. `pid` is its parent process."""
 
     stream: Stream
     pid: int
 
     def cpu_s(self) -> float:
-        """CPU time so far of all its processes. What clients of Tandem use in this one is not in it."""
+        """CPU time of all processes of the arm so far, without the load generator."""
         process = psutil.Process(self.pid)
-        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-        return sum(each.user + each.system for each in times)
+        times = [each_process.cpu_times() for each_process in (process, *process.children(recursive=True))]
+        return sum(cpu_times.user + cpu_times.system for cpu_times in times)
 
 
 @asynccontextmanager
 async def started(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
-    """A warm arm, from loaded to stopped."""
+    """Start and warm up an arm, and stop it at the end."""
     serve = _tandem if arm.is_tandem else _peer
     async with serve(arm, setup) as serving:
         await run_closed_loop(Workload(2, 1, 256, 8), send_through(serving.stream))
@@ -117,9 +116,9 @@ async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
     if not python.exists():
         raise SystemExit(f"{peer.engine} is not installed: python -m bench.peers.install {peer.engine}")
     model = model_for(peer, setup.shape, setup.precision, setup.envs)
-    given = {"model": model.absolute(), "precision": setup.precision, "threads": len(setup.cores)}
-    given |= {"budget": arm.budget, "max-seqs": _MAX_SEQS, "kv-tokens": _KV_TOKENS}
-    flags = [f"--{name}={value}" for name, value in given.items()]
+    options = {"model": model.absolute(), "precision": setup.precision, "threads": len(setup.cores)}
+    options |= {"budget": arm.budget, "max-seqs": _MAX_SEQS, "kv-tokens": _KV_TOKENS}
+    flags = [f"--{name}={value}" for name, value in options.items()]
     line = (str(python), "-m", f"bench.peers.{peer.engine}_runner", *flags)
     async with running(Command(arm.label, line, setup.cores)) as process:
         yield Serving(process.stream, process.pid)
@@ -132,7 +131,7 @@ async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
     model = str(checkpoint_of(setup.shape, setup.envs))
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cli", "up", "--model", model, "--port", "0", *flags),
+            *(sys.executable, "-m", "tandem_cli", "up", "--model", model, "--port", "0", *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             preexec_fn=lambda: os.sched_setaffinity(0, setup.cores),

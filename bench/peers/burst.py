@@ -1,10 +1,11 @@
-"""What a burst of long prompts does to streams that are running, for Tandem and its peers.
+"""Effect of a burst of long prompts on running streams, for Tandem and its peers.
 
     python -m bench.peers.burst --quantize int8 --arms tandem tandem-colocated openvino:64 openvino:128 vllm:128
 
-Four steady streams (256 tokens in, 128 out). When all are halfway, eight prompts of 1,500 tokens (64 out) arrive.
-Printed are the gaps between tokens of the steady streams before and during the burst, which lasts until the last long
-prompt has its first token, and how long those took. Medians over the rounds; arms are as in bench.peers.compare.
+There are four steady streams (256 tokens in, 128 out). When all are halfway, eight prompts of 1,500 tokens (64 out)
+arrive. The burst lasts until the last long prompt has its first token. The table has the gaps between tokens of the
+steady streams before and during the burst, and the TTFT of the long prompts, as medians over the rounds. Arms are
+written as in bench.peers.compare.
 """
 
 import argparse
@@ -20,10 +21,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import Workload, percentile
 from bench.peers.arms import Arm, Setup, Stream, started
 from bench.peers.compare import add_common_flags, setup_of
 from bench.peers.rounds import in_turn
+from tandem_cli.load_test.load import Workload, percentile
 
 _STEADY = Workload(num_clients=4, requests_per_client=1, input_tokens=256, output_tokens=128, seed=2)
 _LONG = Workload(num_clients=8, requests_per_client=1, input_tokens=1500, output_tokens=64, seed=3)
@@ -32,7 +33,7 @@ Times = list[float]
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """One run, or the medians of several. Milliseconds; TTFT in seconds."""
+    """Figures of one run, or medians of several runs."""
 
     before_p50_ms: float
     before_p99_ms: float
@@ -42,15 +43,17 @@ class Burst:
     factor_p99: float
 
 
-def gaps_ending_in(streams: Sequence[Times], start: float, end: float) -> list[float]:
-    """Gaps between tokens whose later token came in (start, end]; seconds."""
+def gaps_ending_in(streams: Sequence[Times], start_s: float, end_s: float) -> list[float]:
+    """Gaps in seconds between tokens whose later token arrived in (start_s, end_s]."""
     return [
-        later - earlier for times in streams for earlier, later in itertools.pairwise(times) if start < later <= end
+        later - earlier for times in streams for earlier, later in itertools.pairwise(times) if start_s < later <= end_s
     ]
 
 
 def summarise(steady: Sequence[Times], long: Sequence[Times], arrival: float) -> Burst:
-    """`steady` and `long` hold when each stream's tokens came; the burst is over with the last first token."""
+    """Figures of a run. `steady` and `long` have the token times of each stream; `arrival` is the start of the
+    burst.
+    """
     before = gaps_ending_in(steady, 0.0, arrival)
     during = gaps_ending_in(steady, arrival, max(times[0] for times in long))
     before_p99, during_p99 = percentile(before, 99), percentile(during, 99)
@@ -65,7 +68,7 @@ def summarise(steady: Sequence[Times], long: Sequence[Times], arrival: float) ->
 
 
 async def run_burst(stream: Stream) -> Burst:
-    """One burst."""
+    """Run the steady streams and one burst."""
     steady: list[Times] = [[] for _ in _STEADY.prompts()]
     long: list[Times] = [[] for _ in _LONG.prompts()]
     halfway = asyncio.Event()
@@ -73,7 +76,7 @@ async def run_burst(stream: Stream) -> Burst:
     async def follow(prompt: list[int], max_new_tokens: int, times: Times) -> None:
         async for tokens in stream(prompt, max_new_tokens):
             times += [time.perf_counter()] * len(tokens)
-            if all(len(each) >= _STEADY.output_tokens // 2 for each in steady):
+            if all(len(token_times) >= _STEADY.output_tokens // 2 for token_times in steady):
                 halfway.set()
 
     async with asyncio.TaskGroup() as group:
@@ -87,12 +90,12 @@ async def run_burst(stream: Stream) -> Burst:
 
 
 def median_of(runs: Sequence[Burst]) -> Burst:
-    """Each figure's median."""
+    """The median of each figure over `runs`."""
     return Burst(**{name: statistics.median(asdict(run)[name] for run in runs) for name in asdict(runs[0])})
 
 
 def print_table(runs: dict[Arm, list[Burst]], title: str) -> None:
-    """One row for each arm."""
+    """Print one row per arm."""
     table = Table(title=title)
     table.add_column("arm")
     columns = ("before p50 / p99 ms", "during p50 / p99 ms", "factor at p99 (min..max)", "long prompts' mean TTFT s")
@@ -111,7 +114,7 @@ def print_table(runs: dict[Arm, list[Burst]], title: str) -> None:
 
 
 async def compare(arms: Sequence[Arm], setup: Setup, repeats: int, json_file: Path | None) -> None:
-    """All arms in turn, several times."""
+    """Measure all arms in turn, `repeats` times, and print the table after each round."""
     runs: dict[Arm, list[Burst]] = {}
 
     async def once(arm: Arm, _: int) -> None:
@@ -131,7 +134,6 @@ def _write_json(path: Path, runs: dict[Arm, list[Burst]], setup: Setup) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.burst", description=__doc__.split("\n\n")[0])
     default = ("tandem", "tandem-colocated", "openvino", "openvino:64", "openvino:128", "vllm", "vllm:128")
     add_common_flags(parser, default)

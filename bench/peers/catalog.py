@@ -1,4 +1,4 @@
-"""Which engines Tandem is compared with: pinned versions, formats of weights, and where each is installed."""
+"""The engines that Tandem is compared with: pinned versions, weight formats and environments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,9 +14,10 @@ _LLAMACPP_BUILD = (
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What is installed. `leave_out` are requirements of its first package that only pictures and sound need.
+    """Packages of an engine.
 
-    Those are not installed, as their usual builds want a GPU build of torch.
+    `leave_out` are requirements of its first package that only images and audio need. They are not installed, because
+    their usual builds need a GPU build of torch.
     """
 
     requirements: tuple[str, ...]
@@ -26,7 +27,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine as an arm. `formats` names, for each precision it can run, the format its weights are converted to."""
+    """An engine as an arm. `formats` has the weight format to convert to, for each precision that it supports."""
 
     engine: str
     formats: Mapping[str, str]
@@ -57,5 +58,5 @@ PEERS = {
 
 
 def interpreter(envs: Path, engine: str) -> Path:
-    """The Python of an engine's own environment. Not resolved: that would lead out of the environment."""
+    """The Python of the environment of an engine. The path is not resolved, which would leave the environment."""
     return envs.absolute() / engine / "bin" / "python"

@@ -1,11 +1,11 @@
-"""Tandem beside other CPU engines: the same weights, load and cores, in one interleaved run.
+"""Compares Tandem with other CPU engines: the same weights, load and cores, in one interleaved run.
 
-    python -m bench.peers.install openvino vllm      # once: each into an environment of its own
+    python -m bench.peers.install openvino vllm      # once: each engine gets its own environment
     python -m bench.peers.compare --shape 135m --quantize int8 --arms tandem tandem-colocated openvino vllm
 
-Every round starts each arm in turn, alone on the machine, and runs the closed loop of bench.load for each number of
-clients. Medians of the rounds are printed, and how Tandem's throughput relates to the best peer's. bench.peers.arms
-says how arms are written; docs/benchmarking-peers.md says what each runs with, and why that is fair.
+Each round starts every arm in turn, alone on the machine, and runs the closed loop of tandem_cli.load_test.load for
+each number of clients. The table has medians of the rounds, and the throughput of Tandem relative to the best peer.
+bench.peers.arms describes how to write arms; docs/benchmarking-peers.md describes the settings of each engine.
 """
 
 import argparse
@@ -21,22 +21,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.load import Measured, Workload, median_run, percentile, run_closed_loop
 from bench.peers.agreement import print_agreement
 from bench.peers.arms import Arm, Setup, parse_arm, send_through, started
 from bench.peers.rounds import in_turn
+from tandem_cli.load_test.load import Measured, Workload, median_run, percentile, run_closed_loop
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One closed loop, and the CPU time of all processes of the arm meanwhile."""
+    """One closed loop, and the CPU time that all processes of the arm used."""
 
     measured: Measured
     cpu_s: float
 
     @property
     def cpu_ms_per_token(self) -> float:
-        """Prefill included. It hardly depends on what else the machine does."""
+        """CPU milliseconds per generated token, prefill included. Other load on the machine hardly affects it."""
         return 1000 * self.cpu_s / self.measured.num_tokens
 
 
@@ -45,14 +45,14 @@ Runs = dict[tuple[Arm, int], list[Run]]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent, for each number of clients."""
+    """The load, which is sent with each number of clients."""
 
     clients: tuple[int, ...]
     input_tokens: int
     output_tokens: int
 
     def workload(self, num_clients: int) -> Workload:
-        """Two requests for each client."""
+        """A closed loop with two requests per client."""
         return Workload(num_clients, 2, self.input_tokens, self.output_tokens)
 
 
@@ -73,7 +73,7 @@ class Row:
 
 
 def summarise(arm: Arm, clients: int, runs: Sequence[Run]) -> Row:
-    """A row of the table. Latencies are of the run with the median throughput."""
+    """A row of the table. Latencies are those of the run with the median throughput."""
     middle = median_run([run.measured for run in runs])
     rates = [run.measured.tokens_per_s for run in runs]
     return Row(
@@ -90,19 +90,19 @@ def summarise(arm: Arm, clients: int, runs: Sequence[Run]) -> Row:
     )
 
 
-def best_ratios(rows: Sequence[Row], own: frozenset[str]) -> dict[tuple[str, int], tuple[float, str]]:
-    """For each of our arms and numbers of clients: its throughput over the best peer's, and which peer that is."""
+def best_ratios(rows: Sequence[Row], tandem_arms: frozenset[str]) -> dict[tuple[str, int], tuple[float, str]]:
+    """Throughput relative to the best peer, and the name of that peer, by Tandem arm and number of clients."""
     ratios = {}
     for row in rows:
-        others = [other for other in rows if other.clients == row.clients and other.arm not in own]
-        if row.arm in own and others:
-            best = max(others, key=lambda other: other.tokens_per_s)
+        peers = [peer for peer in rows if peer.clients == row.clients and peer.arm not in tandem_arms]
+        if row.arm in tandem_arms and peers:
+            best = max(peers, key=lambda peer: peer.tokens_per_s)
             ratios[row.arm, row.clients] = (row.tokens_per_s / best.tokens_per_s, best.arm)
     return ratios
 
 
-def print_table(rows: Sequence[Row], own: frozenset[str], title: str) -> None:
-    """All rows by number of clients, then the ratios."""
+def print_table(rows: Sequence[Row], tandem_arms: frozenset[str], title: str) -> None:
+    """Print the rows by number of clients, then the ratios."""
     table = Table(title=title)
     columns = ("clients", "arm", "tokens/s (min..max)", "TTFT p50 ms", "ms per token", "gap p99 ms", "CPU ms per token")
     for column in columns:
@@ -119,12 +119,12 @@ def print_table(rows: Sequence[Row], own: frozenset[str], title: str) -> None:
         )
     console = Console(width=120)
     console.print(table)
-    for (arm, clients), (ratio, best) in best_ratios(rows, own).items():
+    for (arm, clients), (ratio, best) in best_ratios(rows, tandem_arms).items():
         console.print(f"{arm} at {clients} clients: {ratio:.2f} of the best peer ({best})")
 
 
 async def measure(arm: Arm, setup: Setup, load: Load) -> Mapping[int, Run]:
-    """One start of an arm, one closed loop for each number of clients."""
+    """Start an arm and run one closed loop per number of clients."""
     runs: dict[int, Run] = {}
     async with started(arm, setup) as serving:
         for clients in load.clients:
@@ -136,10 +136,10 @@ async def measure(arm: Arm, setup: Setup, load: Load) -> Mapping[int, Run]:
 
 
 async def compare(arms: Sequence[Arm], setup: Setup, load: Load, options: argparse.Namespace) -> None:
-    """All arms in turn, several times."""
+    """Measure all arms in turn, `options.repeats` times, and print the table after each round."""
     runs: Runs = {}
     title = f"{setup.shape}, {options.quantize}, {load.input_tokens} tokens in, {load.output_tokens} out"
-    own = frozenset(arm.label for arm in arms if arm.is_tandem)
+    tandem_arms = frozenset(arm.label for arm in arms if arm.is_tandem)
 
     async def once(arm: Arm, _: int) -> None:
         for clients, run in (await measure(arm, setup, load)).items():
@@ -147,46 +147,47 @@ async def compare(arms: Sequence[Arm], setup: Setup, load: Load, options: argpar
 
     async for _ in in_turn(arms, options.repeats, once):
         rows = [summarise(arm, clients, of_arm) for (arm, clients), of_arm in runs.items()]
-        print_table(rows, own, title)
+        print_table(rows, tandem_arms, title)
         if options.json:
-            _write_json(options.json, rows, own, setup)
+            _write_json(options.json, rows, tandem_arms, setup)
 
 
-def _write_json(path: Path, rows: Sequence[Row], own: frozenset[str], setup: Setup) -> None:
+def _write_json(path: Path, rows: Sequence[Row], tandem_arms: frozenset[str], setup: Setup) -> None:
     ratios = [
         {"arm": arm, "clients": clients, "ratio": ratio, "best_peer": best}
-        for (arm, clients), (ratio, best) in best_ratios(rows, own).items()
+        for (arm, clients), (ratio, best) in best_ratios(rows, tandem_arms).items()
     ]
     shared = {"shape": setup.shape, "precision": setup.precision, "cores": setup.cores}
     path.write_text(json.dumps({**shared, "rows": [asdict(row) for row in rows], "ratios": ratios}, indent=1))
 
 
 def setup_of(options: argparse.Namespace) -> Setup:
-    """What the common flags say; this process, which makes the load, stays on the same cores."""
+    """The setup from the common flags. Also pins this process, the load generator, to the cores of the setup."""
     cores = tuple(options.cores or sorted(os.sched_getaffinity(0)))
     os.sched_setaffinity(0, cores)
     return Setup(options.envs, options.shape, options.quantize, cores)
 
 
 def add_common_flags(parser: argparse.ArgumentParser, default_arms: Sequence[str]) -> None:
-    """Flags of bench.peers.compare and bench.burst."""
+    """Add the flags that all comparisons in bench.peers share."""
     parser.add_argument("--arms", type=parse_arm, nargs="+", default=[parse_arm(arm) for arm in default_arms])
     parser.add_argument("--shape", default="135m")
     parser.add_argument("--quantize", default="none", choices=("none", "bf16", "int8"), help="none is fp32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cores", type=int, nargs="+", help="cores of all processes; default: all allowed")
     parser.add_argument("--envs", type=Path, default=Path(".peers"), help="folder of the peers' environments")
-    parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.compare", description=__doc__.split("\n\n")[0])
     add_common_flags(parser, ("tandem", "tandem-colocated", "openvino", "vllm"))
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--check", action="store_true", help="compare greedy tokens with transformers', not speed")
+    parser.add_argument(
+        "--check", action="store_true", help="compare greedy tokens with those of transformers instead of speed"
+    )
     options = parser.parse_args()
     setup = setup_of(options)
     if options.check:

@@ -1,6 +1,6 @@
 """Turns a checkpoint into CTranslate2's format: python -m bench.peers.convert_ctranslate2 CHECKPOINT TARGET FORMAT.
 
-FORMAT is float32, bfloat16 or int8: the weights'; with int8 the activations are int8 too, as they come.
+FORMAT is the type of the weights: float32, bfloat16 or int8. With int8, activations are quantized to int8 at run time.
 """
 
 import sys

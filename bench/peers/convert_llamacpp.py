@@ -1,7 +1,7 @@
 """Turns a checkpoint into a GGUF file: python -m bench.peers.convert_llamacpp CHECKPOINT TARGET FORMAT.
 
-FORMAT is a type of GGUF such as Q8_0, for all matrices, the embedding included. The vocabulary is one of made-up words:
-prompts and answers are token ids.
+FORMAT is a GGUF type such as Q8_0, for all matrices including the embedding. The vocabulary consists of placeholder
+words, because prompts and answers are token ids.
 """
 
 import json
@@ -15,14 +15,16 @@ from safetensors.numpy import load_file
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows [heads x (2 halves)] in the order of GGUF's rotary embedding, which turns neighbours, not halves."""
+    """Reorder rows [heads x (2 halves)] for the rotary embedding of GGUF, which rotates neighbours instead of
+    halves.
+    """
     rows, columns = weight.shape
     halves = weight.reshape(num_heads, 2, rows // num_heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, columns))
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Hyperparameters and vocabulary."""
+    """Write the hyperparameters and a placeholder vocabulary."""
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -45,7 +47,7 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def convert(checkpoint: Path, target: Path, weights: str) -> None:
-    """Write target/model.gguf."""
+    """Convert the weights and write `target/model.gguf`."""
     config = json.loads((checkpoint / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
@@ -54,9 +56,9 @@ def convert(checkpoint: Path, target: Path, weights: str) -> None:
     describe(writer, config)
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         layer = name.split(".")[-2]
-        kept = interleaved(weight, heads[layer]) if layer in heads else weight
+        matrix = interleaved(weight, heads[layer]) if layer in heads else weight
         kind = gguf.GGMLQuantizationType[weights] if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(kept, kind)
+        data = gguf.quants.quantize(matrix, kind)
         writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

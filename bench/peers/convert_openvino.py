@@ -1,7 +1,7 @@
 """Turns a checkpoint into OpenVINO's format: python -m bench.peers.convert_openvino CHECKPOINT TARGET FORMAT.
 
-FORMAT is fp32, bf16 or int8; int8 is the toolkit's usual weight compression: asymmetric, one
-scale for each output channel.
+FORMAT is fp32, bf16 or int8. int8 is the default weight compression of the toolkit: asymmetric, with one scale per
+output channel.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from optimum.intel import OVConfig
 
 
 def convert(checkpoint: Path, target: Path, weights: str) -> None:
-    """Export through optimum."""
+    """Export the checkpoint with optimum and write the model to `target`."""
     dtype = "bf16" if weights == "bf16" else "fp32"
     main_export(str(checkpoint), str(target), task="text-generation-with-past", ov_config=OVConfig(dtype=dtype))
     if weights == "int8":

@@ -1,7 +1,8 @@
 """Quantises a checkpoint for vLLM: python -m bench.peers.convert_vllm CHECKPOINT TARGET w8a8.
 
-W8A8 in the compressed-tensors format: int8 weights with one scale for each output channel, activations int8 with one
-scale for each token, found while it runs. The tied embedding stays as it is, as everywhere in that format.
+The result is W8A8 in the compressed-tensors format: int8 weights with one scale per output channel, and int8
+activations with one scale per token, computed at run time. The tied embedding stays unquantised, as usual in this
+format.
 """
 
 import json
@@ -15,7 +16,7 @@ from torch import Tensor, int8
 
 
 def quantization(strategy: str, *, dynamic: bool) -> dict[str, Any]:
-    """One side of a linear layer."""
+    """Quantization of the weights or of the activations of linear layers."""
     return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
 
 
@@ -35,7 +36,7 @@ CONFIG = {
 
 
 def quantized(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """A linear layer's weight [out, in] as int8 with scales [out, 1]; any other tensor as it is."""
+    """A linear layer's weight [out, in] as int8 with scales [out, 1]; other tensors unchanged."""
     if not name.endswith("proj.weight"):
         return {name: weight}
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
@@ -43,7 +44,7 @@ def quantized(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def convert(checkpoint: Path, target: Path) -> None:
-    """Write the quantised checkpoint."""
+    """Quantize the weights and write a complete checkpoint to `target`."""
     shutil.copytree(checkpoint, target, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors: dict[str, Tensor] = {}
     for name, weight in load_file(checkpoint / "model.safetensors").items():

@@ -1,4 +1,4 @@
-"""Runs CTranslate2's generator on static batches: it has no continuous batching; see bench.peers.wire."""
+"""Runs the generator of CTranslate2 on static batches, as it has no continuous batching; see bench.peers.wire."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ _COMPUTE = {"none": "float32", "bf16": "bfloat16", "int8": "int8"}
 
 
 class Batches:
-    """Generates one batch at a time. Tokens have names in this engine, so ids are translated to and fro."""
+    """Generates one batch at a time. This engine takes token strings, so ids are converted."""
 
     def __init__(self, wire: Wire, options: Options) -> None:
         self._wire = wire
@@ -25,7 +25,7 @@ class Batches:
         )
 
     def generate(self, batch: list[Request]) -> None:
-        """Until the longest request has all its tokens."""
+        """Generate until the longest request has all of its tokens, and send the tokens to the driver."""
 
         def tell(step: Any) -> bool:
             request = batch[step.batch_id]
@@ -33,11 +33,11 @@ class Batches:
                 self._wire.tokens(request.id, [step.token_id])
             return False
 
-        most = max(request.max_new_tokens for request in batch)
+        max_new_tokens = max(request.max_new_tokens for request in batch)
         self._generator.generate_batch(
             [[self._names[token] for token in request.prompt] for request in batch],
-            max_length=most,
-            min_length=most,
+            max_length=max_new_tokens,
+            min_length=max_new_tokens,
             sampling_topk=1,
             include_prompt_in_result=False,
             callback=tell,

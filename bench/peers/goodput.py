@@ -2,10 +2,10 @@
 
     python -m bench.peers.goodput --quantize int8 --arms tandem tandem-colocated vllm --rates 2 4 6 8 10 12
 
-Requests (512 tokens in, 64 out) arrive at random (Poisson), the same ones at the same times for every arm. An answer is
-good if its first token comes within 2 s and the others within 60 ms each on average; goodput is the highest rate at
-which nine in ten are. An arm that has missed at two rates in a row is not asked for more. Arms are as in
-bench.peers.compare; medians over the rounds.
+Requests (512 tokens in, 64 out) arrive at random (Poisson), with the same requests and times for every arm. An answer
+is good if its first token comes within 2 s, and the others take at most 60 ms each on average. Goodput is the highest
+rate at which nine in ten answers are good. An arm that misses the target at two rates in a row is not measured at
+higher rates. Figures are medians over the rounds. Arms are written as in bench.peers.compare.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.figures import Slo, figures, goodput
-from bench.jobs import Job, Lengths, random_jobs
-from bench.load import LoadGenerator, OnToken, Reply, poisson_arrivals
 from bench.peers.arms import Arm, Serving, Setup, send_through, started
 from bench.peers.compare import add_common_flags, setup_of
 from bench.peers.process import PeerFailed
 from bench.peers.rounds import in_turn
-from bench.records import Failed
-from bench.targets import as_failure
+from tandem_cli.load_test.figures import Slo, figures, goodput
+from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
+from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, poisson_arrivals
+from tandem_cli.load_test.records import Failed
+from tandem_cli.load_test.targets import as_failure
 
 _SLO = Slo()
 _LENGTHS = Lengths(512, 64, 32000)
@@ -37,7 +37,7 @@ Runs = dict[tuple[Arm, float], list[Figures]]
 
 
 async def run_rate(serving: Serving, rate: float, seconds: float, seed: str) -> Figures:
-    """One open loop; figures as docs/benchmarking.md defines them."""
+    """Run one open loop. docs/benchmarking.md defines the figures."""
     send = send_through(serving.stream)
 
     async def target(job: Job, on_token: OnToken) -> Reply:
@@ -55,29 +55,32 @@ async def run_rate(serving: Serving, rate: float, seconds: float, seed: str) -> 
 
 
 async def measure(arm: Arm, setup: Setup, options: argparse.Namespace, repeat: int) -> dict[float, Figures]:
-    """One start of an arm, and all rates up to those that are too much for it."""
-    found: dict[float, Figures] = {}
+    """Start an arm and measure it at all rates, until it misses the target at two rates in a row."""
+    figures_by_rate: dict[float, Figures] = {}
     num_missed = 0
     async with started(arm, setup) as serving:
         for rate in options.rates:
-            found[rate] = await run_rate(serving, rate, options.seconds, f"{repeat}/{rate}")
-            share = found[rate]["slo_share"]
+            figures_by_rate[rate] = await run_rate(serving, rate, options.seconds, f"{repeat}/{rate}")
+            share = figures_by_rate[rate]["slo_share"]
             print(f"  {rate:g} requests/s: {share:.0%} good", file=sys.stderr, flush=True)
             num_missed = num_missed + 1 if share < _SLO.share else 0
             if num_missed == 2:
                 break
-    return found
+    return figures_by_rate
 
 
 def print_table(runs: Runs) -> None:
-    """A row for each arm and rate, and each arm's goodput: by the median share of each rate."""
+    """Print one row per arm and rate, then the goodput of each arm, from the median share at each rate."""
     table = Table(title=f"TTFT <= {_SLO.ttft_ms:g} ms, TPOT <= {_SLO.tpot_ms:g} ms; medians")
     table.add_column("arm")
     for column in ("requests/s", "good", "TTFT p50 / p90 ms", "TPOT p50 / p90 ms", "output tokens/s"):
         table.add_column(column, justify="right")
     points: dict[str, list[tuple[float, float]]] = {}
     for (arm, rate), rounds in runs.items():
-        middle = {name: statistics.median(each.get(name, 0.0) for each in rounds) for name in rounds[0]}
+        middle = {
+            name: statistics.median(figures_of_round.get(name, 0.0) for figures_of_round in rounds)
+            for name in rounds[0]
+        }
         points.setdefault(arm.label, []).append((rate, middle["slo_share"]))
         times = (f"{middle[f'{name}_p50_ms']:.0f} / {middle[f'{name}_p90_ms']:.0f}" for name in ("ttft", "tpot"))
         table.add_row(
@@ -85,18 +88,18 @@ def print_table(runs: Runs) -> None:
         )
     console = Console(width=120)
     console.print(table)
-    for label, of_arm in points.items():
-        best = goodput(of_arm, _SLO.share)
+    for label, points_of_arm in points.items():
+        best = goodput(points_of_arm, _SLO.share)
         console.print(f"goodput of {label}: {'none' if best is None else f'{best:g} requests/s'}")
 
 
 async def compare(arms: Sequence[Arm], setup: Setup, options: argparse.Namespace) -> None:
-    """All arms in turn, several times."""
+    """Measure all arms in turn, `options.repeats` times, and print the table after each round."""
     runs: Runs = {}
 
     async def once(arm: Arm, repeat: int) -> None:
-        for rate, found in (await measure(arm, setup, options, repeat)).items():
-            runs.setdefault((arm, rate), []).append(found)
+        for rate, figures_at_rate in (await measure(arm, setup, options, repeat)).items():
+            runs.setdefault((arm, rate), []).append(figures_at_rate)
 
     async for _ in in_turn(arms, options.repeats, once):
         print_table(runs)
@@ -111,11 +114,10 @@ def _write_json(path: Path, runs: Runs, setup: Setup) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.goodput", description=__doc__.split("\n\n")[0])
     add_common_flags(parser, ("tandem", "tandem-colocated", "openvino:512", "vllm"))
     parser.add_argument("--rates", type=float, nargs="+", default=[2, 4, 6, 8, 10, 12])
-    parser.add_argument("--seconds", type=float, default=10.0, help="of arrivals at each rate")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of arrivals at each rate")
     options = parser.parse_args()
     if min(*options.rates, options.seconds) <= 0:
         parser.error("rates and seconds must be more than 0")

@@ -1,7 +1,7 @@
-"""Makes an environment for each engine named: python -m bench.peers.install openvino vllm [--envs .peers].
+"""Creates an environment per engine: python -m bench.peers.install openvino vllm [--envs .peers].
 
-Environments are apart from Tandem's own and from each other. torch is the CPU build everywhere, so pip must know an
-index that has it. llamacpp is compiled here, for this very CPU: it needs cmake, a C++ compiler and some patience.
+Environments are separate from Tandem and from each other. All use the CPU build of torch, so pip needs an index that
+has it. llamacpp is compiled for this CPU, which needs cmake and a C++ compiler, and takes a while.
 """
 
 import argparse
@@ -22,8 +22,8 @@ print(json.dumps(requires(sys.argv[1]) or []))
 """
 
 
-def wanted(requirements: Sequence[str], leave_out: Sequence[str]) -> list[str]:
-    """A package's requirements without those of its extras and without those to be left out."""
+def select_requirements(requirements: Sequence[str], leave_out: Sequence[str]) -> list[str]:
+    """The requirements of a package, without those of its extras and without those in `leave_out`."""
     return [
         requirement
         for requirement in requirements
@@ -32,7 +32,9 @@ def wanted(requirements: Sequence[str], leave_out: Sequence[str]) -> list[str]:
 
 
 def install(name: str, engine: Engine, envs: Path) -> None:
-    """Everything pinned; a package that has requirements to leave out is installed on its own first."""
+    """Install the pinned packages of an engine. With `leave_out`, its first package is installed without
+    dependencies.
+    """
     python = interpreter(envs, name)
     venv.create(envs / name, with_pip=True)
     _run(python, "-m", "pip", "install", "-q", "--upgrade", "pip")
@@ -43,8 +45,8 @@ def install(name: str, engine: Engine, envs: Path) -> None:
         listed = subprocess.run(
             [str(python), "-c", _REQUIRED, first.partition("==")[0]], check=True, capture_output=True, text=True
         )
-        rest = wanted(json.loads(listed.stdout), engine.leave_out)
-        _run(python, "-m", "pip", "install", *rest, *engine.requirements[1:])
+        requirements = select_requirements(json.loads(listed.stdout), engine.leave_out)
+        _run(python, "-m", "pip", "install", *requirements, *engine.requirements[1:])
     else:
         _run(python, "-m", "pip", "install", *engine.requirements, environ=environ)
 
@@ -54,7 +56,6 @@ def _run(*line: str | Path, environ: dict[str, str] | None = None) -> None:
 
 
 def main() -> None:
-    """Install those named."""
     parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__.split("\n\n")[0])
     parser.add_argument("engines", nargs="+", choices=sorted(ENGINES))
     parser.add_argument("--envs", type=Path, default=Path(".peers"))

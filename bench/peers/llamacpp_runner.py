@@ -1,4 +1,4 @@
-"""Runs llama.cpp's server with parallel slots and talks to it over HTTP; see bench.peers.wire."""
+"""Runs the server of llama.cpp with parallel slots, and sends requests to it over HTTP; see bench.peers.wire."""
 
 import http.client
 import json
@@ -18,7 +18,7 @@ _HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """A port that no process listens on."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         port: int = probe.getsockname()[1]
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(options: Options) -> Iterator[int]:
-    """The server's port, once it is healthy."""
+    """Run the server and yield its port when it is healthy."""
     port = free_port()
     flags = {
         "--model": options.model / "model.gguf",
@@ -59,7 +59,7 @@ def server(options: Options) -> Iterator[int]:
 
 
 def healthy(port: int) -> bool:
-    """Whether the model is loaded."""
+    """Whether the server has loaded the model."""
     try:
         connection = http.client.HTTPConnection(_HOST, port, timeout=5)
         connection.request("GET", "/health")
@@ -69,7 +69,7 @@ def healthy(port: int) -> bool:
 
 
 def answer(wire: Wire, port: int, request: Request) -> None:
-    """Stream one completion."""
+    """Stream one completion from the server to the driver."""
     body = {
         "prompt": request.prompt,
         "n_predict": request.max_new_tokens,
@@ -95,7 +95,7 @@ def answer(wire: Wire, port: int, request: Request) -> None:
 
 
 def main() -> None:
-    """Until the driver closes stdin."""
+    """Serve requests until the driver closes stdin."""
     wire, options = Wire(), parse_options()
     with server(options) as port:
         wire.ready()

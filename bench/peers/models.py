@@ -1,4 +1,4 @@
-"""Models for all arms: one checkpoint for each shape, and what is converted from it for a peer, kept in a folder."""
+"""Models for all arms: one checkpoint per shape, and its conversions for peers, cached in a folder."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ from bench.peers.catalog import AS_IT_IS, Peer, interpreter
 
 
 def checkpoint_of(shape: str, envs: Path) -> Path:
-    """The folder that Tandem serves and that all conversions start from."""
+    """The folder of the checkpoint, which Tandem serves and all conversions start from. Written on first use."""
     folder = envs / "models" / shape
     if not (folder / "model.safetensors").exists():
         from bench.peers.checkpoint import (
@@ -20,7 +20,7 @@ def checkpoint_of(shape: str, envs: Path) -> Path:
 
 
 def model_for(peer: Peer, shape: str, precision: str, envs: Path) -> Path:
-    """What a peer's runner loads; converted on first use."""
+    """The model folder for the runner of a peer, converted on first use. Exits for an unsupported precision."""
     if precision not in peer.formats:
         raise SystemExit(f"{peer.engine} has no {precision} arm, but {', '.join(peer.formats)}")
     source = checkpoint_of(shape, envs)
@@ -34,7 +34,7 @@ def model_for(peer: Peer, shape: str, precision: str, envs: Path) -> Path:
 
 
 def _convert(engine: str, python: Path, source: Path, target: Path) -> None:
-    """Under another name until it is whole, so that an interrupted conversion is not taken for one."""
+    """Convert to a temporary name and rename at the end, so that no incomplete conversion remains under the name."""
     partial = target.parent / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     module = f"bench.peers.convert_{engine}"

@@ -12,7 +12,9 @@ _BLOCK_TOKENS = 32  # fixed for CPU
 
 
 def pipeline(options: Options) -> Any:
-    """Continuous batching with prompts split over steps. fp32 means fp32: the default on CPUs with AMX is bf16."""
+    """A pipeline with continuous batching and chunked prefill. fp32 is set explicitly: CPUs with AMX default to
+    bf16.
+    """
     scheduler = genai.SchedulerConfig()
     scheduler.max_num_seqs = options.max_seqs
     scheduler.num_kv_blocks = options.kv_tokens // _BLOCK_TOKENS
@@ -28,7 +30,7 @@ def pipeline(options: Options) -> Any:
 
 
 class Runner:
-    """Adds what arrives between steps and says what each step brought."""
+    """Adds new requests between steps, and sends the tokens of each step to the driver."""
 
     def __init__(self, wire: Wire, options: Options) -> None:
         self._wire = wire
@@ -36,7 +38,7 @@ class Runner:
         self._running: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Until the driver closes stdin."""
+        """Serve requests until the driver closes stdin."""
         self._wire.ready()
         while True:
             for request in self._wire.arrived(wait_s=0.0 if self._running else None):

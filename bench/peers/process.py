@@ -1,4 +1,4 @@
-"""The driver's side of the protocol of bench.peers.wire: one runner as a child process."""
+"""The driver's side of the protocol in bench.peers.wire: one runner as a child process."""
 
 import asyncio
 import itertools
@@ -18,12 +18,12 @@ _STOPPING_S = 20.0
 
 
 class PeerFailed(Exception):
-    """A runner did not start, died, broke the protocol or hangs; the message ends with what it wrote to stderr."""
+    """A runner did not start, died, violated the protocol or hangs. The message ends with the end of its stderr."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How to start a runner, and the cores for all its threads."""
+    """The command line of a runner, and the cores for all its threads."""
 
     name: str
     line: tuple[str, ...]
@@ -31,7 +31,7 @@ class Command:
 
 
 class PeerProcess:
-    """A runner that is ready. Streams run at the same time; all fail with PeerFailed when it dies."""
+    """A running runner. Streams run concurrently; all of them raise PeerFailed when the runner dies."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
         self._name = name
@@ -44,11 +44,11 @@ class PeerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the runner; it may have children."""
+        """The process id of the runner, which may have child processes."""
         return self._process.pid
 
     async def wait_ready(self) -> None:
-        """Until the engine is loaded."""
+        """Wait until the engine is loaded. Raises PeerFailed."""
         try:
             message = await asyncio.wait_for(self._read(), _LOADING_S)
         except TimeoutError:
@@ -58,7 +58,7 @@ class PeerProcess:
         self._reading = asyncio.create_task(self._dispatch())
 
     async def stream(self, prompt: Sequence[int], max_new_tokens: int) -> AsyncIterator[list[int]]:
-        """Run one request; new tokens as they come."""
+        """Run one request and yield new tokens. Raises PeerFailed."""
         if self._failure is not None:
             raise self._failure
         request_id = next(self._ids)
@@ -71,7 +71,7 @@ class PeerProcess:
             del self._streams[request_id]
 
     async def stop(self) -> None:
-        """Close stdin, which ends a runner; kill it if it does not."""
+        """Close stdin, which stops the runner; kill it after a time limit."""
         if self._reading is not None:
             self._reading.cancel()
         assert self._process.stdin is not None
@@ -118,15 +118,15 @@ class PeerProcess:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    def _failed(self, what: str) -> PeerFailed:
+    def _failed(self, problem: str) -> PeerFailed:
         self._errors.seek(0)
         last_lines = self._errors.read().decode(errors="replace").strip().splitlines()[-12:]
-        return PeerFailed("\n".join([f"{self._name} {what}", *last_lines]))
+        return PeerFailed("\n".join([f"{self._name} {problem}", *last_lines]))
 
 
 @asynccontextmanager
 async def running(command: Command) -> AsyncIterator[PeerProcess]:
-    """A runner, from loaded to stopped."""
+    """Start a runner, wait until it is ready, and stop it at the end."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
             *command.line,

@@ -1,15 +1,17 @@
-"""For engines without continuous batching: whatever waits forms a batch; what arrives meanwhile waits for the next."""
+"""Static batches for engines without continuous batching: waiting requests form a batch, later ones wait for
+the next.
+"""
 
 import time
 from collections.abc import Callable
 
 from bench.peers.wire import Request, Wire
 
-_GATHER_S = 0.01  # requests sent at the same moment come within this
+_GATHER_S = 0.01  # requests that are sent together arrive within this time
 
 
 def serve(wire: Wire, max_seqs: int, generate: Callable[[list[Request]], None]) -> None:
-    """Until the driver closes stdin. `generate` says all tokens of a batch over the wire."""
+    """Serve requests until the driver closes stdin. `generate` sends all tokens of a batch to the driver."""
     wire.ready()
     waiting: list[Request] = []
     while True:

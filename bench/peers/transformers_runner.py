@@ -1,4 +1,4 @@
-"""Runs transformers' generate on static batches of what waits; see bench.peers.wire."""
+"""Runs `generate` of transformers on static batches of waiting requests; see bench.peers.wire."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ class Batches:
 
     @torch.inference_mode()
     def generate(self, batch: list[Request]) -> None:
-        """Until the longest request has all its tokens."""
+        """Generate until the longest request has all of its tokens, and send the tokens to the driver."""
         longest = max(len(request.prompt) for request in batch)
         pads = [longest - len(request.prompt) for request in batch]
         prompts = torch.tensor([[0] * pad + request.prompt for pad, request in zip(pads, batch, strict=True)])
         mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
 
         def tell(tokens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            """Called after each step, as a criterion for stopping."""
+            """Send the tokens of a step. Called after each step as a stopping criterion that never stops."""
             num_new = tokens.shape[1] - longest
             for request, token in zip(batch, tokens[:, -1].tolist(), strict=True):
                 if num_new <= request.max_new_tokens:

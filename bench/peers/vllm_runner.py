@@ -1,4 +1,4 @@
-"""Runs vLLM's engine in this process, without server or engine core process: the least overhead it can have."""
+"""Runs the engine of vLLM in this process, without server and engine-core process, for the least overhead."""
 
 import ctypes.util
 import os
@@ -9,9 +9,9 @@ from bench.peers.wire import Options, Request, Wire, parse_options
 
 
 def restart_with_environment(options: Options) -> None:
-    """Replace this process by one with what vLLM gives its workers, which is too late once libraries are loaded.
+    """Replace this process by one with the environment that vLLM gives its workers, before libraries are loaded.
 
-    Intel's OpenMP with a thread bound to each core (its usual choice would keep a core free), and tcmalloc where the
+    This sets Intel's OpenMP with one thread bound to each core (by default it keeps a core free), and tcmalloc if the
     system has it.
     """
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[: options.threads])
@@ -32,7 +32,7 @@ def restart_with_environment(options: Options) -> None:
 
 
 def engine(options: Options) -> Any:
-    """Imported here, as it takes long and prints."""
+    """Create the engine. vLLM is imported here, because the import is slow and prints."""
     from vllm import EngineArgs, LLMEngine
 
     own_budget = {"max_num_batched_tokens": options.budget} if options.budget else {}
@@ -52,14 +52,14 @@ def engine(options: Options) -> Any:
 
 
 class Runner:
-    """Adds what arrives between steps and says what each step brought."""
+    """Adds new requests between steps, and sends the tokens of each step to the driver."""
 
     def __init__(self, wire: Wire, options: Options) -> None:
         self._wire = wire
         self._engine = engine(options)
 
     def run(self) -> None:
-        """Until the driver closes stdin."""
+        """Serve requests until the driver closes stdin."""
         self._wire.ready()
         while True:
             for request in self._wire.arrived(wait_s=0.0 if self._engine.has_unfinished_requests() else None):

@@ -1,8 +1,8 @@
-"""The runner's side of the protocol, for every peer's own environment: needs the standard library only.
+"""The runner's side of the protocol. Needs only the standard library, as it runs in the environment of each peer.
 
-Lines of JSON. To the runner: {"id": 1, "prompt": [5, 9], "max_new_tokens": 2}; the end of stdin ends it.
-From it: {"ready": true}, then {"id": 1, "tokens": [7]} as tokens come and {"id": 1, "done": true} after the last.
-Requests are greedy and end of sequence is ignored, so each gets exactly max_new_tokens.
+Messages are lines of JSON. To the runner: {"id": 1, "prompt": [5, 9], "max_new_tokens": 2}; end of file stops it.
+From the runner: {"ready": true}, then {"id": 1, "tokens": [7]} for new tokens and {"id": 1, "done": true} at the end.
+Decoding is greedy and ignores the end of sequence, so each request gets exactly max_new_tokens tokens.
 """
 
 import argparse
@@ -26,7 +26,9 @@ class Request:
 
 
 class Wire:
-    """Requests in, tokens out. Made before the engine, so that what engines print cannot garble the protocol."""
+    """Receives requests and sends tokens. Create it before the engine: it redirects stdout, so that output of the
+    engine cannot corrupt the protocol.
+    """
 
     def __init__(self) -> None:
         self._output = os.fdopen(os.dup(1), "w", buffering=1)
@@ -35,31 +37,31 @@ class Wire:
         self._lock = threading.Lock()
 
     def ready(self) -> None:
-        """The engine is loaded: requests may come."""
+        """Tell the driver that the engine is loaded, and start to read requests."""
         threading.Thread(target=self._read, daemon=True).start()
         self._say({"ready": True})
 
     def arrived(self, *, wait_s: float | None = 0.0) -> list[Request]:
-        """Requests since the last call. With none there it waits so long for one; None: as long as it takes.
+        """Requests since the last call. If there is none, wait up to `wait_s` for one; None waits without limit.
 
         Raises SystemExit when the driver has closed stdin.
         """
-        found: list[Request] = []
+        requests: list[Request] = []
         try:
             request = self._requests.get(wait_s != 0.0, wait_s)
             while request is not None:
-                found.append(request)
+                requests.append(request)
                 request = self._requests.get_nowait()
         except queue.Empty:
-            return found
+            return requests
         sys.exit(0)
 
     def tokens(self, request_id: int, tokens: Sequence[int]) -> None:
-        """New tokens of a request."""
+        """Send new tokens of a request."""
         self._say({"id": request_id, "tokens": list(tokens)})
 
     def done(self, request_id: int) -> None:
-        """A request has all its tokens."""
+        """Tell the driver that a request has all its tokens."""
         self._say({"id": request_id, "done": True})
 
     def _say(self, message: dict[str, object]) -> None:
@@ -74,7 +76,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every runner is told. `precision` is none (fp32), bf16 or int8; `budget` 0 is the peer's own choice."""
+    """Options of every runner. `precision` is none (fp32), bf16 or int8; `budget` 0 means the default of the peer."""
 
     model: Path
     precision: str

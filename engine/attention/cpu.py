@@ -1,22 +1,59 @@
-"""Attention of the eager decoder on CPU: the compiled loops of `engine/cpu/attention.py`, layer by layer."""
+"""Attention of the eager decoder on CPU: the compiled kernels of `engine/kernels/cpu/attention.py`, layer by layer.
+
+It also has the adapters from the engine's types to those of the kernels, which `CompiledDecoder` uses, too.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.attention.metadata import ForwardMetadata, one_token
-from engine.cpu.attention import Attending, Queries, attend
-from engine.cpu.batch import NO_WINDOW, Batch, head_shape
-from engine.cpu.buffers import Buffers
-from engine.cpu.chunk_head import TILE_ROWS
-from engine.cpu.rows import write_tokens
+from engine.kernels.cpu.arguments import Floats, Share
+from engine.kernels.cpu.attention import attend
+from engine.kernels.cpu.batch import NO_WINDOW, Attending, Batch, HeadShape, Queries
+from engine.kernels.cpu.buffers import Buffers
+from engine.kernels.cpu.constants import KEYS, LOG2_E, QUERY_TILE_ROWS
+from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
+
+_NOTHING: Floats = np.empty((0, 0), np.float32)
+
+
+def kernel_batch(metadata: ForwardMetadata, block_size: int, rotation: tuple[Tensor, Tensor] | None = None) -> Batch:
+    """The kernels' view of a step's metadata. rotation: cosines and sines from `RotaryEmbedding.cos_sin`."""
+    starts = metadata.block_tables.numpy().astype(np.int64) * block_size
+    segments = starts[:, :, None] + np.arange(0, block_size, KEYS)
+    cos, sin = (_NOTHING, _NOTHING) if rotation is None else (factors[:, 0].numpy() for factors in rotation)
+    return Batch(
+        slots=metadata.slot_mapping.numpy(),
+        segments=segments.reshape(len(segments), -1),
+        context_lens=metadata.context_lens.numpy(),
+        prompt_lens=metadata.prompt_lens.numpy(),
+        query_starts=metadata.query_starts.numpy(),
+        cos=cos,
+        sin=sin,
+    )
+
+
+def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
+    """The kernels' view of a shape. layer_cache: [2, num_blocks, block_size, num_kv_heads, elements of a row]."""
+    _, num_blocks, block_size, _, row = layer_cache.shape
+    return HeadShape(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        row_bytes=row * layer_cache.element_size(),
+        block_size=block_size,
+        num_slots=num_blocks * block_size,
+        scale=np.float32(shape.scale * LOG2_E),
+    )
 
 
 class CpuAttention:
-    """fp32 queries over a cache in fp32, fp16 or int8. Threads share the heads; the loops do not hold the GIL."""
+    """fp32 queries over a cache in fp32, fp16 or int8. Threads share out the heads; the kernels release the GIL."""
 
     name = "cpu"
 
@@ -27,13 +64,12 @@ class CpuAttention:
         self._buffers = [Buffers() for _ in range(num_threads)]
 
     def compile(self, layer_cache: Tensor) -> None:
-        """Compile now, for a cache that nobody uses yet, rather than while the first request waits."""
+        """Compile the kernels for this kind of cache, so that the first request need not wait. Writes to the cache."""
         queries = torch.zeros(1, self._shape.num_heads, self._shape.head_dim)
         keys = torch.zeros(1, self._shape.num_kv_heads, self._shape.head_dim)
         self.attend(queries, keys, keys, layer_cache, None, one_token())
 
     def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-        """See AttentionBackend.write."""
         shape, cache = head_shape(self._shape, layer_cache), elements(layer_cache)
         write_tokens(keys.contiguous().numpy(), values.contiguous().numpy(), slot_mapping.numpy(), cache, shape)
 
@@ -46,23 +82,22 @@ class CpuAttention:
         window: int | None,
         metadata: ForwardMetadata,
     ) -> Tensor:
-        """See AttentionBackend.attend."""
         shape, cache = head_shape(self._shape, layer_cache), elements(layer_cache)
         self.write(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape)
         rows, step = queries.shape[0], shape.num_heads * shape.head_dim
-        padded = self._buffers[0].get("queries", (rows + TILE_ROWS) * step)
+        padded = self._buffers[0].get("queries", (rows + QUERY_TILE_ROWS) * step)
         padded[: rows * step] = queries.reshape(-1).numpy()
         flat = Queries(padded, step, out.view(-1).numpy())
-        batch = Batch.of(metadata, shape.block_size)
-        seen = NO_WINDOW if window is None else window
-        work = [Attending(flat, shape, batch, buffers.attention(shape, metadata)) for buffers in self._buffers]
+        batch = kernel_batch(metadata, shape.block_size)
+        visible = NO_WINDOW if window is None else window
+        work = [Attending(flat, shape, batch, buffers.attention(shape, batch)) for buffers in self._buffers]
         if self._threads is None:
-            attend(work[0], cache, 0, seen, (0, 1))
+            attend(work[0], cache, 0, visible, Share(0, 1))
             return out
         running = [
-            self._threads.submit(attend, own, cache, 0, seen, (thread, self._num_threads))
-            for thread, own in enumerate(work)
+            self._threads.submit(attend, attending, cache, 0, visible, Share(thread, self._num_threads))
+            for thread, attending in enumerate(work)
         ]
         for future in running:
             future.result()

@@ -1,4 +1,4 @@
-"""Attention with the flash-attn library, which reads the blocks in place. CUDA, fp16 and bf16 (Dao 2023)."""
+"""FlashAttention: the flash-attn library, which reads the blocks in place. CUDA, fp16 and bf16 (Dao 2023)."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,18 +10,18 @@ from torch import Tensor
 from engine.attention.backend import AttentionShape, write_slots
 from engine.attention.metadata import ForwardMetadata
 
-# FlashAttention 2 reads pages of a multiple of 256 tokens only.
+# FlashAttention 2 requires that the page size is a multiple of 256 tokens.
 PAGE_TOKENS = 256
 MAX_HEAD_DIM = 256
 
 
 def flash_available() -> bool:
-    """True if flash-attn is installed; it is not imported."""
+    """True if flash-attn is installed. Does not import it."""
     return find_spec("flash_attn") is not None
 
 
 class FlashAttention:
-    """One library call for all decodes, one for all chunks."""
+    """Makes one library call for all decodes and one for all chunks."""
 
     name = "flash"
 
@@ -30,7 +30,6 @@ class FlashAttention:
         self._library: Any = import_module("flash_attn")
 
     def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-        """See AttentionBackend.write."""
         write_slots(keys, values, layer_cache, slot_mapping)
 
     def attend(
@@ -42,7 +41,6 @@ class FlashAttention:
         window: int | None,
         metadata: ForwardMetadata,
     ) -> Tensor:
-        """See AttentionBackend.attend."""
         write_slots(keys, values, layer_cache, metadata.slot_mapping)
         span = (-1, -1) if window is None else (window - 1, 0)
         num_decodes = metadata.num_decodes
@@ -83,7 +81,7 @@ class FlashAttention:
         return result
 
     def _scores(self, device: torch.device) -> dict[str, Any]:
-        """What is done to scores, in the library's words."""
+        """The treatment of scores as keyword arguments of the library."""
         shape = self._shape
         slopes = None if shape.alibi is None else torch.tensor(shape.alibi, dtype=torch.float32, device=device)
         return {

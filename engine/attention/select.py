@@ -1,4 +1,4 @@
-"""Which attention backend of the eager decoder fits a device, dtypes and a cache."""
+"""Selection of the eager decoder's attention backend by device, dtype and KV layout."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from engine.attention.backend import AttentionBackend, AttentionShape
 from engine.attention.cpu import CpuAttention
 from engine.attention.flash import MAX_HEAD_DIM, PAGE_TOKENS, FlashAttention, flash_available
 from engine.attention.torch_sdpa import TorchAttention
-from engine.cpu.batch import why_not_paged
+from engine.kernels.cpu.batch import why_not_paged
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlace:
-    """Where a backend is to run: the device, the dtype of queries, and the cache."""
+class AttentionTarget:
+    """The device, the dtype of queries, and the KV layout that a backend must support."""
 
     device: torch.device
     dtype: torch.dtype
@@ -26,26 +26,27 @@ class AttentionPlace:
         return f"{self.device.type} with {self.dtype}, {kv}"
 
 
-def available_backends(shape: AttentionShape, place: AttentionPlace) -> list[str]:
-    """Backends that can run, best first."""
-    names, layout = [], place.layout
-    if (place.device.type, place.dtype) == ("cpu", torch.float32) and shape.is_plain and why_not_paged(layout) is None:
+def available_backends(shape: AttentionShape, target: AttentionTarget) -> list[str]:
+    """Names of the backends that support this shape and target, fastest first."""
+    names, layout = [], target.layout
+    is_cpu_fp32 = (target.device.type, target.dtype) == ("cpu", torch.float32)
+    if is_cpu_fp32 and shape.is_plain and why_not_paged(layout) is None:
         names.append("cpu")
-    same = layout.dtype == str(place.dtype).removeprefix("torch.")
+    same_dtype = layout.dtype == str(target.dtype).removeprefix("torch.")
     paged = layout.block_size % PAGE_TOKENS == 0 and shape.head_dim <= MAX_HEAD_DIM
-    half = place.dtype in (torch.float16, torch.bfloat16)
-    if place.device.type == "cuda" and half and same and paged and flash_available():
+    half = target.dtype in (torch.float16, torch.bfloat16)
+    if target.device.type == "cuda" and half and same_dtype and paged and flash_available():
         names.append("flash")
     return [*names, "torch"] if layout.dtype != "int8" else names
 
 
-def select_backend(shape: AttentionShape, place: AttentionPlace, name: str = "auto") -> AttentionBackend:
-    """The backend called `name`, or the best one; ConfigurationError if that one cannot run here."""
-    names = available_backends(shape, place)
+def select_backend(shape: AttentionShape, target: AttentionTarget, name: str = "auto") -> AttentionBackend:
+    """The backend called `name`, or, with "auto", the fastest one. Raises ConfigurationError if it cannot run here."""
+    names = available_backends(shape, target)
     if not names or (name != "auto" and name not in names):
-        why = why_not_paged(place.layout)
+        why = why_not_paged(target.layout)
         raise ConfigurationError(
-            f"attention backend {name!r} cannot run on {place}; available: {', '.join(names) or 'none'}"
+            f"attention backend {name!r} cannot run on {target}; available: {', '.join(names) or 'none'}"
             + (f" (not cpu: {why})" if why is not None else "")
         )
     chosen = names[0] if name == "auto" else name

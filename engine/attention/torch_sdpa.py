@@ -1,6 +1,6 @@
-"""Attention with torch's own scaled_dot_product_attention, on any device and dtype; context is gathered from blocks.
+"""TorchAttention: torch's scaled_dot_product_attention, on any device and dtype. Context is gathered from blocks.
 
-Soft-capped scores it does not know: these are computed step by step.
+torch's function has no soft cap, so attention with soft-capped scores is computed with separate operations.
 """
 
 import torch
@@ -10,12 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention.backend import AttentionShape, write_slots
 from engine.attention.metadata import Chunk, ForwardMetadata
 
-# A mask never has more elements than this; longer chunks are cut into tiles of queries.
+# Limit on the elements of a mask; longer chunks are split into tiles of queries.
 MAX_MASK_ELEMENTS = 2**24
 
 
 class TorchAttention:
-    """Decodes in one padded batch, each chunk by itself."""
+    """Computes all decodes in one padded batch, and each chunk separately."""
 
     name = "torch"
 
@@ -23,7 +23,6 @@ class TorchAttention:
         self._shape = shape
 
     def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-        """See AttentionBackend.write."""
         write_slots(keys, values, layer_cache, slot_mapping)
 
     def attend(
@@ -35,15 +34,14 @@ class TorchAttention:
         window: int | None,
         metadata: ForwardMetadata,
     ) -> Tensor:
-        """See AttentionBackend.attend."""
         write_slots(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         if metadata.num_decodes:
             out[: metadata.num_decodes] = self._attend_decodes(queries, layer_cache, window, metadata)
         for chunk in metadata.chunks:
             rows = slice(chunk.query_start, chunk.query_end)
-            own = (queries[rows], keys[rows], values[rows])
-            out[rows] = self._attend_chunk(own, layer_cache, window, chunk, metadata)
+            qkv = (queries[rows], keys[rows], values[rows])
+            out[rows] = self._attend_chunk(qkv, layer_cache, window, chunk, metadata)
         return out
 
     def _attend_decodes(
@@ -60,16 +58,16 @@ class TorchAttention:
 
     def _attend_chunk(
         self,
-        own: tuple[Tensor, Tensor, Tensor],
+        qkv: tuple[Tensor, Tensor, Tensor],
         layer_cache: Tensor,
         window: int | None,
         chunk: Chunk,
         metadata: ForwardMetadata,
     ) -> Tensor:
-        """Causal attention of one chunk; `own` are its queries, keys and values -> [num_queries, num_heads, ...]."""
-        queries, keys, values = (heads.transpose(0, 1)[None] for heads in own)  # [1, heads, num_queries, head_dim]
-        whole = chunk.first_position == 0 and (window is None or window >= chunk.context_len)
-        if whole and self._shape.is_plain:
+        """Causal attention of one chunk -> [num_queries, num_heads, head_dim]; `qkv`: its queries, keys, values."""
+        queries, keys, values = (heads.transpose(0, 1)[None] for heads in qkv)  # [1, heads, num_queries, head_dim]
+        sees_all = chunk.first_position == 0 and (window is None or window >= chunk.context_len)
+        if sees_all and self._shape.is_plain:
             return self._weigh(queries, keys, values, None)[0].transpose(0, 1)
         first_key = 0
         if chunk.first_position > 0:
@@ -78,15 +76,15 @@ class TorchAttention:
         tile = max(1, MAX_MASK_ELEMENTS // (keys.shape[2] * (1 if self._shape.is_plain else self._shape.num_heads)))
         outs = []
         for start in range(0, chunk.num_queries, tile):
-            end = min(start + tile, chunk.num_queries)
-            num_keys = chunk.first_position + end - first_key
-            mask = self._chunk_mask(metadata, chunk, (start, end, first_key), window, queries)
-            part = self._weigh(queries[:, :, start:end], keys[:, :, :num_keys], values[:, :, :num_keys], mask)
+            stop = min(start + tile, chunk.num_queries)
+            num_keys = chunk.first_position + stop - first_key
+            mask = self._chunk_mask(metadata, chunk, (start, stop, first_key), window, queries)
+            part = self._weigh(queries[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys], mask)
             outs.append(part[0].transpose(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _weigh(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Values weighted by softmax of scores, all [batch, heads, tokens, head_dim]; without a mask, causal."""
+        """Softmax attention over [batch, heads, tokens, head_dim] tensors; causal if `mask` is None."""
         shape = self._shape
         if mask is None or shape.softcap is None:
             return scaled_dot_product_attention(
@@ -103,7 +101,7 @@ class TorchAttention:
         return (scores + mask).softmax(-1, dtype=torch.float32).to(values.dtype) @ values
 
     def _decode_mask(self, metadata: ForwardMetadata, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive [num_decodes, 1 or num_heads, 1, num_keys]."""
+        """Additive mask [num_decodes, 1 or num_heads, 1, num_keys], cached in the metadata."""
         cache_key = ("decode", window)
         if cache_key not in metadata.masks:
             lens = metadata.context_lens[: metadata.num_decodes, None]
@@ -114,21 +112,23 @@ class TorchAttention:
     def _chunk_mask(
         self, metadata: ForwardMetadata, chunk: Chunk, bounds: tuple[int, int, int], window: int | None, like: Tensor
     ) -> Tensor:
-        """Additive [1 or num_heads, queries, keys] for queries `[start, end)` of a chunk, keys from `first_key` on."""
-        start, end, first_key = bounds
-        whole = end - start == chunk.num_queries
+        """Additive mask [1 or num_heads, queries, keys] of a chunk's queries `[start, stop)` and keys from `first_key`
+        on; `bounds` is (start, stop, first_key). Cached in the metadata if it covers the chunk.
+        """
+        start, stop, first_key = bounds
+        is_complete = stop - start == chunk.num_queries
         cache_key = ("chunk", chunk.row, window)
-        if whole and cache_key in metadata.masks:
+        if is_complete and cache_key in metadata.masks:
             return metadata.masks[cache_key]
-        query_positions = torch.arange(chunk.first_position + start, chunk.first_position + end, device=like.device)
-        key_positions = torch.arange(first_key, chunk.first_position + end, device=like.device)
+        query_positions = torch.arange(chunk.first_position + start, chunk.first_position + stop, device=like.device)
+        key_positions = torch.arange(first_key, chunk.first_position + stop, device=like.device)
         mask = self._mask(query_positions[:, None] - key_positions, window, like.dtype).transpose(0, 1)
-        if whole:
+        if is_complete:
             metadata.masks[cache_key] = mask
         return mask
 
     def _mask(self, distance: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive [queries, 1 or num_heads, keys] for distances [queries, keys] from query to key."""
+        """Additive mask [queries, 1 or num_heads, keys] for distances [queries, keys] from query to key."""
         hidden = distance < 0
         if window is not None:
             hidden |= distance >= window
@@ -142,7 +142,7 @@ class TorchAttention:
 def _gather(
     layer_cache: Tensor, window: int | None, chunk: Chunk, metadata: ForwardMetadata
 ) -> tuple[Tensor, Tensor, int]:
-    """Keys and values [num_kv_heads, num_keys, head_dim] that the chunk can see, and the position of the first."""
+    """Keys and values [num_kv_heads, num_keys, head_dim] visible to the chunk, and the position of the first key."""
     block_size = layer_cache.shape[2]
     first_block = 0 if window is None else max(0, chunk.first_position - window + 1) // block_size
     end_block = -(-chunk.context_len // block_size)

@@ -1,17 +1,19 @@
-"""From a checkpoint's config.json to its facts: what families share, then what this family changes.
+"""Reads a checkpoint's config.json: first the keys that families share, then the differences of the model's family.
 
 Decoder-only models have a ModelConfig, encoder-decoder models an EncoderDecoderConfig.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
+from checkpoint.model_files import read_json
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from engine.models.encoder_decoder.config import ARCHITECTURES, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.facts import ModelConfig, RawConfig
 from engine.models.families import FAMILIES
 from engine.models.families.family import Family
 from engine.models.reading import plain_config
 from mesh.domain.errors import ConfigurationError
-from mesh.model_files import read_json
 
 __all__ = ["AnyConfig", "EncoderDecoderConfig", "ModelConfig", "load_config", "load_decoder_config"]
 
@@ -20,22 +22,36 @@ AnyConfig = ModelConfig | EncoderDecoderConfig
 SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 
 
-def load_config(model_dir: Path) -> AnyConfig:
-    """Read `config.json` of a Hugging Face checkpoint; ConfigurationError if it is absent or not supported."""
-    raw = read_json(Path(model_dir) / "config.json")
+def load_config(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> AnyConfig:
+    """Read `config.json` of a Hugging Face checkpoint. `rope` overrides its rotary positions.
+
+    Raises ConfigurationError if the file is absent, or the model is not supported.
+    """
+    raw = rope.apply(read_json(Path(model_dir) / "config.json"))
     if raw.get("quantization_config"):
         raise ConfigurationError(f"{model_dir}: quantised checkpoints are not supported")
     for architecture in raw.get("architectures") or []:
         if architecture in ARCHITECTURES:
+            _require_rotary(rope, architecture, has_rotary=False)
             return parse_encoder_decoder(raw, architecture)
     name, family = _family_of(raw)
     config = family.facts(plain_config(raw, name), raw)
+    _require_rotary(rope, name, has_rotary=config.positions == "rotary")
+    if rope.base:
+        config = replace(config, rope=replace(config.rope, theta=rope.base))
+    if rope.scaling:
+        config = replace(config, counts_scaled_positions=False)
     _check(config)
     return config
 
 
+def _require_rotary(rope: RopeOverride, architecture: str, *, has_rotary: bool) -> None:
+    if rope and not has_rotary:
+        raise ConfigurationError(f"{architecture} has no rotary positions that rope_scaling or rope_theta could change")
+
+
 def load_decoder_config(model_dir: Path) -> ModelConfig:
-    """`load_config` of a decoder-only model; ConfigurationError for another."""
+    """`load_config` for decoder-only models; raises ConfigurationError for encoder-decoder models."""
     config = load_config(model_dir)
     if isinstance(config, EncoderDecoderConfig):
         raise ConfigurationError(f"{model_dir}: this is for decoder-only models, not for {config.architecture}")

@@ -1,4 +1,4 @@
-"""ModelConfig: the facts of a checkpoint that the decoder needs, whatever its config.json calls them."""
+"""ModelConfig: the configuration of a decoder-only model, independent of its family's key names in config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
     "parallel-shared": ("input_norm",),
     "sandwich": ("input_norm", "attn_out_norm", "post_norm", "mlp_out_norm"),
 }
-"""How a layer's attention and MLP meet the residual, and the norms that takes. Sequential: each is added in turn and
-reads the norm of what is there. Parallel: both read the residual as it came, through norms of their own, or a shared
-one. Sandwich: sequential, with a norm also of what is added."""
+"""Kinds of layers, and their norms. Sequential: attention, then MLP, each reads the normed residual and is added to it.
+Parallel: both read the layer's input, through separate norms or a shared one. Sandwich: sequential, and the outputs of
+attention and MLP are normed, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the MLP: each token goes to the `top_k` of `num_experts` that its router likes.
+    """A mixture of experts in place of the MLP: the router sends each token to `top_k` of `num_experts` experts.
 
-    `normalised`: the chosen experts' weights add up to 1. `shared_size`: inner width of an expert that sees every
-    token, 0 without; `shared_gate`: how much it counts is learned. `layers` says which layers have experts; the others
-    have the MLP.
+    `normalised`: the weights of the selected experts add up to 1. `shared_size`: inner width of the expert that
+    processes every token, 0 if there is none; `shared_gate`: a learned gate weights its output. `layers` marks the
+    layers with experts; the others have the MLP.
     """
 
     num_experts: int
@@ -40,8 +40,9 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Facts of a decoder-only model. The defaults are those of the plain decoder, Llama's: RMS norm, rotary positions,
-    gated MLP, no biases. `windows` holds each layer's sliding window in tokens, None for full attention.
+    """Configuration of a decoder-only model. Defaults are Llama's: RMS norm, rotary positions, gated MLP, no biases.
+
+    `windows` holds the sliding window of each layer in tokens, None for full attention.
     """
 
     architecture: str
@@ -71,7 +72,7 @@ class ModelConfig:
     positions: str = "rotary"
     """`rotary`, `learned` (added to the embedding), or `alibi` (a bias of the scores)."""
     window_rope: RopeConfig | None = None
-    """Rotary facts of the layers with a window, where they have others."""
+    """Rotary positions of the layers with a window, if they differ from `rope`."""
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_softcap: float | None = None
@@ -91,30 +92,30 @@ class ModelConfig:
     embed_norm: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0
-    """Factor of what attention and MLP add to the residual."""
+    """Factor of the outputs of attention and MLP."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     counts_scaled_positions: bool = False
-    """max_position_embeddings counts what scaling of rotary positions makes possible, whatever its kind."""
+    """max_position_embeddings already includes the scaling of rotary positions, whatever its kind."""
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, prompt and generated tokens, that the model is meant for."""
+        """Longest sequence, prompt plus generated tokens, that the model supports."""
         if self.positions != "rotary" or self.counts_scaled_positions:
             return self.max_position_embeddings
         return self.rope.max_positions(self.max_position_embeddings)
 
     @property
     def whole_prompts(self) -> bool:
-        """True if a prompt must be computed at once because its tokens see those after them."""
+        """True if a prompt must be computed in one step because its tokens attend to later tokens."""
         return False
 
     @property
     def shareable_prefixes(self) -> bool:
-        """True if equal leading tokens have equal KV whatever follows, as prefix caching requires."""
+        """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
         return self.positions != "rotary" or not self.rope.depends_on_prompt_length
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads

@@ -1,24 +1,29 @@
-"""The identity of a model: two workers may exchange KV only if theirs are equal."""
+"""The model fingerprint: two workers may exchange KV only if their fingerprints are equal."""
 
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
-from engine.checkpoint import StoredTensor, open_checkpoint
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
 from engine.models.config import AnyConfig, load_config
 
-_SAMPLE_BYTES = 64
 
+def fingerprint(
+    model_dir: Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    quantize: str = "none",
+    rope: RopeOverride = NO_ROPE_OVERRIDE,
+) -> str:
+    """Stable hash of the configuration and the weights, independent of how the checkpoint is sharded.
 
-def fingerprint(model_dir: Path, load_format: str = "auto", seed: int = 0, quantize: str = "none") -> str:
-    """Stable hash of the configuration and of the weights; the same however the checkpoint is sharded.
-
-    Of each tensor its name, dtype, shape and a sample from its middle are hashed, so that it costs milliseconds.
+    It covers the name, dtype and shape of each tensor and a sample from its middle, so it takes milliseconds.
     """
-    config = load_config(model_dir)
+    config = load_config(model_dir, rope)
     weights = f"dummy:{seed}".encode() if load_format == "dummy" else _sample(open_checkpoint(model_dir))
     digest = _digest(config, weights)
-    return digest if quantize == "none" else f"{digest}-{quantize}"  # for people who read why two workers differ
+    return digest if quantize == "none" else f"{digest}-{quantize}"  # readable in messages about differing workers
 
 
 def _digest(config: AnyConfig, weights: bytes) -> str:
@@ -30,7 +35,5 @@ def _sample(stored: Mapping[str, StoredTensor]) -> bytes:
     for name in sorted(stored):
         tensor = stored[name]
         digest.update(f"{name}:{tensor.dtype}:{tensor.shape}".encode())
-        with tensor.path.open("rb") as file:
-            file.seek(tensor.offset + max(0, tensor.num_bytes - _SAMPLE_BYTES) // 2)
-            digest.update(file.read(min(_SAMPLE_BYTES, tensor.num_bytes)))
+        digest.update(read_sample(tensor))
     return digest.digest()

@@ -1,4 +1,4 @@
-"""What follows attention in a layer: a gated MLP, a plain one, or a mixture of experts."""
+"""The MLP of a layer: gated, plain, or a mixture of experts."""
 
 from typing import Protocol
 
@@ -12,64 +12,67 @@ from engine.models.ops import LinearLayer, Ops, Rows
 
 
 class Mlp(Protocol):
-    """Plug point of a layer."""
+    """Plug point of a layer: DenseMlp, Experts, SharedExpert."""
+
+    @property
+    def ops(self) -> Ops:
+        """Operations that produce this MLP's input rows."""
+        ...
 
     def __call__(self, x: Rows, /) -> Tensor:
-        """[rows, hidden_size] -> the same shape."""
+        """Compute the MLP: [rows, hidden_size] -> the same shape."""
         ...
 
     def add_to(self, residual: Tensor, x: Rows, /) -> Tensor:
-        """`residual` plus the result; may reuse its memory."""
+        """`residual` plus the MLP of x; may write into `residual`."""
         ...
 
 
 class DenseMlp:
-    """down(activation(gate) * up), or down(activation(up)) if it is not `gated`."""
+    """down(activation(gate) * up), or down(activation(up)) if not `gated`."""
 
-    def __init__(self, up: LinearLayer, down: LinearLayer, activation: Activation, ops: Ops, *, gated: bool) -> None:
+    def __init__(self, up: LinearLayer, down: LinearLayer, activation: Activation, *, gated: bool) -> None:
+        self.ops = up.ops
         self._up = up
         self._down = down
         self._activation = activation
-        self._bend = ops.gated if gated else ops.activated
+        self._bend = down.ops.gated if gated else down.ops.activated
 
     def __call__(self, x: Rows) -> Tensor:
-        """See Mlp."""
         return self._down(self._bend(self._activation, self._up(x)))
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        """See Mlp."""
         return self._down.add_to(residual, self._bend(self._activation, self._up(x)))
 
 
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each row goes through `top_k` of them. The router is never quantised.
+    """A mixture of experts (Shazeer et al. 2017): each row is processed by `top_k` experts. The router is never
+    quantised.
 
-    A row's result does not depend on its batch: experts are taken in order, each with all of its rows.
+    Experts run in order, each with all of its rows, so a row's result does not depend on its batch.
     """
 
-    def __init__(self, config: ExpertsConfig, router: Tensor, experts: list[DenseMlp], ops: Ops) -> None:
+    def __init__(self, config: ExpertsConfig, router: Tensor, experts: list[DenseMlp]) -> None:
+        self.ops = experts[0].ops
         self._config = config
         self._router = router  # [num_experts, hidden_size]
         self._experts = experts
-        self._ops = ops
 
     def __call__(self, x: Rows) -> Tensor:
-        """See Mlp."""
-        values = self._ops.values(x)
+        values = self.ops.values(x)
         weights = self._route(values)  # [rows, num_experts]
         total = torch.zeros_like(values)
         for expert in weights.any(0).nonzero()[:, 0].tolist():
             rows = weights[:, expert].nonzero()[:, 0]
-            result = self._experts[expert](self._ops.rows(values[rows]))
+            result = self._experts[expert](self.ops.rows(values[rows]))
             total.index_add_(0, rows, result * weights[rows, expert, None])
         return total
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        """See Mlp."""
         return residual + self(x)
 
     def _route(self, values: Tensor) -> Tensor:
-        # -> [rows, num_experts], 0 for those not chosen
+        # -> [rows, num_experts], 0 for experts that are not selected
         shares = F.linear(values, self._router).softmax(-1, dtype=torch.float32)
         top = shares.topk(self._config.top_k, -1)
         chosen = top.values
@@ -80,21 +83,19 @@ class Experts:
 
 
 class SharedExpert:
-    """Experts beside one that sees every row; a `gate` [1, hidden_size] says how much it counts for a row."""
+    """Experts plus a shared expert that processes every row; `gate` [1, hidden_size] weights its output per row."""
 
-    def __init__(self, experts: Experts, shared: DenseMlp, gate: Tensor | None, ops: Ops) -> None:
+    def __init__(self, experts: Experts, shared: DenseMlp, gate: Tensor | None) -> None:
+        self.ops = experts.ops
         self._experts = experts
         self._shared = shared
         self._gate = gate
-        self._ops = ops
 
     def __call__(self, x: Rows) -> Tensor:
-        """See Mlp."""
         shared = self._shared(x)
         if self._gate is not None:
-            shared = shared * F.linear(self._ops.values(x), self._gate).sigmoid()
+            shared = shared * F.linear(self.ops.values(x), self._gate).sigmoid()
         return self._experts(x) + shared
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        """See Mlp."""
         return residual + self(x)

@@ -1,7 +1,7 @@
-"""What a decoder computes with: the same steps in floating point or in int8.
+"""The contract between linear layers and the operations before them.
 
-Rows are what linear layers of one kind take: a tensor, or QuantisedRows. What makes rows (a norm, a gate) hands them
-over in that form, so that quantising costs no pass of its own.
+Each scheme has its own type of input rows: a tensor, or QuantisedRows. A linear layer's `ops` produce such rows. They
+fuse quantisation with the preceding norm or activation, so it needs no separate pass over memory.
 """
 
 from typing import Any, Protocol
@@ -14,40 +14,41 @@ Rows = Any
 
 
 class LinearLayer(Protocol):
-    """Plug point: layers.Linear, int8.Int8Linear."""
+    """Plug point of a scheme: layers.Linear, int8.Int8Linear; see linear.py."""
+
+    @property
+    def ops(self) -> "Ops":
+        """Operations that produce this layer's input rows."""
+        ...
 
     def __call__(self, rows: Rows, /) -> Tensor:
-        """[rows, inputs] -> [rows, outputs]."""
+        """Multiply, and add the bias: [rows, inputs] -> [rows, outputs]."""
         ...
 
     def add_to(self, residual: Tensor, rows: Rows, /) -> Tensor:
-        """`residual` [rows, outputs] plus the result; may reuse its memory."""
+        """`residual` [rows, outputs] plus the product; may write into `residual`."""
         ...
 
 
 class Ops(Protocol):
-    """Plug point: layers.FloatOps, int8.Int8Ops."""
-
-    def linear(self, weight: Tensor, bias: Tensor | None) -> LinearLayer:
-        """A linear layer of weight [outputs, inputs]."""
-        ...
+    """Plug point of a scheme: layers.FloatOps, int8.Int8Ops."""
 
     def rows(self, x: Tensor) -> Rows:
-        """x [rows, width] as linear layers take it."""
+        """Convert x [rows, width] to input rows."""
         ...
 
     def values(self, rows: Rows) -> Tensor:
-        """The tensor that rows stand for: the reverse of `rows`."""
+        """Convert input rows back to a tensor [rows, width]: the reverse of `rows`."""
         ...
 
     def norm(self, x: Tensor, norm: Norm) -> Rows:
-        """The norm of x [rows, width]."""
+        """Input rows of the norm of x [rows, width]."""
         ...
 
     def activated(self, activation: Activation, x: Tensor) -> Rows:
-        """activation(x)."""
+        """Input rows of activation(x)."""
         ...
 
     def gated(self, activation: Activation, gate_up: Tensor) -> Rows:
-        """activation(gate) * up, for [rows, 2 * width] that holds both side by side."""
+        """Input rows of activation(gate) * up; `gate_up` [rows, 2 * width] holds gate and up side by side."""
         ...

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make up which parameters of the decoder, and in which order their rows are taken.
+"""Maps the tensors of a checkpoint to the parameters of the decoder: merged matrices, and the order of their rows.
 
-Query, key and value projections become one matrix, and gate and up become one, so that a layer is four matrix
-products. Every layout of a checkpoint is a choice of rows: fused projections, and rotary dimensions paired otherwise
-than ours, come out as one and the same, and the decoder knows nothing of them.
+Query, key and value projections are merged to one matrix, gate and up projections to another, so a layer needs four
+matrix products. Differences in layout, such as fused projections or another pairing of rotary dimensions, are handled
+here by the order of rows; the decoder has one layout only.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,9 @@ RowOrder = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A tensor of the checkpoint and its shape there. `rows` are the rows taken from it, all in order if None; if it is
-    `transposed`, these are columns.
+    """A tensor of the checkpoint with its stored shape.
+
+    `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns.
     """
 
     name: str
@@ -30,14 +31,16 @@ class Source:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the parameter that it fills."""
+        """Number of rows that this source fills in its parameter."""
         return self.shape[-1 if self.transposed else 0] if self.rows is None else len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterSpec:
-    """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`; with `unit_rows`, each row
-    divided by its length.
+    """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`.
+
+    With `unit_rows` each row is divided by its length. Matrices have a `shard_axis`, see LinearParameters. A `wide`
+    parameter stays in fp32 if the model is in fp16.
     """
 
     name: str
@@ -46,28 +49,32 @@ class ParameterSpec:
     factor: float = 1.0
     offset: float = 0.0
     unit_rows: bool = False
+    shard_axis: int | None = None
+    wide: bool = False
 
     @property
     def is_scale(self) -> bool:
-        """True for the weights of norms, which are near 1 rather than near 0."""
+        """True for the weights of norms, which are close to 1 rather than 0."""
         return self.name.endswith("norm")
 
 
 def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
     """Every parameter of the model; a tied output matrix is not listed."""
     names, hidden, vocab = config.tensors, config.hidden_size, config.vocab_size
-    model = _Place(config, "", "")
+    model = _SpecBuilder(config, "", "")
     model.add("embed", (vocab, hidden), [Source(f"{names.embed}.weight", (vocab, hidden))])
     if config.positions == "learned":
-        end = config.max_position_embeddings + names.first_position
-        table = Source(f"{names.positions}.weight", (end, hidden), np.arange(names.first_position, end))
+        num_rows = config.max_position_embeddings + names.first_position
+        table = Source(f"{names.positions}.weight", (num_rows, hidden), np.arange(names.first_position, num_rows))
         model.add("positions", (config.max_position_embeddings, hidden), [table])
     if config.embed_norm:
         model.norm("embed_norm", names.embed_norm)
     model.norm("final_norm", names.final_norm)
     if not config.tied:
         stored = Source(f"{names.lm_head}.weight", (vocab, hidden))
-        model.specs.append(ParameterSpec("lm_head", (vocab, hidden), (stored,), unit_rows=names.unit_lm_head))
+        model.specs.append(
+            ParameterSpec("lm_head", (vocab, hidden), (stored,), unit_rows=names.unit_lm_head, shard_axis=0)
+        )
     if config.lm_head_bias:
         model.add("lm_head_bias", (vocab,), [Source(f"{names.lm_head}.bias", (vocab,))])
     specs = model.specs
@@ -78,48 +85,50 @@ def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
 
 def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     names, experts = config.tensors, config.experts
-    place = _Place(config, f"layers.{layer}.", names.layer.format(layer) + ".")
+    builder = _SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")
     for norm in BLOCKS[config.block]:
-        place.norm(norm, getattr(names, norm))
-    _add_attention(place, config)
+        builder.norm(norm, getattr(names, norm))
+    _add_attention(builder, config)
     if experts is None or not experts.layers[layer]:
-        place.mlp(names.up, names.down, config.intermediate_size)
-        return place.specs
+        builder.mlp(names.up, names.down, config.intermediate_size)
+        return builder.specs
     router = (experts.num_experts, config.hidden_size)
-    place.add("router", router, [Source(f"{place.source}{names.router}.weight", router)])
+    builder.add("router", router, [Source(f"{builder.source}{names.router}.weight", router)])
     for expert in range(experts.num_experts):
-        part = place.inside(f"experts.{expert}.", names.expert.format(expert) + ".")
-        part.mlp(names.expert_up, names.expert_down, experts.intermediate_size)
+        nested = builder.nested(f"experts.{expert}.", names.expert.format(expert) + ".")
+        nested.mlp(names.expert_up, names.expert_down, experts.intermediate_size)
     if experts.shared_size:
-        part = place.inside("shared.", f"{names.shared_expert}.")
-        part.mlp(names.expert_up, names.expert_down, experts.shared_size)
+        nested = builder.nested("shared.", f"{names.shared_expert}.")
+        nested.mlp(names.expert_up, names.expert_down, experts.shared_size)
     if experts.shared_gate:
         gate = (1, config.hidden_size)
-        place.add("shared_gate", gate, [Source(f"{place.source}{names.shared_gate}.weight", gate)])
-    return place.specs
+        builder.add("shared_gate", gate, [Source(f"{builder.source}{names.shared_gate}.weight", gate)])
+    return builder.specs
 
 
-def _add_attention(place: "_Place", config: ModelConfig) -> None:
+def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
     names, head_dim = config.tensors, config.head_dim
     order = np.arange(head_dim)
     if config.positions == "rotary":
         order = np.array(rotary_order(head_dim, config.rope.dim, interleaved=names.interleaved_rotary))
-    parts = [
+    tensors = [
         (name, num_rows, None if np.array_equal(rows, np.arange(num_rows)) else rows)
-        for name, num_rows, rows in _qkv_parts(config, order)
+        for name, num_rows, rows in _qkv_tensors(config, order)
     ]
-    place.linear("qkv", parts, config.hidden_size, has_bias=config.qkv_bias)
+    builder.linear("qkv", tensors, config.hidden_size, has_bias=config.qkv_bias, shard_axis=0)
     if config.qk_norm:
         for which, name in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
-            stored = Source(f"{place.source}{name}.weight", (head_dim,), order)
-            place.add(which, (head_dim,), [stored], offset=names.norm_offset)
-    whole = [(names.o, config.hidden_size, None)]
-    place.linear("o", whole, config.num_heads * head_dim, has_bias=config.o_bias, factor=config.residual_scale)
+            stored = Source(f"{builder.source}{name}.weight", (head_dim,), order)
+            builder.add(which, (head_dim,), [stored], offset=names.norm_offset)
+    o_tensor = [(names.o, config.hidden_size, None)]
+    inputs = config.num_heads * head_dim
+    builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, shard_axis=1, factor=config.residual_scale)
 
 
-def _qkv_parts(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, RowOrder]]:
-    """Tensors with the number of their rows and which are taken, so that all queries come first, then keys, then
-    values; `order` is that of the dimensions of a query or key.
+def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, RowOrder]]:
+    """Name, number of rows and row order of each tensor, so that all queries come first, then keys, then values.
+
+    `order` is the order of the dimensions in the head of a query or key.
     """
     names, heads, kv_heads, head_dim = config.tensors, config.num_heads, config.num_kv_heads, config.head_dim
     if len(names.qkv) == 3:
@@ -143,8 +152,8 @@ def _rows_of_heads(heads: NDArray[np.int64], order: RowOrder) -> RowOrder:
     return rows
 
 
-class _Place:
-    """Collects the parameters of the whole model, a layer or an expert, under the prefixes of ours and of theirs."""
+class _SpecBuilder:
+    """Collects the specs of the model, a layer or an expert; `target` and `source` prefix our and the stored names."""
 
     def __init__(self, config: ModelConfig, target: str, source: str, specs: list[ParameterSpec] | None = None) -> None:
         self.specs: list[ParameterSpec] = [] if specs is None else specs
@@ -152,18 +161,18 @@ class _Place:
         self._config = config
         self._target = target
 
-    def inside(self, target: str, source: str) -> "_Place":
-        """A place within this one."""
-        return _Place(self._config, self._target + target, self.source + source, self.specs)
+    def nested(self, target: str, source: str) -> "_SpecBuilder":
+        """A builder with longer prefixes that adds to the same specs."""
+        return _SpecBuilder(self._config, self._target + target, self.source + source, self.specs)
 
     def add(
         self, name: str, shape: tuple[int, ...], sources: Sequence[Source], factor: float = 1.0, offset: float = 0.0
     ) -> None:
-        """One parameter."""
+        """Add a parameter that is not a matrix."""
         self.specs.append(ParameterSpec(self._target + name, shape, tuple(sources), factor, offset))
 
     def norm(self, name: str, stem: str) -> None:
-        """A norm of the residual."""
+        """Add a norm of the residual, with its bias if any."""
         shape = (self._config.hidden_size,)
         self.add(name, shape, [Source(f"{self.source}{stem}.weight", shape)], offset=self._config.tensors.norm_offset)
         if self._config.norm_bias:
@@ -172,28 +181,31 @@ class _Place:
     def linear(
         self,
         name: str,
-        parts: Sequence[tuple[str, int, RowOrder | None]],
+        tensors: Sequence[tuple[str, int, RowOrder | None]],
         inputs: int,
         *,
         has_bias: bool,
+        shard_axis: int,
         factor: float = 1.0,
     ) -> None:
-        """A projection; `parts`: tensors with the number of their rows and which of these are taken."""
-        transposed, outputs = self._config.tensors.transposed, sum(num_rows for _, num_rows, _ in parts)
+        """Add a projection; `tensors`: name, number of rows and row order of each stored tensor."""
+        transposed, outputs = self._config.tensors.transposed, sum(num_rows for _, num_rows, _ in tensors)
         weights = [
             Source(f"{self.source}{stem}.weight", (inputs, n) if transposed else (n, inputs), rows, transposed)
-            for stem, n, rows in parts
+            for stem, n, rows in tensors
         ]
-        self.add(name, (outputs, inputs), weights, factor)
+        shape = (outputs, inputs)
+        self.specs.append(ParameterSpec(self._target + name, shape, tuple(weights), factor, shard_axis=shard_axis))
         if has_bias:
-            biases = [Source(f"{self.source}{stem}.bias", (n,), rows) for stem, n, rows in parts]
+            biases = [Source(f"{self.source}{stem}.bias", (n,), rows) for stem, n, rows in tensors]
             self.add(f"{name}_bias", (outputs,), biases, factor)
 
     def mlp(self, up: tuple[str, ...], down: str, inner: int) -> None:
-        """An MLP, or one expert."""
+        """Add the projections of an MLP or an expert with inner width `inner`."""
         config = self._config
         outputs = 2 * inner if config.gated else inner
         ups = [(stem, outputs // len(up), None) for stem in up]
-        self.linear("gate_up" if config.gated else "up", ups, config.hidden_size, has_bias=config.mlp_bias)
+        name = "gate_up" if config.gated else "up"
+        self.linear(name, ups, config.hidden_size, has_bias=config.mlp_bias, shard_axis=0)
         downs = [(down, config.hidden_size, None)]
-        self.linear("down", downs, inner, has_bias=config.mlp_bias, factor=config.residual_scale)
+        self.linear("down", downs, inner, has_bias=config.mlp_bias, shard_axis=1, factor=config.residual_scale)

@@ -1,12 +1,12 @@
-"""Reading config.json: the same fact has different keys in different families, and is the same fact."""
+"""Helpers to read config.json, in which families use different keys for the same fact."""
 
 from typing import Any
 
+from checkpoint.model_files import POSITION_KEYS, VOCAB_KEYS
 from engine.models.facts import ModelConfig, RawConfig
 from engine.models.rope_config import parse_rope
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
-from mesh.model_files import POSITION_KEYS, VOCAB_KEYS
 
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 _INNER_SIZE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
@@ -19,12 +19,12 @@ _DEFAULT_POSITIONS = 2048
 
 
 def first_of(raw: RawConfig, keys: tuple[str, ...], default: Any = None) -> Any:
-    """The value of the first of these keys that is there and not null."""
+    """The value of the first of these keys that is present and not null."""
     return next((raw[key] for key in keys if raw.get(key) is not None), default)
 
 
 def integer(raw: RawConfig, *keys: str, default: int | None = None) -> int:
-    """The first of these keys as a positive integer; ConfigurationError if it is none."""
+    """The value of the first present key as a positive integer. Raises ConfigurationError for other values."""
     value = first_of(raw, keys, default)
     if not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"config.json: {keys[0]} must be a positive integer, got {value!r}")
@@ -32,14 +32,14 @@ def integer(raw: RawConfig, *keys: str, default: int | None = None) -> int:
 
 
 def refuse(raw: RawConfig, **unsupported: Any) -> None:
-    """ConfigurationError if config.json has one of these keys with this value."""
+    """Raise ConfigurationError if config.json has one of these keys with the unsupported value."""
     for key, value in unsupported.items():
         if raw.get(key) == value:
             raise ConfigurationError(f"config.json: {key} {value!r} is not supported")
 
 
 def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-    """`window` for the layers that `layer_types` calls sliding; for all where it is absent."""
+    """The window per layer: `window` for layers that `layer_types` marks as sliding, or for all layers without it."""
     types = raw.get("layer_types")
     if types is None:
         return (window,) * num_layers
@@ -47,7 +47,7 @@ def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[
 
 
 def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
-    """What the keys say that families share; all else is the plain decoder's."""
+    """A ModelConfig from the keys that families share; all other fields keep their defaults."""
     num_heads = integer(raw, *_NUM_HEADS)
     hidden_size = integer(raw, *_HIDDEN_SIZE)
     num_layers = integer(raw, *_NUM_LAYERS)
@@ -73,6 +73,6 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
 
 
 def weights_dtype(raw: RawConfig) -> str:
-    """The weights' type, as far as we know it."""
+    """The dtype of the weights, or float32 if config.json names none that is supported."""
     name = raw.get("dtype") or raw.get("torch_dtype")
     return name if name in DTYPE_BYTES else "float32"

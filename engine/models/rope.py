@@ -1,17 +1,17 @@
 """Rotary position embeddings (Su et al. 2021) and their scalings, with the arithmetic of Hugging Face transformers.
 
-Cosines and sines are computed for each step's tokens and shared by all layers; there is no table to outgrow.
+Cosines and sines are computed for the tokens of each step and shared by all layers; there is no precomputed table.
 
-There is one kind of rotation: dimension i of a head turns with i + head_dim / 2. Families that pair neighbours, or
-rotate a part of the head, have their query and key projections reordered when they are loaded, which no score notices
-(`engine.models.rope_config.rotary_order`); dimensions that are not rotated turn with frequency 0.
+There is one kind of rotation: dimension i of a head is paired with i + head_dim / 2. For families that pair neighbours,
+or rotate only a part of the head, the query and key projections are reordered at loading, which does not change scores
+(`engine.models.rope_config.rotary_order`). Dimensions that are not rotated get frequency 0.
 
-Dynamic NTK and LongRoPE make the frequencies depend on the length of the sequence, while cached keys stay rotated as
-they were.
-transformers rotates a whole prompt with the frequencies of the prompt's length, and every later token with those of
-its own length. The same is done here, from facts that neither chunks, nor batches, nor replays change: token p of a
-prompt of n tokens uses length max(n, p + 1). Hence prefixes of prompts of different lengths do not have equal KV
-(`ModelConfig.shareable_prefixes`). transformers also lets one long sequence stretch the next ones; that is not copied.
+With dynamic NTK and LongRoPE the frequencies depend on the length of the sequence, but cached keys keep their rotation.
+transformers rotates a complete prompt with the frequencies of the prompt's length, and every later token with those of
+its own length. This module does the same, independent of chunks, batches and replays: token p of a prompt of n tokens
+uses length max(n, p + 1). So prompts of different lengths do not share KV, even if they have a common prefix
+(`ModelConfig.shareable_prefixes`). In transformers a long sequence also changes the frequencies of later sequences;
+this is not reproduced.
 """
 
 import math
@@ -24,7 +24,7 @@ from engine.models.rope_config import RopeConfig
 
 
 class RotaryEmbedding:
-    """Turns positions into cosines and sines."""
+    """Computes the cosines and sines of positions, for one RopeConfig."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         self._config = config
@@ -43,9 +43,9 @@ class RotaryEmbedding:
         self._scale = F.pad(scale, (0, self._num_still), value=1.0)  # [head_dim / 2]
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors for `rotate`: two tensors [num_tokens, 1, head_dim]; the sine of the first half is negated.
+        """Factors for `rotate`: two tensors [num_tokens, 1, head_dim]; the sines of the first half are negated.
 
-        `positions`, `lengths`: [num_tokens]; lengths matter to dynamic NTK and LongRoPE only (see above).
+        `positions`, `lengths`: [num_tokens]; only dynamic NTK and LongRoPE use the lengths (see above).
         """
         inv_freq = self._inv_freq
         if self._config.kind == "dynamic":
@@ -90,15 +90,15 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
 
 
 def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended (Llama 3.1)."""
+    """Llama 3.1: low frequencies are divided by the factor, high ones unchanged, those in between interpolated."""
     turns = config.original_positions * inv_freq / (2 * math.pi)
     low, high = config.low_freq_factor, config.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * inv_freq / config.factor + kept * inv_freq
+    weight = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - weight) * inv_freq / config.factor + weight * inv_freq
 
 
 def _yarn(config: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """YaRN (Peng et al. 2023): dimensions that turn often are kept, slow ones interpolated."""
+    """YaRN (Peng et al. 2023): fast dimensions are unchanged, slow ones interpolated."""
     half = inv_freq.shape[0]
 
     def dimension_of(num_turns: float) -> float:

@@ -1,11 +1,11 @@
-"""Rotary positions in config.json, in the old spelling (`rope_scaling`) and the new (`rope_parameters`)."""
+"""RopeConfig: rotary positions from config.json, with the old key (`rope_scaling`) or the new (`rope_parameters`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from checkpoint.model_files import stretched_positions
 from mesh.domain.errors import ConfigurationError
-from mesh.model_files import stretched_positions
 
 SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _NEEDED = {
@@ -18,8 +18,8 @@ _NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position facts. `dim` is how many dimensions of a head are rotated, the first ones; `original_positions`
-    the context length the model was first trained with.
+    """Configuration of rotary positions. The first `dim` dimensions of a head are rotated; `original_positions` is the
+    context length of the model's first training.
     """
 
     kind: str
@@ -40,24 +40,27 @@ class RopeConfig:
 
     @property
     def depends_on_prompt_length(self) -> bool:
-        """True if the KV of a token depends on how long its prompt is, so that prefixes cannot be shared."""
+        """True if the KV of a token depends on the length of its prompt, so that prefixes cannot be shared."""
         return self.kind in ("dynamic", "longrope")
 
     def max_positions(self, max_position_embeddings: int) -> int:
-        """Longest sequence the scaling is meant for."""
+        """Longest sequence that the scaling supports."""
         return stretched_positions(self.kind, max_position_embeddings, self.original_positions, self.factor)
 
 
-def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: int) -> RopeConfig:
-    """Read the rotary facts of a config.json; ConfigurationError for kinds that are not supported."""
+def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, dim: int) -> RopeConfig:
+    """Read the rotary positions of a config.json. Raises ConfigurationError for kinds that are not supported.
+
+    `dim`: number of rotated dimensions per head. Only some families take it from config.json, see `rotated_dim`.
+    """
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # its first name
+    kind = "longrope" if kind == "su" else kind  # LongRoPE's former name
     if kind not in SUPPORTED_KINDS:
         raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
-    missing = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
-    if missing:
-        raise ConfigurationError(f"rope type {kind!r} needs {', '.join(missing)} in config.json")
+    missing_keys = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
+    if missing_keys:
+        raise ConfigurationError(f"rope type {kind!r} needs {', '.join(missing_keys)} in config.json")
     original = (
         raw.get("original_max_position_embeddings")
         or scaling.get("original_max_position_embeddings")
@@ -68,7 +71,7 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: i
     return RopeConfig(
         kind=kind,
         theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        dim=_rotated_dim(raw, scaling, head_dim),
+        dim=dim,
         original_positions=max_position_embeddings if kind == "dynamic" else original,
         factor=float(factor),
         low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
@@ -84,14 +87,21 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, head_dim: i
     )
 
 
-def _rotated_dim(raw: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int) -> int:
-    share = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or raw.get("rotary_pct") or 1.0
+def rotated_dim(raw: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
+    """The number of rotated dimensions per head, for families whose config.json has this fact.
+
+    `default` is the fraction of the head without the key. transformers ignores the key for all other families.
+    """
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    share = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or raw.get("rotary_pct") or default
     return int(head_dim * share)
 
 
 def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
-    """Dimensions of a stored head, of which the first `dim` are rotated, in the order in which
-    `engine.models.rope.rotate` pairs them."""
+    """The order of a stored head's dimensions that `engine.models.rope.rotate` expects.
+
+    The first `dim` stored dimensions are rotated; `interleaved` pairs 2i with 2i + 1, else i with i + dim / 2.
+    """
     if interleaved:
         first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
     else:

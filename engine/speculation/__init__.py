@@ -1,8 +1,8 @@
-"""Speculative decoding: guess some tokens ahead, compute them in one step, keep those that were right.
+"""Speculative decoding: draft some tokens ahead, verify them in one step, keep those that were right.
 
 Pure: acceptance, cost, ngram, speculator. Torch: draft_model.
 
-The step samples after every guess as it always does, with the token's own random draw, and what it samples is what is
-emitted; a guess only decides whether what was sampled after it counts. So the tokens are those of plain decoding,
-whatever is guessed, and so are replays (Leviathan et al. 2023, with the target's own draw in place of their coin).
+The step samples at every draft exactly as plain decoding would, with the token's own random draw, and emits the sampled
+tokens. A draft only decides whether the token sampled after it counts. So the output equals that of plain decoding,
+whatever the drafts are, and replays are exact (Leviathan et al. 2023, with the target's own draw instead of a coin).
 """

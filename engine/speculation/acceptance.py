@@ -1,32 +1,34 @@
-"""How often a sequence's guesses are right."""
+"""Acceptance: the share of drafts that are right, per sequence or overall."""
 
 from dataclasses import dataclass
 
-_MEMORY = 0.9
-_IDLE_MEMORY = 0.98
-# Trials that the expectation counts for.
-_BELIEF = 2.0
+_DECAY = 0.9
+_IDLE_DECAY = 0.98
+# Prior: the expected chance counts like this many trials.
+_PRIOR_TRIALS = 2.0
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Share of right guesses, of those whose forerunners were right. Old ones count less, and without new ones the
-    share drifts back to what is expected, so that a sequence that has become predictable is found out.
+    """Counts of drafts that were tried, and of those that were right. A draft after a wrong one is not tried.
+
+    Old trials decay. Without new trials the chance drifts back to the prior, so a sequence that has become predictable
+    gets drafts again.
     """
 
     right: float = 0.0
     tried: float = 0.0
 
     def chance(self, expected: float) -> float:
-        """That the next guess is right, where `expected` is what others' say."""
-        return (self.right + _BELIEF * expected) / (self.tried + _BELIEF)
+        """Probability that the next draft is right, with `expected` as the prior."""
+        return (self.right + _PRIOR_TRIALS * expected) / (self.tried + _PRIOR_TRIALS)
 
     def learn(self, num_right: int, num_drafts: int) -> None:
-        """The first `num_right` guesses were right; what follows a wrong one was not tried."""
-        self.right = self.right * _MEMORY + num_right
-        self.tried = self.tried * _MEMORY + num_right + (num_right < num_drafts)
+        """Count a verified draft of `num_drafts` tokens, of which the first `num_right` were right."""
+        self.right = self.right * _DECAY + num_right
+        self.tried = self.tried * _DECAY + num_right + (num_right < num_drafts)
 
     def idle(self) -> None:
-        """A step without guesses."""
-        self.right *= _IDLE_MEMORY
-        self.tried *= _IDLE_MEMORY
+        """Decay the counts after a step without drafts."""
+        self.right *= _IDLE_DECAY
+        self.tried *= _IDLE_DECAY

@@ -1,22 +1,22 @@
-"""What steps cost, learnt from the steps themselves, and how many guesses are worth that.
+"""Cost model of speculation: fits the time of steps, and decides how many drafts are worth their time.
 
-A step takes a time of its own, for reading the weights, and some more for each token. Where the latter is small,
-guesses are nearly free; in a large batch, or on a slow device, only good ones pay.
+A step has a fixed time, to read the weights, and a time per token. If the time per token is small, drafts are nearly
+free; in a large batch, or on a slow device, only drafts with a high chance pay off.
 """
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Before anything is measured: what 12 tokens add doubles a step.
-_USUAL_SHARE = 1 / 12
-# Weight of that belief, in steps that differ by one token from the usual ones.
-_BELIEF = 4.0
-_MEMORY = 0.99
-# What a guess must gain beyond its cost: some of that, such as a draft model's way through the prompt, is not priced.
+# Prior: 12 extra tokens double the step time.
+_PRIOR_TOKEN_SHARE = 1 / 12
+# Weight of the prior, in steps whose size differs by one token.
+_PRIOR_WEIGHT = 4.0
+_DECAY = 0.99
+# A draft must gain this much more than its cost: some costs, such as the draft model's prefill, are not modelled.
 _MARGIN = 1.15
-# A step that takes this many times what was expected was interrupted, and says less.
-_MOST_SURPRISE = 3.0
+# Times above this multiple of the expected time are clipped: the step was probably interrupted.
+_MAX_OVERRUN = 3.0
 
 
 class StepCost(NamedTuple):
@@ -26,40 +26,41 @@ class StepCost(NamedTuple):
     token_s: float = 0.0
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step with so many tokens."""
+        """Expected time of a step with `num_tokens` tokens."""
         return self.fixed_s + self.token_s * num_tokens
 
 
 class CostFit:
-    """A line through the steps seen lately: least squares, where old steps count less and less."""
+    """Fits a line through the times of recent steps: least squares with exponential decay."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._squares = self._seconds = self._products = 0.0
-        self.cost = StepCost(1.0, _USUAL_SHARE)
-        """In seconds once a step was seen; before that, only its proportions mean something."""
+        self.cost = StepCost(1.0, _PRIOR_TOKEN_SHARE)
+        """In seconds after the first step; before that, only the ratio of its fields is meaningful."""
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` tokens took so long."""
+        """Add the measured time of a step of `num_tokens` tokens."""
         if self._weight:
-            seconds = min(seconds, _MOST_SURPRISE * self.cost.seconds(num_tokens))
-        self._weight = self._weight * _MEMORY + 1
-        self._tokens = self._tokens * _MEMORY + num_tokens
-        self._squares = self._squares * _MEMORY + num_tokens**2
-        self._seconds = self._seconds * _MEMORY + seconds
-        self._products = self._products * _MEMORY + num_tokens * seconds
+            seconds = min(seconds, _MAX_OVERRUN * self.cost.seconds(num_tokens))
+        self._weight = self._weight * _DECAY + 1
+        self._tokens = self._tokens * _DECAY + num_tokens
+        self._squares = self._squares * _DECAY + num_tokens**2
+        self._seconds = self._seconds * _DECAY + seconds
+        self._products = self._products * _DECAY + num_tokens * seconds
         self.cost = self._solve()
 
     def _solve(self) -> StepCost:
-        """Least squares of `seconds`, drawn to the line whose slope is the usual share of its height at 0: that decides
-        alone while all steps had the same number of tokens.
+        """Least squares with a prior towards lines whose slope is the prior share of their intercept.
+
+        The prior alone determines the slope while all steps have the same number of tokens.
         """
-        ff = self._weight + _BELIEF * _USUAL_SHARE**2
-        ft = self._tokens - _BELIEF * _USUAL_SHARE
-        tt = self._squares + _BELIEF
+        ff = self._weight + _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE**2
+        ft = self._tokens - _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE
+        tt = self._squares + _PRIOR_WEIGHT
         determinant = ff * tt - ft * ft
         fixed_s = (tt * self._seconds - ft * self._products) / determinant
         token_s = (ff * self._products - ft * self._seconds) / determinant
-        if fixed_s <= 0 or token_s <= 0:  # noise: no step is free, and no token
+        if fixed_s <= 0 or token_s <= 0:  # noise: neither a step nor a token is free
             mean_s = max(self._seconds / self._weight, 1e-9)
             return StepCost(max(fixed_s, 0.01 * mean_s), max(token_s, 0.001 * mean_s))
         return StepCost(fixed_s, token_s)
@@ -67,39 +68,40 @@ class CostFit:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What a guess costs: a token of the `step` that checks it, and a share of the `round` that makes it."""
+    """The cost of a draft: a token of the `step` that verifies it, and a share of the `round` that produces it."""
 
     step: StepCost
     round: StepCost
 
     @property
-    def guess_s(self) -> float:
-        """Of one guess, where others are made anyway."""
+    def draft_s(self) -> float:
+        """Marginal cost of one more draft in a round that runs anyway."""
         return self.step.token_s + self.round.token_s
 
-    def least_chance(self, num_sequences: int) -> float:
-        """What a first guess must have to be worth its time in a batch of sequences that decode."""
-        return _MARGIN * self.guess_s * num_sequences / self.step.seconds(num_sequences)
+    def min_chance(self, num_sequences: int) -> float:
+        """The acceptance chance above which a first draft pays off in a batch of `num_sequences` decodes."""
+        return _MARGIN * self.draft_s * num_sequences / self.step.seconds(num_sequences)
 
 
-def plan_lengths(chances: Items[float], limits: Items[int], prices: Prices) -> list[int]:
-    """How many guesses each sequence should get, so that the batch gets most tokens a second.
+def plan_lengths(chances: Sequence[float], limits: Sequence[int], prices: Prices) -> list[int]:
+    """The number of drafts of each sequence that maximises the batch's tokens per second.
 
-    chances: that a sequence's next guess is right, if those before it were; limits: most guesses of each. One guess
-    more for a sequence pays as long as its chance is more than what the time it takes is worth.
+    chances: probability, per sequence, that its next draft is right if the drafts before it are. limits: maximum number
+    of drafts per sequence. A further draft pays off while its expected tokens exceed the tokens that the batch would
+    produce in the time of the draft.
     """
     lengths = [0] * len(chances)
-    reached = [1.0] * len(chances)  # chance that all guesses so far are right
+    reached = [1.0] * len(chances)  # chance that all drafts so far are right
     tokens, seconds = float(len(chances)), prices.step.seconds(len(chances))
     for length in range(1, max(limits, default=0) + 1):
-        worth = _MARGIN * prices.guess_s * tokens / seconds
+        worth = _MARGIN * prices.draft_s * tokens / seconds
         chosen = [
             i
             for i, chance in enumerate(chances)
             if lengths[i] == length - 1 and limits[i] >= length and reached[i] * chance > worth
         ]
         gained = sum(reached[i] * chances[i] for i in chosen)
-        spent_s = prices.round.fixed_s + prices.guess_s * len(chosen)
+        spent_s = prices.round.fixed_s + prices.draft_s * len(chosen)
         if gained * seconds <= _MARGIN * spent_s * tokens:
             break
         for i in chosen:

@@ -1,46 +1,48 @@
-"""The contract of what guesses tokens."""
+"""The contract of drafters."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from engine.speculation.cost import StepCost
 
 Drafts = tuple[int, ...]
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on. Plug point: NgramDrafter, DraftModel. Used by the engine's thread only.
+    """Proposes the next tokens of sequences. Plug point: NgramDrafter, DraftModel. Used by the engine's thread only.
 
-    Guesses may be anything: they cost time if they are wrong, never exactness.
+    Drafts may be any tokens: wrong drafts cost time, but never change the output.
     """
 
     def prepare_thread(self) -> None:
-        """Called once by the thread that will draft."""
+        """Called once by the thread that will call `draft`."""
         ...
 
-    def prepare(self, sequence: Sequence) -> "Future[None] | None":
-        """See Runner.prepare."""
+    def prepare(self, sequence: SequenceState) -> "Future[None] | None":
+        """Same contract as Runner.prepare."""
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """See Runner.use_cores."""
+        """Same contract as Runner.use_cores."""
         ...
 
-    def limits(self, sequences: Items[Sequence], most: Items[int]) -> list[int]:
-        """How many tokens it could guess for each sequence now, at most `most`. Called before each `draft`, for the
-        same sequences."""
+    def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
+        """How many tokens it can draft for each sequence now, at most its entry in `max_drafts`.
+
+        Called before each `draft`, for the same sequences.
+        """
         ...
 
-    def draft(self, sequences: Items[Sequence], lengths: Items[int]) -> list[Drafts]:
-        """Guesses for each sequence: as many as `lengths`, or fewer. Blocks for their KV are in the block tables."""
+    def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
+        """Drafts for each sequence, at most its entry in `lengths`. The block tables have blocks for their KV."""
         ...
 
     def round_cost(self) -> StepCost:
-        """What one more guess for a number of sequences costs, in seconds."""
+        """The cost of one more draft token for each of a number of sequences."""
         ...
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for `sequence`; unknown ones are ignored."""
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop all state of `sequence`; unknown sequences are ignored."""
         ...

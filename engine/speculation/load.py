@@ -1,8 +1,10 @@
-"""Composition of a Speculator from what an operator asks for."""
+"""Builds a Speculator and its drafter from settings."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from checkpoint.model_files import read_model_facts
+from checkpoint.rope_override import NO_ROPE_OVERRIDE
 from engine.batch import Runner
 from engine.load import RunnerSettings, kv_layout
 from engine.models.config import load_decoder_config
@@ -12,13 +14,12 @@ from engine.speculation.ngram import NgramDrafter
 from engine.speculation.settings import Speculation
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import ConfigurationError
-from mesh.model_files import read_model_facts
 
 LoadRunner = Callable[[RunnerSettings], Runner]
 
 
 def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
-    """Memory that each KV block of `model` takes in the draft model's cache. ConfigurationError if they do not fit."""
+    """Bytes of a KV block in the draft model's cache; 0 without one. ConfigurationError if the models do not match."""
     settings = _draft_settings(speculation, model)
     return 0 if settings is None else kv_layout(load_decoder_config(settings.model_dir), settings).block_bytes
 
@@ -26,7 +27,7 @@ def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
 def load_speculator(
     speculation: Speculation, model: RunnerSettings, load: LoadRunner, *, max_batch_tokens: int
 ) -> Speculator | None:
-    """None if nothing is guessed. `model`: of the large model, with the number of its blocks."""
+    """Build the speculator; None if speculation is off. `model`: settings of the large model, with `num_blocks` set."""
     if speculation.kind == "none":
         return None
     settings = _draft_settings(speculation, model)
@@ -38,18 +39,18 @@ def load_speculator(
 
 
 def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSettings | None:
-    """How the draft model is loaded beside `model`; None without one."""
+    """Settings of the draft model beside `model`; None without one. ConfigurationError if the models do not match."""
     if speculation.draft_model is None:
         return None
     for model_dir in (model.model_dir, speculation.draft_model):
         load_decoder_config(model_dir)
-    facts, own = read_model_facts(model.model_dir), read_model_facts(speculation.draft_model)
+    facts, draft_facts = read_model_facts(model.model_dir), read_model_facts(speculation.draft_model)
     for name in ("vocab_size", "tokenizer_fingerprint"):
-        theirs, ours = getattr(own, name), getattr(facts, name)
-        if theirs != ours:
+        actual, expected = getattr(draft_facts, name), getattr(facts, name)
+        if actual != expected:
             raise ConfigurationError(
-                f"draft_model {speculation.draft_model} does not fit {model.model_dir}: {name} {theirs}, not {ours}"
+                f"draft_model {speculation.draft_model} does not fit {model.model_dir}: {name} {actual}, not {expected}"
             )
-    if facts.eos_token_ids and not own.eos_token_ids:
+    if facts.eos_token_ids and not draft_facts.eos_token_ids:
         raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
-    return replace(model, model_dir=speculation.draft_model)
+    return replace(model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE)

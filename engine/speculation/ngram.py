@@ -1,99 +1,99 @@
-"""Guesses by looking it up: what followed the last time that the same tokens came (prompt lookup, Saxena 2023)."""
+"""NgramDrafter: drafts what followed an earlier occurrence of the last tokens (prompt lookup, Saxena 2023)."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
-from engine.sequence import Sequence, SequenceKey
+from engine.sequence import SequenceKey, SequenceState
 from engine.speculation.cost import StepCost
 from engine.speculation.drafter import Drafts
 
 _KEY_TOKENS = 3
-"""Tokens that must have come before."""
-_MOST_PLACES = 8
-"""Places that are compared, latest first."""
-_MOST_COMPARED = 16
-"""Tokens before a place that are compared."""
+"""Length of the n-grams in the index."""
+_MAX_CANDIDATES = 8
+"""Earlier occurrences that are compared, latest first."""
+_MAX_COMPARED = 16
+"""Tokens before an occurrence that are compared."""
 
 
 class NgramIndex:
-    """Where each run of _KEY_TOKENS tokens came last in a sequence, and where before that (chains as in LZ77)."""
+    """The last occurrence of each n-gram in a sequence, with a chain to the earlier ones (as in LZ77)."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, ...], int] = {}
-        self._before: list[int] = []  # by the end of a run: the end of the same run before it, or 0
+        self._previous: list[int] = []  # by the stop position of an n-gram: that of its previous occurrence, or 0
 
     def catch_up(self, token_ids: list[int]) -> None:
-        """Index all runs but the last one, which is what will be looked for."""
-        for end in range(len(self._before), len(token_ids)):
-            run = tuple(token_ids[end - _KEY_TOKENS : end]) if end >= _KEY_TOKENS else None
-            self._before.append(self._latest.get(run, 0) if run else 0)
-            if run:
-                self._latest[run] = end
+        """Index all n-grams except the last one, which `find` looks up."""
+        for stop in range(len(self._previous), len(token_ids)):
+            ngram = tuple(token_ids[stop - _KEY_TOKENS : stop]) if stop >= _KEY_TOKENS else None
+            self._previous.append(self._latest.get(ngram, 0) if ngram else 0)
+            if ngram:
+                self._latest[ngram] = stop
 
     def find(self, token_ids: list[int]) -> int:
-        """Position of what followed the run most like the one at the end; 0 if it never came. Call `catch_up` first."""
-        place = self._latest.get(tuple(token_ids[-_KEY_TOKENS:]), 0)
+        """Position after the earlier occurrence with the longest matching context; 0 if there is none.
+
+        Call `catch_up` first.
+        """
+        position = self._latest.get(tuple(token_ids[-_KEY_TOKENS:]), 0)
         best, best_length = 0, 0
-        for _ in range(_MOST_PLACES):
-            if place == 0:
+        for _ in range(_MAX_CANDIDATES):
+            if position == 0:
                 break
-            length = _common(token_ids, place)
+            length = _common(token_ids, position)
             if length > best_length:
-                best, best_length = place, length
-            place = self._before[place]
+                best, best_length = position, length
+            position = self._previous[position]
         return best
 
 
 class NgramDrafter:
-    """Keeps an index for each sequence; a replay builds it from the ids."""
+    """Keeps an index per sequence; a replay rebuilds it from the token ids."""
 
     def __init__(self) -> None:
         self._indices: dict[SequenceKey, NgramIndex] = {}
-        self._found: list[int] = []
+        self._positions: list[int] = []
 
     def prepare_thread(self) -> None:
-        """Any thread will do."""
+        pass
 
-    def prepare(self, sequence: Sequence) -> None:
-        """Nothing is needed."""
+    def prepare(self, sequence: SequenceState) -> None:
+        pass
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """None are needed."""
+        pass
 
-    def limits(self, sequences: Items[Sequence], most: Items[int]) -> list[int]:
-        """See Drafter.limits."""
-        self._found = [self._find(sequence) if limit else 0 for sequence, limit in zip(sequences, most, strict=True)]
-        return [limit if place else 0 for place, limit in zip(self._found, most, strict=True)]
+    def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
+        pairs = list(zip(sequences, max_drafts, strict=True))
+        self._positions = [self._find(sequence) if limit else 0 for sequence, limit in pairs]
+        return [limit if position else 0 for position, limit in zip(self._positions, max_drafts, strict=True)]
 
-    def draft(self, sequences: Items[Sequence], lengths: Items[int]) -> list[Drafts]:
-        """See Drafter.draft."""
+    def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
         return [
-            _continuation(sequence.token_ids, place, length)
-            for sequence, place, length in zip(sequences, self._found, lengths, strict=True)
+            _continuation(sequence.token_ids, position, length)
+            for sequence, position, length in zip(sequences, self._positions, lengths, strict=True)
         ]
 
     def round_cost(self) -> StepCost:
-        """Next to nothing."""
         return StepCost()
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the sequence's index."""
+    def forget(self, sequence: SequenceState) -> None:
         self._indices.pop(sequence.key, None)
 
-    def _find(self, sequence: Sequence) -> int:
+    def _find(self, sequence: SequenceState) -> int:
         index = self._indices.setdefault(sequence.key, NgramIndex())
         index.catch_up(sequence.token_ids)
         return index.find(sequence.token_ids)
 
 
-def _common(token_ids: list[int], place: int) -> int:
-    """How many tokens before `place` are as those at the end."""
-    length, most = 0, min(place, _MOST_COMPARED)
-    while length < most and token_ids[place - 1 - length] == token_ids[-1 - length]:
+def _common(token_ids: list[int], position: int) -> int:
+    """Number of tokens before `position` that equal those at the end, up to the limit."""
+    length, limit = 0, min(position, _MAX_COMPARED)
+    while length < limit and token_ids[position - 1 - length] == token_ids[-1 - length]:
         length += 1
     return length
 
 
-def _continuation(token_ids: list[int], place: int, length: int) -> Drafts:
-    """What followed at `place`; where that reaches the end it goes round, as text that repeats itself does."""
-    period = len(token_ids) - place
-    return tuple(token_ids[place + i % period] for i in range(length))
+def _continuation(token_ids: list[int], position: int, length: int) -> Drafts:
+    """`length` tokens from `position` on; at the end of the sequence they continue at `position`, as in a loop."""
+    period = len(token_ids) - position
+    return tuple(token_ids[position + i % period] for i in range(length))

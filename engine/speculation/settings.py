@@ -1,4 +1,4 @@
-"""What an operator asks for. Needs no torch."""
+"""Settings of speculative decoding. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How tokens are guessed ahead. `kind` is none, ngram, or draft, which needs a `draft_model`; `max_drafts` are the
-    most guesses of a sequence in a step.
+    """`kind` is none, ngram, or draft, which needs a `draft_model`; `max_drafts` limits the drafts of a sequence in a
+    step.
     """
 
     kind: str = "none"

@@ -1,7 +1,7 @@
-"""Adds guesses to planned batches where they pay. Pure but for the drafter.
+"""Speculator: adds drafts to scheduled batches where they pay off. Pure except for the drafter.
 
-Each step: which sequences could be guessed for, how many guesses are worth their cost (engine/speculation/cost.py, with
-each sequence's own acceptance), room for their KV, the guesses. What the step then says about them is learnt from.
+Each step: find the sequences that decode, decide how many drafts are worth their cost (engine/speculation/cost.py, with
+the acceptance of each sequence), allocate blocks for their KV, draft. After the step, update acceptance and cost.
 """
 
 import time
@@ -10,20 +10,21 @@ from dataclasses import replace
 
 from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceKey
+from engine.sequence import SequenceKey, SequenceState
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.cost import CostFit, Prices, plan_lengths
 from engine.speculation.drafter import Drafter, Drafts
 
-# Before any guess was tried, and what idle guessers drift back to.
-_HOPE = 0.8
+# Prior chance of a draft, before the first one and after long pauses.
+_PRIOR_CHANCE = 0.8
 
 Clock = Callable[[], float]
 
 
 class Speculator:
-    """Owned by the engine's thread. `max_drafts` is the most guesses of a sequence in a step; `fit` is what is known
-    about the cost of steps.
+    """Plans and requests drafts. Owned by the engine's thread.
+
+    `max_drafts` limits the drafts of a sequence in a step; `fit` is the cost model to start with.
     """
 
     def __init__(
@@ -38,14 +39,14 @@ class Speculator:
         self._began_s = 0.0
 
     def extend(self, batch: ScheduledBatch, scheduler: Scheduler) -> ScheduledBatch:
-        """The batch with guesses behind the last tokens of sequences that decode. Tell `learn` what came of it."""
+        """The batch with drafts appended to sequences that decode. Call `learn` with it after the step."""
         prices = Prices(self._fit.cost, self.drafter.round_cost())
         sequences = [item.sequence for item in batch.items if _decodes(item)]
         lengths = self._plan(sequences, scheduler, prices) if sequences else []
-        left = max(0, scheduler.config.max_batch_tokens - batch.num_tokens)
-        for place, length in enumerate(lengths):
-            lengths[place] = scheduler.make_room(sequences[place], min(length, left)) if length else 0
-            left -= lengths[place]
+        budget = max(0, scheduler.config.max_batch_tokens - batch.num_tokens)
+        for index, length in enumerate(lengths):
+            lengths[index] = scheduler.allocate_for_drafts(sequences[index], min(length, budget)) if length else 0
+            budget -= lengths[index]
         if any(lengths):
             drafts = self.drafter.draft(sequences, lengths)
             batch = _with_drafts(batch, dict(zip((s.key for s in sequences), drafts, strict=True)))
@@ -53,7 +54,7 @@ class Speculator:
         return batch
 
     def learn(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> None:
-        """The batch, as `extend` returned it, has been computed."""
+        """Update acceptance and cost with the outputs of a batch that `extend` returned."""
         seconds = self._clock() - self._began_s
         if all(item.num_tokens - len(item.drafts) == 1 for item in batch.items):
             self._fit.learn(batch.num_tokens, seconds)
@@ -64,47 +65,47 @@ class Speculator:
                 acceptance = self._acceptance.setdefault(item.sequence.key, Acceptance())
                 acceptance.learn(len(output.tokens) - 1, len(item.drafts))
                 self._overall.learn(len(output.tokens) - 1, len(item.drafts))
-            elif (known := self._acceptance.get(item.sequence.key)) is not None:
-                known.idle()
+            elif (idle := self._acceptance.get(item.sequence.key)) is not None:
+                idle.idle()
         if num_drafts == 0:
             self._overall.idle()
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for `sequence`."""
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop the acceptance and the drafter's state of `sequence`."""
         self._acceptance.pop(sequence.key, None)
         self.drafter.forget(sequence)
 
-    def _plan(self, sequences: list[Sequence], scheduler: Scheduler, prices: Prices) -> list[int]:
-        """How many guesses each should get. Who is known to guess badly is not even asked."""
-        chances, least = list(map(self._chance, sequences)), prices.least_chance(len(sequences))
-        most = [
-            self._most(sequence, scheduler) if chance > least else 0
+    def _plan(self, sequences: list[SequenceState], scheduler: Scheduler, prices: Prices) -> list[int]:
+        """Number of drafts per sequence. The drafter is not called for sequences with a low acceptance."""
+        chances, min_chance = list(map(self._chance, sequences)), prices.min_chance(len(sequences))
+        limits = [
+            self._limit(sequence, scheduler) if chance > min_chance else 0
             for sequence, chance in zip(sequences, chances, strict=True)
         ]
-        if not any(most):
-            return most
-        return plan_lengths(chances, self.drafter.limits(sequences, most), prices)
+        if not any(limits):
+            return limits
+        return plan_lengths(chances, self.drafter.limits(sequences, limits), prices)
 
-    def _most(self, sequence: Sequence, scheduler: Scheduler) -> int:
-        """Guesses that could be emitted, with the token that is sampled behind them."""
-        end = min(sequence.request.max_total_tokens, scheduler.config.max_model_len)
-        return max(0, min(self._max_drafts, end - sequence.num_tokens - 1))
+    def _limit(self, sequence: SequenceState, scheduler: Scheduler) -> int:
+        """Drafts that the sequence can emit, together with the token sampled after them."""
+        max_tokens = min(sequence.request.max_total_tokens, scheduler.config.max_model_len)
+        return max(0, min(self._max_drafts, max_tokens - sequence.num_tokens - 1))
 
-    def _chance(self, sequence: Sequence) -> float:
-        overall = self._overall.chance(_HOPE)
-        known = self._acceptance.get(sequence.key)
-        return overall if known is None else known.chance(overall)
+    def _chance(self, sequence: SequenceState) -> float:
+        overall = self._overall.chance(_PRIOR_CHANCE)
+        acceptance = self._acceptance.get(sequence.key)
+        return overall if acceptance is None else acceptance.chance(overall)
 
 
 def _decodes(item: ScheduledSequence) -> bool:
-    """True past a sequence's first token: what is sampled at the end of a prompt may go to another worker."""
-    return item.num_tokens == 1 and item.samples and item.start >= item.sequence.num_prompt_tokens
+    """True after the sequence's first token, which may be sampled for another worker to continue."""
+    return item.num_tokens == 1 and item.needs_sampling and item.start >= item.sequence.num_prompt_tokens
 
 
 def _with_drafts(batch: ScheduledBatch, drafts: dict[SequenceKey, Drafts]) -> ScheduledBatch:
     items = [
-        replace(item, num_tokens=item.num_tokens + len(own), drafts=own)
-        if (own := drafts.get(item.sequence.key, ()))
+        replace(item, num_tokens=item.num_tokens + len(tokens), drafts=tokens)
+        if (tokens := drafts.get(item.sequence.key, ()))
         else item
         for item in batch.items
     ]

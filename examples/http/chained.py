@@ -1,4 +1,4 @@
-"""A long answer from several requests: as long as one ends for its length, the next goes on behind it."""
+"""A long answer from several requests: while the finish reason is "length", another request continues the answer."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def post(path: str, body: dict[str, Any]) -> Any:
         return json.load(response)
 
 
-# Token ids, not text: a text cut anywhere may be made of other tokens than the model made it of.
+# Continue with token ids, not text: tokenizing a cut text may give other tokens than the model generated.
 messages = [{"role": "user", "content": "Write the times table of 12."}]
 ids = [token["id"] for token in post("/chat_tokenize", {"messages": messages})["tokenize_response"]]
 request = {"max_tokens": 20, "temperature": 0, "return_token_ids": True}

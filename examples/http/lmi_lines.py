@@ -1,4 +1,4 @@
-"""LMI's JSON lines, read with nothing but an HTTP client, and how sure the model was: exp(mean log-prob)."""
+"""Reads LMI's JSON lines with a plain HTTP client, and computes the confidence of the answer: exp(mean log-prob)."""
 
 import json
 import math

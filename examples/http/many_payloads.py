@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from openai import OpenAI
 
 num_payloads, num_threads, max_tokens = (
-    int(each) for each in [*sys.argv[1:], *("1000", "128", "16")[len(sys.argv) - 1 :]]
+    int(argument) for argument in [*sys.argv[1:], *("1000", "128", "16")[len(sys.argv) - 1 :]]
 )
 url = os.environ.get("TANDEM_HTTP", "http://127.0.0.1:8080")
-# Threads share one client. Refused payloads wait as long as the server says and try again.
+# Threads share one client. The client retries refused payloads after the delay that the server requests.
 client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("TANDEM_API_KEY", "none"), max_retries=100)
 model = client.models.list().data[0].id
 

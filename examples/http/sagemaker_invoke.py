@@ -1,6 +1,6 @@
-"""boto3's sagemaker-runtime: one call for the whole answer, one that streams JSON lines.
+"""boto3's sagemaker-runtime: one call for a complete answer, and one that streams JSON lines.
 
-Any region will do; the access key id is the API key, if the mesh asks for one.
+The region does not matter. The access key id is the API key, if the mesh requires one.
 """
 
 import json
@@ -29,7 +29,7 @@ print(f"{answer['generated_text']!r}: {answer['details']['finish_reason']}")
 
 response = runtime.invoke_endpoint_with_response_stream(**arguments(payload | {"stream": True}))
 buffer = b""
-for event in response["Body"]:  # a part may end anywhere in a line
+for event in response["Body"]:  # a part may end inside a line
     *lines, buffer = (buffer + event["PayloadPart"]["Bytes"]).split(b"\n")
     for line in lines:
         print(json.loads(line)["token"]["text"], end="", flush=True)

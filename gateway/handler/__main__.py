@@ -1,4 +1,4 @@
-"""`python -m gateway.handler`: the process that a user's code runs in. The gateway starts it."""
+"""`python -m gateway.handler`: the process that runs a user's code. The gateway starts it."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class HandlerSettings(ProcessSettings):
-    """What the gateway hands over."""
+    """Settings that the gateway passes as flags."""
 
     file: str = setting(..., "the user's model.py")
     function: str = setting("handle", "name of the function to call")
@@ -33,15 +33,18 @@ class HandlerSettings(ProcessSettings):
 
 
 async def serve(settings: HandlerSettings) -> None:
-    """Load the code, call it once, serve."""
+    """Load the user's code, call it once with an empty Input, then serve until stopped."""
     path = Path(settings.file).resolve()  # noqa: ASYNC240  (nothing else runs yet)
     os.environ["TANDEM_ADDRESS"] = settings.router
     if (requirements := path.with_name("requirements.txt")).is_file():
-        log.warning("requirements of the custom handler are not installed: do it yourself", file=str(requirements))
+        log.warning(
+            "requirements of the custom handler are not installed: install them yourself",
+            file=str(requirements),
+        )
     code = load_user_code(path, settings.function)
-    own = {"model_dir": str(path.parent), "device_id": "-1", "router": settings.router}
-    own |= dict.fromkeys(("tensor_parallel_degree", "pipeline_parallel_degree", "cluster_size"), "1")
-    handler = HandlerServer(code, parse_properties(settings.handler_properties) | own)
+    properties = {"model_dir": str(path.parent), "device_id": "-1", "router": settings.router}
+    properties |= dict.fromkeys(("tensor_parallel_degree", "pipeline_parallel_degree", "cluster_size"), "1")
+    handler = HandlerServer(code, parse_properties(settings.handler_properties) | properties)
     await handler.load()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(settings.socket)

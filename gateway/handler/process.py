@@ -1,8 +1,8 @@
-"""The gateway's side of a custom handler: its process, started again when it dies, and requests passed on to it.
+"""The gateway's side of a custom handler: runs its process, restarts it when it dies, and forwards requests to it.
 
-A handler that crashes, hangs or eats memory takes its own process with it, and nothing else: requests get 503 until it
-is back. One that answers nobody for `request_timeout_s` is killed: its only thread would never be free again. A request
-that has waited as long while others were answered is given up alone.
+A handler that crashes, hangs or exhausts its memory affects only its own process: requests get 503 until it is back. A
+handler that answers no request for `request_timeout_s` is killed, because its only thread would stay blocked. If other
+requests were answered meanwhile, only the request that timed out fails.
 """
 
 import asyncio
@@ -22,19 +22,21 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 import tandem
 from gateway.exchange import Exchange
 from gateway.handler.server import STREAM_MARK
+from gateway.handler.stdio import StdioLogger
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
+from mesh.handover import handing_over
 
 log = structlog.get_logger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
 _STOP_S = 6.0
-_MAX_LINE_BYTES = 1 << 20
-# What the mesh trusts is none of the handler's business.
-_SECRETS = frozenset({"TANDEM_MESH_KEY", "TANDEM_TRIAL_KEY_SHA256", "TANDEM_REGISTRY_URL"})
-_NOT_READY = "the custom handler is being started; try again later"
-_BROKEN_OFF = "the custom handler broke its answer off; try again later"
-# Of one connection only, or the server's own to set.
+_DRAIN_OUTPUT_S = 1.0
+# Variables that the handler must not see. Its own properties come over a pipe.
+_SECRETS = frozenset({"TANDEM_MESH_KEY", "TANDEM_TRIAL_KEY_SHA256", "TANDEM_REGISTRY_URL", "TANDEM_HANDLER_PROPERTIES"})
+_NOT_READY = "the custom handler is starting; try again later"
+_INCOMPLETE = "the custom handler did not complete its answer; try again later"
+# Headers that are not forwarded: they belong to one connection, or the server sets them itself.
 _DROPPED = frozenset(
     {b"connection", b"content-length", b"date", b"host", b"keep-alive", b"transfer-encoding", STREAM_MARK.encode()}
 )
@@ -44,49 +46,52 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class HandlerProcess:
-    """One for a gateway. `async with` it: the first start must succeed. Raises ConfigurationError if it does not."""
+    """One handler process of one gateway, restarted with backoff. It runs inside `async with running()`."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._parts: list[str] = []
         self.ready = asyncio.Event()
-        """Set while it takes requests."""
+        """Set while the process takes requests."""
         self._process: asyncio.subprocess.Process | None = None
+        self._stdio: StdioLogger | None = None
         self._last_answer_s = 0.0
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keep it running while the block runs."""
+        """Run the process while the block runs. Raises ConfigurationError if its first start fails."""
         with tempfile.TemporaryDirectory(prefix="tandem-handler-") as folder:
             path = str(Path(folder) / "socket")
-            # No client around it: there is nothing to keep between requests, which are of different people.
+            # A transport without a client: no cookies or other state may pass from one user's request to the next.
             async with httpx2.AsyncHTTPTransport(uds=path, limits=_NO_LIMITS) as self._transport:
                 if not await self._start(path):
-                    raise ConfigurationError(f"the handler {self._settings.handler} does not start; its log says why")
-                keeper = asyncio.create_task(self._keep(path))
+                    raise ConfigurationError(
+                        f"the custom handler {self._settings.handler} does not start; see its log lines"
+                    )
+                restarter = asyncio.create_task(self._restart_forever(path))
                 try:
                     yield
                 finally:
-                    keeper.cancel()
-                    await asyncio.gather(keeper, return_exceptions=True)
+                    restarter.cancel()
+                    await asyncio.gather(restarter, return_exceptions=True)
                     await self._stop()
 
     def has(self, part: str) -> bool:
-        """True if the user's code has a `handle`, an `input_formatter` or an `output_formatter`. Raises NoWorkers."""
+        """True if model.py has `part`: handle, input_formatter or output_formatter. Raises NoWorkers."""
         if not self.ready.is_set():
             raise tandem.NoWorkers(_NOT_READY)
         return part in self._parts
 
     async def handle(self, exchange: Exchange, model: str) -> Response:
-        """The handler's answer. Raises NoWorkers, DeadlineExceeded, InvalidRequest."""
+        """Forward a request and return the handler's answer. Raises NoWorkers, DeadlineExceeded or InvalidRequest."""
         request = exchange.arrival.request
-        headers = [each for each in _kept(request.headers.raw) if each[0] != b"x-request-id"]
+        headers = [header for header in _forwarded_headers(request.headers.raw) if header[0] != b"x-request-id"]
         headers.append((b"x-request-id", exchange.request_id.encode()))
         query = {"model_name": "", **request.query_params} | ({"model_name": model} if model else {})
         return await self._send("/handle", exchange.body, headers, query)
 
     async def format(self, part: str, value: dict[str, Any]) -> Any:
-        """What a formatter makes of a payload or an answer; InvalidRequest if it fails."""
+        """Return what the formatter `part` makes of a payload or an answer. Raises InvalidRequest if it fails."""
         body = json.dumps(value).encode()
         response = await self._send(f"/{part}", body, [(b"content-type", b"application/json")], {})
         formatted = json.loads(bytes(response.body))
@@ -95,30 +100,30 @@ class HandlerProcess:
         return formatted
 
     async def _send(self, path: str, body: bytes, headers: Headers, query: dict[str, str]) -> Response:
-        asked = httpx2.Request("POST", f"http://handler{path}", params=query, headers=headers, content=body)
-        async with self._patience():
-            answer = await self._transport.handle_async_request(asked)
+        request = httpx2.Request("POST", f"http://handler{path}", params=query, headers=headers, content=body)
+        async with self._deadline():
+            answer = await self._transport.handle_async_request(request)
             if STREAM_MARK in answer.headers:
-                response: Response = _PassedOn(answer, self._chunks(answer))
+                response: Response = _ForwardedResponse(answer, self._chunks(answer))
             else:
                 content = b"".join([chunk async for chunk in answer.aiter_raw()])
                 response = Response(content, answer.status_code)
-        response.raw_headers.extend(_kept(answer.headers.raw))
+        response.raw_headers.extend(_forwarded_headers(answer.headers.raw))
         return response
 
     async def _chunks(self, answer: httpx2.Response) -> AsyncIterator[bytes]:
-        """Each must come in time."""
+        """Yield chunks. Raises DeadlineExceeded if the next one takes too long."""
         chunks = answer.aiter_raw()
         while True:
-            async with self._patience():
+            async with self._deadline():
                 chunk = await anext(chunks, None)
             if chunk is None:
                 return
             yield chunk
 
     @contextlib.asynccontextmanager
-    async def _patience(self) -> AsyncIterator[None]:
-        """The block waits for the handler. Raises what it is to the client if nothing comes."""
+    async def _deadline(self) -> AsyncIterator[None]:
+        """Wrap a wait for the handler: apply the timeout, and translate transport errors to the client's errors."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
@@ -129,32 +134,32 @@ class HandlerProcess:
                 self._kill()
             raise tandem.DeadlineExceeded("the custom handler took too long") from None
         except httpx2.LocalProtocolError as error:
-            raise tandem.InvalidRequest(f"the request cannot be passed on: {error}") from None
+            raise tandem.InvalidRequest(f"the request cannot be forwarded: {error}") from None
         except httpx2.TransportError as error:
             log.warning("no answer of the custom handler", error=repr(error))
-            raise tandem.NoWorkers(_NOT_READY if isinstance(error, httpx2.ConnectError) else _BROKEN_OFF) from None
+            raise tandem.NoWorkers(_NOT_READY if isinstance(error, httpx2.ConnectError) else _INCOMPLETE) from None
         self._last_answer_s = clock()
 
-    async def _keep(self, path: str) -> None:
-        """Start it again whenever it has ended, later and later while it does not come up."""
+    async def _restart_forever(self, path: str) -> None:
+        """Restart the process whenever it ends, with exponential backoff while it does not become ready."""
         backoff_s = _FIRST_BACKOFF_S
         while True:
             assert self._process is not None
-            status = await self._process.wait()
+            await self._process.wait()
             self.ready.clear()
+            status = await self._wait_ended(self._process)
             log.error("the custom handler has ended", status=status, starting_again_in_s=backoff_s)
             await asyncio.sleep(backoff_s)
             backoff_s = _FIRST_BACKOFF_S if await self._start(path) else min(_MAX_BACKOFF_S, 2 * backoff_s)
 
     async def _start(self, path: str) -> bool:
-        """True once it serves; False if it has ended before, or takes too long."""
+        """Start the process. True once it serves, False if it ends before or takes too long."""
         try:
             async with asyncio.timeout(self._settings.handler_start_s):
                 self._process = await self._spawn(path)
-                assert self._process.stdout is not None
-                parts = await _announced(self._process.stdout)
+                parts = await self._wait_ready(self._process)
                 if parts is None:
-                    await self._process.wait()
+                    await self._wait_ended(self._process)
                     return False
         except OSError as error:  # TimeoutError is one
             log.error("the custom handler does not start", error=repr(error))
@@ -162,28 +167,42 @@ class HandlerProcess:
             return False
         self._parts = parts
         self.ready.set()
-        self._drain = asyncio.create_task(_drain(self._process.stdout))
         log.info("custom handler ready", file=self._settings.handler, parts=parts)
         return True
 
+    async def _wait_ready(self, process: asyncio.subprocess.Process) -> list[str] | None:
+        """Wait until `process` is ready, and return the names of its functions; None if it ends before."""
+        ready: asyncio.Future[list[str] | None] = asyncio.get_running_loop().create_future()
+        self._stdio = StdioLogger(process, lambda parts: None if ready.done() else ready.set_result(parts))
+        return await ready
+
+    async def _wait_ended(self, process: asyncio.subprocess.Process) -> int:
+        """Wait for the end of the process and of its output; return its exit status."""
+        status = await process.wait()
+        if self._stdio is not None:
+            await self._stdio.end(_DRAIN_OUTPUT_S)
+        return status
+
     async def _spawn(self, path: str) -> asyncio.subprocess.Process:
-        Path(path).unlink(missing_ok=True)  # noqa: ASYNC240  (of a process that is gone)
+        Path(path).unlink(missing_ok=True)  # noqa: ASYNC240  (left by a process that is gone)
         settings = self._settings
-        given = {
+        flags_by_name = {
             "file": settings.handler,
             "function": settings.handler_function,
             "socket": path,
             "router": settings.router,
         }
-        flags = [f"--{name}={value}" for name, value in given.items()]
+        flags = [f"--{name}={value}" for name, value in flags_by_name.items()]
         environ = {name: value for name, value in os.environ.items() if name not in _SECRETS}
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "gateway.handler", *flags, "--follow-stdin"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=environ | {"TANDEM_HANDLER_PROPERTIES": settings.handler_properties},
-            limit=_MAX_LINE_BYTES,
-        )
+        with handing_over({"TANDEM_HANDLER_PROPERTIES": settings.handler_properties}) as (extra, secrets_fd):
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "gateway.handler", *flags, "--follow-stdin"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=environ | extra,
+                pass_fds=(secrets_fd,),
+            )
 
     def _kill(self) -> None:
         self.ready.clear()
@@ -191,26 +210,28 @@ class HandlerProcess:
             self._process.kill()
 
     async def _stop(self) -> None:
-        if self._process is None or self._process.returncode is not None:
+        process = self._process
+        if process is None:
             return
-        self._process.terminate()
-        try:
-            async with asyncio.timeout(_STOP_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._kill()
-            await self._process.wait()
+        if process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(_STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                self._kill()
+        await self._wait_ended(process)
 
 
 async def format_response(handler: HandlerProcess, response: Response) -> Response:
-    """A built-in answer as the user's output_formatter has it; streams and errors stay as they are."""
+    """Apply the user's output_formatter to a built-in answer. Streams and errors stay unchanged."""
     if not isinstance(response, JSONResponse) or response.status_code != 200:
         return response
     return JSONResponse(await handler.format("output_formatter", json.loads(bytes(response.body))))
 
 
-class _PassedOn(StreamingResponse):
-    """Lets the handler's answer go however the response ends."""
+class _ForwardedResponse(StreamingResponse):
+    """Closes the handler's answer when the response ends, even by an error or cancellation."""
 
     def __init__(self, answer: httpx2.Response, chunks: AsyncIterator[bytes]) -> None:
         super().__init__(chunks, answer.status_code)
@@ -223,34 +244,6 @@ class _PassedOn(StreamingResponse):
             await self._answer.aclose()
 
 
-def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+def _forwarded_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     lower = ((name.lower(), value.strip()) for name, value in headers)
     return [(name, value) for name, value in lower if name not in _DROPPED]
-
-
-async def _announced(output: asyncio.StreamReader) -> list[str] | None:
-    """The parts that a process says it has once it is ready; None if it ends before."""
-    while True:
-        try:
-            line = await output.readline()
-        except ValueError:  # longer than any of ours
-            continue
-        if not line:
-            return None
-        parts = _ready_parts(line)
-        if parts is not None:
-            return parts
-
-
-def _ready_parts(line: bytes) -> list[str] | None:
-    try:
-        announced = json.loads(line)
-        return list(announced["parts"]) if announced["event"] == "ready" else None
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-async def _drain(output: asyncio.StreamReader) -> None:
-    """What a handler prints is for its developer: it must only not fill the pipe."""
-    while await output.read(1 << 16):
-        pass

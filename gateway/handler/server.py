@@ -1,8 +1,8 @@
-"""Calls a user's handler for each request: an ASGI application. Statuses and bodies of failures are LMI's:
+"""The ASGI application that calls a user's handler for each request. Statuses and bodies of failures are LMI's:
 
     None ─▶ 204    Output ─▶ its code    another type, an exception ─▶ 424    out of memory ─▶ 507
-Functions run one call at a time, on one thread, as they do under LMI; coroutines and asynchronous generators run side
-by side. What a client that has left was waiting for is cancelled, unless its function runs already.
+Functions run one call at a time, on one thread, as under LMI; coroutines and asynchronous generators run concurrently.
+If a client disconnects, its call is cancelled, unless it is a function that already runs.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from gateway.disconnect import cancel_on_disconnect
 from gateway.handler.inputs import Input
 from gateway.handler.outputs import Output
 from gateway.handler.user_code import Function, UserCode
-from gateway.leaving import unless_gone
 
 log = structlog.get_logger(__name__)
 
 STREAM_MARK = "x-tandem-stream"
 _FAILURE = "invoke handler failure"
 _CLIENT_GONE = 499
-_END = object()
+_EXHAUSTED = object()
 
 
 class HandlerServer:
-    """One user's code with its properties."""
+    """Serves one user's code."""
 
     def __init__(self, code: UserCode, properties: Mapping[str, str]) -> None:
         self._code = code
@@ -40,12 +40,11 @@ class HandlerServer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="handler")
 
     async def load(self) -> None:
-        """The first call, with an empty Input. Raises what the handler raises."""
+        """Make the first call, with an empty Input. Raises whatever the handler raises."""
         if self._code.handle is not None:
             await self._call(self._code.handle, Input(self._properties))
 
     def app(self) -> Starlette:
-        """The application."""
         formatters = [
             Route(f"/{name}", _endpoint(self._formatter(name)), methods=["POST"])
             for name in ("input_formatter", "output_formatter")
@@ -54,19 +53,21 @@ class HandlerServer:
 
     async def _handle(self, request: Request) -> Response:
         assert self._code.handle is not None
-        inputs = Input(self._with(request), await request.body())
+        inputs = Input(self._properties_of(request), await request.body())
         result = await self._call(self._code.handle, inputs)
         if isinstance(result, AsyncIterable):
             return await self._respond_parts(aiter(result))
         return self._respond(result)
 
-    def _with(self, request: Request) -> dict[str, str]:
-        """The properties of a request, which cannot change the operator's."""
-        asked = dict(request.headers) | dict(request.query_params)
-        own = {key.lower() for key in self._properties}
-        return {key: value for key, value in asked.items() if key.lower() not in own} | self._properties
+    def _properties_of(self, request: Request) -> dict[str, str]:
+        """Return the properties of a request. Headers and query cannot override the operator's properties."""
+        request_properties = dict(request.headers) | dict(request.query_params)
+        operator_keys = {key.lower() for key in self._properties}
+        return {
+            key: value for key, value in request_properties.items() if key.lower() not in operator_keys
+        } | self._properties
 
-    def _formatter(self, name: str) -> "_Answer":
+    def _formatter(self, name: str) -> "_RequestHandler":
         async def answer(request: Request) -> Response:
             function = getattr(self._code, name)
             arguments = (None,) if name == "input_formatter" else ()  # a tokenizer, in LMI
@@ -75,7 +76,7 @@ class HandlerServer:
         return answer
 
     async def _call(self, function: Function, *arguments: Any) -> Any:
-        """The result; of a generator, the generator."""
+        """Return the function's result; for an asynchronous generator, the generator."""
         if inspect.isasyncgenfunction(function):
             return function(*arguments)
         if inspect.iscoroutinefunction(function):
@@ -94,7 +95,7 @@ class HandlerServer:
         return StreamingResponse(self._stream(result), result.code, headers, background=ending)
 
     async def _respond_parts(self, parts: AsyncIterator[Any]) -> Response:
-        """An asynchronous generator of Output: the first one decides the status."""
+        """Respond with an asynchronous generator of Output, whose first one decides the status."""
         first = await anext(parts, None)
         if not isinstance(first, Output):
             return self._respond(first)
@@ -118,29 +119,29 @@ class HandlerServer:
                 yield item
             return
         items, loop = iter(stream), asyncio.get_running_loop()
-        while (item := await loop.run_in_executor(self._pool, next, items, _END)) is not _END:
+        while (item := await loop.run_in_executor(self._pool, next, items, _EXHAUSTED)) is not _EXHAUSTED:
             yield item
 
 
-_Answer = Callable[[Request], Coroutine[Any, Any, Response]]
+_RequestHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
-def _endpoint(answer: _Answer) -> _Answer:
-    """Failures become answers."""
+def _endpoint(answer: _RequestHandler) -> _RequestHandler:
+    """Wrap a handler so that its failures become responses."""
 
     async def endpoint(request: Request) -> Response:
         try:
             await request.body()
-            return await unless_gone(answer(request), request)
+            return await cancel_on_disconnect(answer(request), request)
         except ClientDisconnect:
-            return Response(status_code=_CLIENT_GONE)  # for nobody
+            return Response(status_code=_CLIENT_GONE)  # the client is gone: nothing is sent
         except Exception as error:
-            return _failed(error)
+            return _error_response(error)
 
     return endpoint
 
 
-def _failed(error: Exception) -> Response:
+def _error_response(error: Exception) -> Response:
     log.error("the custom handler failed", exc_info=error)
     is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     code = 507 if is_memory else 424

@@ -1,4 +1,4 @@
-"""A user's model.py, with djl_python's names to import, so that handlers written for LMI run as they are."""
+"""Loads a user's model.py, and provides the modules of djl_python, so that handlers written for LMI run unchanged."""
 
 import ast
 import importlib.util
@@ -19,7 +19,7 @@ _LMIS_MODELS = ("init_handler", "prediction_handler")
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """What model.py has: `handle`, or formatters around what is built in."""
+    """The functions of model.py: `handle`, or formatters around the built-in answer."""
 
     handle: Function | None
     input_formatter: Function | None
@@ -27,16 +27,16 @@ class UserCode:
 
     @property
     def parts(self) -> list[str]:
-        """Names of those that are there."""
+        """Names of the functions that model.py has."""
         return [name for name in ("handle", "input_formatter", "output_formatter") if getattr(self, name) is not None]
 
 
 def load_user_code(path: Path, function_name: str) -> UserCode:
-    """Run the file. Raises ConfigurationError if there is nothing in it to call, or what the file raises."""
-    _offer_djl_python()
+    """Import the file. Raises ConfigurationError if it has no function to call, or whatever the file raises."""
+    _install_djl_python()
     spec = importlib.util.spec_from_file_location("model", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigurationError(f"there is no handler {path}")
+        raise ConfigurationError(f"the handler {path} does not exist")
     _refuse_handlers_of_lmis_models(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["model"] = module
@@ -51,7 +51,7 @@ def load_user_code(path: Path, function_name: str) -> UserCode:
 
 
 def _refuse_handlers_of_lmis_models(path: Path) -> None:
-    """By name, before the file runs: where it imports them from differs."""
+    """Refuse LMI's decorators by name, before the file runs: the modules that they come from vary."""
     for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -71,9 +71,9 @@ def _marks(kind: str) -> Function:
     return decorate
 
 
-def _offer_djl_python() -> None:
-    """`from djl_python import Input, Output` and what else handlers import."""
-    offered: dict[str, dict[str, Any]] = {
+def _install_djl_python() -> None:
+    """Register modules for `from djl_python import Input, Output` and the other imports of handlers."""
+    modules: dict[str, dict[str, Any]] = {
         "djl_python": {"Input": inputs.Input, "Output": outputs.Output},
         "djl_python.inputs": {"Input": inputs.Input},
         "djl_python.outputs": {"Output": outputs.Output},
@@ -84,7 +84,7 @@ def _offer_djl_python() -> None:
             "create_stream_chunk_output": outputs.create_stream_chunk_output,
         },
     }
-    for name, members in offered.items():
+    for name, members in modules.items():
         module = ModuleType(name)
         vars(module).update(members)
         sys.modules[name] = module

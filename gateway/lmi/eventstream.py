@@ -1,4 +1,4 @@
-"""AWS's binary event stream (application/vnd.amazon.eventstream), the part that a server of bytes needs.
+"""Encoder for AWS's binary event stream (application/vnd.amazon.eventstream), as far as a server of bytes needs it.
 
 A message is: total length, length of the headers (both u32), CRC-32 of these eight bytes, headers, payload, CRC-32 of
 all before it. A header is: length of its name (u8), name, 7 for "string", length of its value (u16), value.
@@ -17,14 +17,14 @@ _OVERHEAD_BYTES = _PRELUDE.size + 2 * _CRC.size
 
 
 def payload_part(content: bytes) -> bytes:
-    """A piece of the container's answer."""
+    """Encode a part of the container's answer as one message."""
     return _message(
         {":message-type": "event", ":event-type": "PayloadPart", ":content-type": "application/octet-stream"}, content
     )
 
 
 def model_stream_error(content: bytes) -> bytes:
-    """The stream has failed: SDKs raise it."""
+    """Encode the exception message that ends a failed stream. SDKs raise it."""
     return _message(
         {":message-type": "exception", ":exception-type": "ModelStreamError", ":content-type": "application/json"},
         content,
@@ -39,5 +39,5 @@ def _message(headers: dict[str, str], payload: bytes) -> bytes:
 
 
 def _header(name: str, value: str) -> bytes:
-    shown, said = name.encode(), value.encode()
-    return bytes([len(shown)]) + shown + _STRING + _VALUE_LENGTH.pack(len(said)) + said
+    name_bytes, value_bytes = name.encode(), value.encode()
+    return bytes([len(name_bytes)]) + name_bytes + _STRING + _VALUE_LENGTH.pack(len(value_bytes)) + value_bytes

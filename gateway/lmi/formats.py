@@ -1,6 +1,6 @@
-"""LMI's three wire formats. Clients written for one do not read the others, so the operator chooses: `lmi_schema`.
+"""LMI's three wire formats. Clients of one cannot read the others, so the operator chooses by `lmi_schema`.
 
-"rolling" is LMI's from 0.27 on, "0.26" the one before it, "async" that of its newest default.
+"rolling" is the format of LMI 0.27 and later, "0.26" the one before it, "async" that of LMI's newest default engine.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from tandem import FinishReason, Token, Usage
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a choice has ended. `inputs` is its prompt."""
+    """The end of a choice. `inputs` is its prompt."""
 
     reason: FinishReason
     usage: Usage
@@ -24,47 +24,43 @@ class Ending:
 
 
 class Format(Protocol):
-    """One generation of the format."""
+    """One of the wire formats."""
 
     def token(self, token: Token) -> Json:
-        """A token in a list of tokens, and in a line."""
+        """Render a token, for the details and for lines."""
         ...
 
-    def line(self, token: Json, rest: Json) -> Json:
-        """A line of a stream; `rest` is empty but for the last one."""
+    def line(self, token: Json, final: Json) -> Json:
+        """Render a line of a stream. `final` has the members of the last line, and is empty before."""
         ...
 
     def details(self, ending: Ending) -> Json:
-        """Details of a whole answer, before its tokens are added."""
+        """Render the details of a complete answer, without its tokens."""
         ...
 
     def last_details(self, ending: Ending) -> Json:
-        """Details in the last line of a stream."""
+        """Render the details in the last line of a stream."""
         ...
 
     def failure(self, problem: Problem) -> Json:
-        """The last line of a stream that has failed."""
+        """Render the last line of a failed stream."""
         ...
 
 
-class Rolling:
-    """LMI 0.27 and newer, rolling batch."""
+class RollingBatch:
+    """LMI 0.27 and later with rolling batch."""
 
     def token(self, token: Token) -> Json:
-        """`special_token` only where it is true."""
         body: Json = {"id": token.id, "text": token.text, "log_prob": token.logprob}
         return body | ({"special_token": True} if token.special else {})
 
-    def line(self, token: Json, rest: Json) -> Json:
-        """Nothing but the token, until the last one."""
-        return {"token": token} | rest
+    def line(self, token: Json, final: Json) -> Json:
+        return {"token": token} | final
 
     def details(self, ending: Ending) -> Json:
-        """With the prompt."""
         return self.last_details(ending)
 
     def last_details(self, ending: Ending) -> Json:
-        """The same as for a whole answer."""
         return {
             "finish_reason": ending.reason,
             "generated_tokens": ending.usage.completion_tokens,
@@ -72,36 +68,31 @@ class Rolling:
         }
 
     def failure(self, problem: Problem) -> Json:
-        """A token that is none, and a reason that is an error."""
         token = {"id": -1, "text": "", "log_prob": -1, "special_token": True, "error_msg": problem.message}
         return {"token": token, "generated_text": "", "details": {"finish_reason": "error", "generated_tokens": None}}
 
 
-class Old(Rolling):
-    """LMI 0.26: what is false, zero or empty is left out of a token."""
+class Lmi026(RollingBatch):
+    """LMI 0.26. A token has no false, zero or empty members, except its log-prob, which clients always read."""
 
     def token(self, token: Token) -> Json:
-        """Readers of this format expect absence."""
-        return {name: value for name, value in super().token(token).items() if value}
+        return {name: value for name, value in super().token(token).items() if value or name == "log_prob"}
 
     def last_details(self, ending: Ending) -> Json:
-        """The reason only."""
         return {"finish_reason": ending.reason}
 
 
 class Async:
-    """LMI's newest default, which looks like TGI."""
+    """LMI's newest default, similar to TGI. Tokens have `logprob`, and `log_prob` for clients of the other formats."""
 
     def token(self, token: Token) -> Json:
-        """`logprob` in one word."""
-        return {"id": token.id, "text": token.text, "logprob": token.logprob}
+        """`logprob` in one word, and `log_prob` for clients of the other formats."""
+        return {"id": token.id, "text": token.text, "logprob": token.logprob, "log_prob": token.logprob}
 
-    def line(self, token: Json, rest: Json) -> Json:
-        """All members in each line."""
-        return {"index": 0, "token": token, "generated_text": None, "details": None} | rest
+    def line(self, token: Json, final: Json) -> Json:
+        return {"index": 0, "token": token, "generated_text": None, "details": None} | final
 
     def details(self, ending: Ending) -> Json:
-        """Reasons are those of OpenAI."""
         return {
             "finish_reason": "length" if ending.reason is FinishReason.LENGTH else "stop",
             "generated_tokens": ending.usage.completion_tokens,
@@ -109,12 +100,10 @@ class Async:
         }
 
     def last_details(self, ending: Ending) -> Json:
-        """And how long the prompt was."""
         return self.details(ending) | {"input_length": ending.usage.prompt_tokens}
 
     def failure(self, problem: Problem) -> Json:
-        """An error instead of a token."""
         return {"error": problem.message, "code": problem.row.lmi.status}
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType({"rolling": Rolling(), "0.26": Old(), "async": Async()})
+FORMATS: Mapping[str, Format] = MappingProxyType({"rolling": RollingBatch(), "0.26": Lmi026(), "async": Async()})

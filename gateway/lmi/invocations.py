@@ -1,118 +1,153 @@
-"""POST /invocations and its other names. The body's members decide what it is:
+"""POST /invocations and its aliases. The members of the body select the API:
 
     messages ─▶ OpenAI's chat      prompt ─▶ OpenAI's completions      inputs ─▶ LMI's own, or TGI's with `tgi_compat`
-Streams are JSON lines unless server-sent events are configured.
+Streams are JSON lines unless `output_formatter` is sse.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-import structlog
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from gateway.answers import collect
 from gateway.exchange import Exchange
 from gateway.handler.process import format_response
 from gateway.lmi.formats import FORMATS
-from gateway.lmi.parameters import invocation_arguments
-from gateway.lmi.render import Lines, Shape, answers_json
-from gateway.lmi.schemas import InvocationBody, read_payload, unknown_parameters
+from gateway.lmi.parameters import invocation_arguments, log_dropped, within_total
+from gateway.lmi.render import Lines, LmiShape, answers_json
+from gateway.lmi.schemas import InvocationBody, read_payload
 from gateway.openai.chat import answer_chat
 from gateway.openai.completions import answer_completion
 from gateway.openai.schemas import ChatBody, CompletionBody
-from gateway.schema import check
+from gateway.schema import Body
 from gateway.settings import GatewaySettings
-from gateway.streaming import JSON_LINES, SSE, SSE_DONE, Framing, Streamer
+from gateway.streaming import JSON_LINES, SSE, SSE_DONE, Streamer
 from gateway.tgi.generate import answer_compat
 from gateway.tgi.schemas import GenerateBody
 from tandem import GenerateArguments, InvalidRequest
 
-log = structlog.get_logger(__name__)
+B = TypeVar("B", bound=Body)
 
-_ONLY_ONE = "lmi"
+_DEFAULT_MODEL = "lmi"
 _ADAPTER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 
 
-async def invocations(exchange: Exchange) -> Response:
-    """The handler."""
+async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -> Response:
+    """Handle a request. `streams_by_default`: a body without `stream` gets JSON lines if its options allow it."""
     request = exchange.arrival.request
     if request.headers.get(_ADAPTER_HEADER):
-        raise InvalidRequest(f"{_ADAPTER_HEADER} is not supported: there are no adapters")
+        raise InvalidRequest(f"{_ADAPTER_HEADER} is not supported: adapters cannot be served")
     handler = exchange.arrival.backend.handler
     if handler is not None and handler.has("handle"):
         return await handler.handle(exchange, request.path_params.get("model", ""))
-    payload = read_payload(exchange.body, request.headers.get("content-type", ""))
+    payload = await exchange.read(read_payload, request.headers.get("content-type", ""))
     if handler is not None and handler.has("input_formatter"):
         payload = await handler.format("input_formatter", payload)
         if not isinstance(payload, dict):
             raise InvalidRequest(f"input_formatter returned {type(payload).__name__}, not a dict")
-    response = await _built_in(exchange, payload)
+    streaming = _Streaming.of(payload, exchange.settings, by_default=streams_by_default)
+    response = await _built_in(exchange, payload, streaming)
     if handler is not None and handler.has("output_formatter"):
-        return await format_response(handler, response)
+        response = await format_response(handler, response)
+    return _ending_in_newline(response)
+
+
+@dataclass(frozen=True, slots=True)
+class _Streaming:
+    """Why to stream without a request in the body: `forced` by the output formatter, or `by_default` on the route."""
+
+    forced: bool
+    by_default: bool
+
+    @classmethod
+    def of(cls, payload: Mapping[str, Any], settings: GatewaySettings, *, by_default: bool) -> "_Streaming":
+        is_open = payload.get("stream") is None and settings.output_formatter == "auto" and not settings.tgi_compat
+        return cls(settings.output_formatter in ("jsonlines", "sse"), by_default and is_open)
+
+    def apply(self, body: B, *, can_stream: bool = True) -> B:
+        """Return the body with its final `stream`."""
+        if self.forced or (self.by_default and can_stream):
+            return body.model_copy(update={"stream": True})
+        return body
+
+
+def _ending_in_newline(response: Response) -> Response:
+    """Append a newline: clients that read lines wait for the end of the last one."""
+    if not isinstance(response, StreamingResponse) and response.body and not bytes(response.body).endswith(b"\n"):
+        response.body = bytes(response.body) + b"\n"
+        response.headers["content-length"] = str(len(response.body))
     return response
 
 
-async def _built_in(exchange: Exchange, payload: dict[str, Any]) -> Response:
+async def _built_in(exchange: Exchange, payload: dict[str, Any], streaming: _Streaming) -> Response:
     model = _model(exchange.arrival.request, payload)
     settings = exchange.settings
-    payload["stream"] = payload.get("stream") or settings.output_formatter in ("jsonlines", "sse")
     openai_framing = SSE_DONE if _wants_events(settings) else JSON_LINES
     if "messages" in payload:
-        return await answer_chat(exchange, check(ChatBody, payload | {"model": model}), openai_framing)
+        chat = streaming.apply(await exchange.check(ChatBody, payload | {"model": model}))
+        return await answer_chat(exchange, chat, openai_framing)
     if "prompt" in payload:
-        return await answer_completion(exchange, check(CompletionBody, payload | {"model": model}), openai_framing)
+        completion = await exchange.check(CompletionBody, payload | {"model": model})
+        completion = streaming.apply(completion, can_stream=completion.can_stream)
+        return await answer_completion(exchange, completion, openai_framing)
     if "inputs" not in payload:
         raise InvalidRequest("the body needs inputs, messages or prompt")
-    framing = SSE if _wants_events(settings) else JSON_LINES
     if settings.tgi_compat:
-        return await answer_compat(exchange, _compat_body(payload), framing)
-    return await _answer(exchange, payload, model, framing)
+        framing = SSE if _wants_events(settings) else JSON_LINES
+        return await answer_compat(exchange, streaming.apply(await _compat_body(exchange, payload)), framing)
+    return await _answer(exchange, payload, model, streaming)
 
 
 def _model(request: Request, payload: dict[str, Any]) -> str:
-    """Where LMI's clients name a model: path, query or body. LMI's own name for the only one means none."""
-    named = request.path_params.get("model") or request.query_params.get("model_name") or payload.get("model") or ""
-    if not isinstance(named, str):
-        raise InvalidRequest("model must be a text")
-    return "" if named == _ONLY_ONE else named
+    """Return the model's name from path, query or body; "" for the default model, also if it is LMI's name for it."""
+    name = request.path_params.get("model") or request.query_params.get("model_name") or payload.get("model") or ""
+    if not isinstance(name, str):
+        raise InvalidRequest("model must be a string")
+    return "" if name == _DEFAULT_MODEL else name
 
 
 def _wants_events(settings: GatewaySettings) -> bool:
-    """True if streams are server-sent events."""
     return settings.output_formatter == "sse" or (settings.tgi_compat and settings.output_formatter == "auto")
 
 
-async def _answer(exchange: Exchange, payload: dict[str, Any], model: str, framing: Framing) -> Response:
-    body = check(InvocationBody, payload)
-    dropped = unknown_parameters(payload)
-    if dropped:
-        log.warning("parameters nobody knows are dropped", request_id=exchange.request_id, names=dropped[:16])
-    shape = Shape(FORMATS[exchange.settings.lmi_schema], body)
-    arguments = _arguments(exchange, body, model)
+async def _answer(exchange: Exchange, payload: dict[str, Any], model: str, streaming: _Streaming) -> Response:
+    request_body = await exchange.check(InvocationBody, payload)
+    body = streaming.apply(request_body, can_stream=request_body.can_stream)
+    log_dropped(payload, exchange.request_id)
+    shape = LmiShape(FORMATS[exchange.settings.lmi_schema], body)
+    arguments = await _arguments(exchange, body, model)
     if body.stream:
-        return await Streamer(framing, exchange).respond(exchange.feed(arguments), Lines(shape))
+        # Only clients of LMI 0.26 get a stream that they did not request.
+        lines = Lines(shape, closing_line=shape.details and not request_body.stream)
+        framing = SSE if _wants_events(exchange.settings) else JSON_LINES
+        return await Streamer(framing, exchange).respond(exchange.feed(arguments), lines)
     num_choices = body.parameters.num_choices
     answers = answers_json(await collect(exchange.feed(arguments, num_choices), num_choices), shape)
     return JSONResponse(answers[0] if isinstance(body.inputs, str) else answers)
 
 
-def _arguments(exchange: Exchange, body: InvocationBody, model: str) -> list[GenerateArguments]:
-    """One for each input."""
-    parameters, most = body.parameters, exchange.settings.max_client_batch_size
+async def _arguments(exchange: Exchange, body: InvocationBody, model: str) -> list[GenerateArguments]:
+    """Return the SDK arguments of each input. Raises InvalidRequest."""
+    parameters, max_inputs = body.parameters, exchange.settings.max_client_batch_size
     if body.stream and not isinstance(body.inputs, str):
-        raise InvalidRequest("inputs must be one text when streaming")
-    if body.stream and (parameters.wants_prefill or parameters.num_choices != 1):
+        raise InvalidRequest("inputs must be one string when streaming")
+    if body.stream and not body.can_stream:
         raise InvalidRequest("decoder_input_details, prompt_logprobs, n and best_of are not supported when streaming")
-    if not 1 <= len(body.prompts) <= most:
-        raise InvalidRequest(f"inputs may have 1 to {most} texts, got {len(body.prompts)}")
-    samples = exchange.settings.lmi_schema == "async"
-    shared = invocation_arguments(body, model=model, samples_by_default=samples)
-    return [shared | GenerateArguments(prompt=prompt) for prompt in body.prompts]
+    if not 1 <= len(body.prompts) <= max_inputs:
+        raise InvalidRequest(f"inputs may have 1 to {max_inputs} strings, got {len(body.prompts)}")
+    sampling_by_default = exchange.settings.lmi_schema == "async"
+    shared = invocation_arguments(body, model=model, sampling_by_default=sampling_by_default)
+    arguments_of_inputs = [shared | GenerateArguments(prompt=prompt) for prompt in body.prompts]
+    if parameters.max_seq_len is None:
+        return arguments_of_inputs
+    return [await within_total(exchange, arguments, parameters.max_seq_len) for arguments in arguments_of_inputs]
 
 
-def _compat_body(payload: dict[str, Any]) -> GenerateBody:
-    """TGI's body; with LMI's `tgi_compat` details are there unless refused."""
+async def _compat_body(exchange: Exchange, payload: dict[str, Any]) -> GenerateBody:
+    """Check TGI's body. In LMI's `tgi_compat` mode `details` defaults to true."""
     parameters = payload.get("parameters")
     if parameters is None or isinstance(parameters, dict):
         payload = payload | {"parameters": {"details": True} | (parameters or {})}
-    return check(GenerateBody, payload)
+    return await exchange.check(GenerateBody, payload)

@@ -1,4 +1,4 @@
-"""Answers to `inputs`, in any of the formats."""
+"""Renders answers to `inputs` in the configured format."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,32 +12,30 @@ from tandem import Choice, Token, TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What of an answer is shown."""
+class LmiShape:
+    """How to render an answer: the wire format, and the options in the request's body."""
 
     format: Format
     body: InvocationBody
 
     @property
     def details(self) -> bool:
-        """True if they were asked for."""
         return bool(self.body.parameters.details) or self.body.parameters.wants_prefill
 
     def text(self, inputs: str, generated: str) -> str:
-        """The prompt is put in front of the whole text only, never of a token."""
+        """Return the text, with its prompt in front if `return_full_text` is set."""
         return inputs + generated if self.body.parameters.return_full_text else generated
 
     def ending(self, choice: Choice, inputs: str) -> Ending:
-        """How a complete choice has ended."""
         return Ending(choice.finish_reason, choice.usage, inputs, self.body.parameters.seed)
 
     def top_tokens(self, tokens: Iterable[Token]) -> list[list[Json]]:
-        """The likeliest tokens at each place."""
+        """Render the likeliest tokens at each position."""
         return [[self.format.token(Token(top.id, top.text, top.logprob)) for top in token.top] for token in tokens]
 
 
-def answers_json(answer: Answer, shape: Shape) -> list[Json]:
-    """One object for each input."""
+def answers_json(answer: Answer, shape: LmiShape) -> list[Json]:
+    """Render a complete answer: one object per input."""
     num_choices = shape.body.parameters.num_choices
     return [
         _answer(answer.choices[number * num_choices :][:num_choices], answer.prompt_tokens.get(number, ()), shape, text)
@@ -45,7 +43,7 @@ def answers_json(answer: Answer, shape: Shape) -> list[Json]:
     ]
 
 
-def _answer(choices: Sequence[Choice], prompt: Sequence[Token], shape: Shape, inputs: str) -> Json:
+def _answer(choices: Sequence[Choice], prompt: Sequence[Token], shape: LmiShape, inputs: str) -> Json:
     first, *others = choices
     body: Json = {"generated_text": shape.text(inputs, first.text)}
     if shape.details or others:
@@ -59,7 +57,7 @@ def _answer(choices: Sequence[Choice], prompt: Sequence[Token], shape: Shape, in
     return body
 
 
-def _details(choice: Choice, shape: Shape, inputs: str) -> Json:
+def _details(choice: Choice, shape: LmiShape, inputs: str) -> Json:
     details = shape.format.details(shape.ending(choice, inputs))
     details["tokens"] = list(map(shape.format.token, choice.tokens))
     if shape.body.parameters.num_top:
@@ -67,32 +65,46 @@ def _details(choice: Choice, shape: Shape, inputs: str) -> Json:
     return details
 
 
-class Lines:
-    """One line for each token, the last one with the whole text."""
+_NO_TOKEN = Token(-1, "", 0.0)
+_NOTHING_YET: Json = {"generated_text": None, "details": None}
 
-    def __init__(self, shape: Shape) -> None:
+
+class Lines:
+    """Renders a stream: one line per token, the last one with the complete text.
+
+    With `closing_line`, as clients of LMI 0.26 read it: each line has `generated_text` and `details`, the last token's
+    line has the details, and a line without token text (null) follows with `generated_text`.
+    """
+
+    def __init__(self, shape: LmiShape, *, closing_line: bool = False) -> None:
         self._shape = shape
+        self._closing_line = closing_line
         self._inputs = shape.body.prompts[0]
         self._texts: list[str] = []
 
     def start(self) -> Iterable[Json]:
-        """Nothing."""
         return ()
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
-        """Text that is held back leaves its token's text empty."""
+        """Render one event. Held-back text makes the token's text empty."""
         self._texts.append(event.text)
-        if event.token is None:
+        ending = self._ending(event)
+        if event.token is None and not ending:
             return
-        token = self._shape.format.token(event.token)
-        yield self._shape.format.line(token, self._top(event.token) | self._ending(event))
+        shape, token = self._shape, event.token or _NO_TOKEN
+        token_body = shape.format.token(token)
+        if not self._closing_line:
+            yield shape.format.line(token_body, self._top(token) | ending)
+            return
+        details = {"details": ending["details"]} if ending else {}
+        yield shape.format.line(token_body | {"text": token.text}, _NOTHING_YET | self._top(token) | details)
+        if ending:
+            yield shape.format.line(shape.format.token(_NO_TOKEN) | {"text": None}, _NOTHING_YET | ending)
 
     def end(self) -> Iterable[Json]:
-        """Nothing: the stream just closes."""
         return ()
 
     def error(self, problem: Problem) -> Iterable[Json]:
-        """One line that says so."""
         yield self._shape.format.failure(problem)
 
     def _top(self, token: Token) -> Json:
@@ -104,8 +116,8 @@ class Lines:
         if event.finish_reason is None or event.usage is None:
             return {}
         shape = self._shape
-        rest: Json = {"generated_text": shape.text(self._inputs, "".join(self._texts))}
+        final: Json = {"generated_text": shape.text(self._inputs, "".join(self._texts))}
         if shape.details:
             ending = Ending(event.finish_reason, event.usage, self._inputs, shape.body.parameters.seed)
-            rest["details"] = shape.format.last_details(ending)
-        return rest
+            final["details"] = shape.format.last_details(ending)
+        return final

@@ -1,10 +1,10 @@
-"""Where LMI's API lies."""
+"""Routes of LMI's and SageMaker's APIs."""
 
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from gateway.errors import LmiDialect
 from gateway.exchange import Endpoint, Exchange
-from gateway.lmi.errors import LmiDialect
 from gateway.lmi.invocations import invocations
 from gateway.lmi.sagemaker import SageMakerDialect, invoke, invoke_stream
 
@@ -17,7 +17,7 @@ async def _options(exchange: Exchange) -> Response:
 
 
 def routes() -> list[Route]:
-    """All of them; /ping is in probes.py."""
+    """LMI's routes; /ping is in probes.py."""
     return [
         Route("/invocations", _INVOKE, methods=["POST"]),
         Route("/invocations", Endpoint(LmiDialect(), _options), methods=["OPTIONS"]),

@@ -1,7 +1,6 @@
-"""What AWS's SDKs call: /endpoints/NAME/invocations and .../invocations-response-stream.
+"""SageMaker's runtime API, as AWS SDKs call it: /endpoints/NAME/invocations and .../invocations-response-stream.
 
-SageMaker passes a container's answer on; its errors become a ModelError with the container's words inside. NAME is the
-served model's.
+Like SageMaker, it forwards the answer of /invocations and wraps errors in a ModelError. NAME is the served model.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -9,55 +8,65 @@ from collections.abc import AsyncIterator, Mapping
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import tandem
-from gateway.errors import Problem
+from gateway.errors import Problem, lmi_error_body
 from gateway.exchange import Exchange
-from gateway.lmi import errors as lmi_errors
 from gateway.lmi.eventstream import MEDIA_TYPE, model_stream_error, payload_part
 from gateway.lmi.invocations import invocations
 from gateway.streaming import Json, encode
 
 _MODEL_ERROR = 424
 _VARIANT = {"x-amzn-invoked-production-variant": "tandem"}
-# Kinds that SageMaker itself answers, before a container is asked.
+# Types that clients read line by line: without a newline after the last line they would wait for ever.
+_TEXTS = ("application/json", "application/jsonlines", "text/plain")
+# Errors that SageMaker itself returns, before it calls a container.
 _OWN_ERRORS = {401: "UnrecognizedClientException", 403: "AccessDeniedException", 404: "ValidationError"}
 
 
 class SageMakerDialect:
-    """What boto3's sagemaker-runtime understands."""
+    """Errors as boto3's sagemaker-runtime reads them: the error type is in a header."""
 
     name = "sagemaker"
 
     def error_response(self, problem: Problem) -> Response:
-        """The kind of error is in a header."""
         status = problem.row.lmi.status
         if status in _OWN_ERRORS:
             content: Json = {"Message": problem.message}
             return JSONResponse(content, 400 if status == 404 else status, {"x-amzn-errortype": _OWN_ERRORS[status]})
-        original = encode(lmi_errors.error_body(problem)).decode()
+        original = encode(lmi_error_body(problem)).decode()
         return _model_error(status, problem.message, original, problem.headers)
 
 
 async def invoke(exchange: Exchange) -> Response:
-    """The whole answer, also of a stream."""
-    response = await invocations(exchange)
-    if response.status_code >= 400:  # as a custom handler has it
-        original = (await _content(response)).decode(errors="replace")
-        return _model_error(response.status_code, original, original, {})
-    response.headers.update(_VARIANT)
-    return response
+    """Handle InvokeEndpoint: return the answer of /invocations, a stream included."""
+    return await _forward(await invocations(exchange))
 
 
 async def invoke_stream(exchange: Exchange) -> Response:
-    """Whatever /invocations answers, in pieces of an event stream."""
-    response = await invoke(exchange)
+    """Handle InvokeEndpointWithResponseStream: the answer of /invocations as messages of an event stream.
+
+    Clients of this route expect a stream, so a body without `stream` gets JSON lines.
+    """
+    response = await _forward(await invocations(exchange, streams_by_default=True))
     if response.status_code >= 400:
         return response
-    headers = {"x-amzn-sagemaker-content-type": response.headers.get("content-type", ""), **_VARIANT}
+    content_type = response.headers.get("content-type", "")
+    headers = {"x-amzn-sagemaker-content-type": content_type, **_VARIANT}
+    ending = b"\n" if content_type.partition(";")[0] in _TEXTS else b""
     if not isinstance(response, StreamingResponse):
-        return Response(payload_part(bytes(response.body)), media_type=MEDIA_TYPE, headers=headers)
-    response.body_iterator = _parts(response, exchange)
+        content = bytes(response.body)
+        content += b"" if content.endswith(ending) else ending
+        return Response(payload_part(content), media_type=MEDIA_TYPE, headers=headers)
+    response.body_iterator = _parts(response, exchange, ending)
     response.headers["content-type"] = MEDIA_TYPE
     response.headers.update(headers)
+    return response
+
+
+async def _forward(response: Response) -> Response:
+    if response.status_code >= 400:  # from a custom handler
+        original = (await _content(response)).decode(errors="replace")
+        return _model_error(response.status_code, original, original, {})
+    response.headers.update(_VARIANT)
     return response
 
 
@@ -76,18 +85,23 @@ async def _content(response: Response) -> bytes:
     return b"".join([_bytes(chunk) async for chunk in response.body_iterator])
 
 
-def _parts(response: StreamingResponse, exchange: Exchange) -> AsyncIterator[bytes]:
+def _parts(response: StreamingResponse, exchange: Exchange, ending: bytes) -> AsyncIterator[bytes]:
+    """Wrap each chunk in a message. `ending`: the bytes with which the last chunk must end."""
     chunks = response.body_iterator
 
     async def framed() -> AsyncIterator[bytes]:
+        last = ending
         try:
             async for chunk in chunks:
+                last = _bytes(chunk) or last
                 yield payload_part(_bytes(chunk))
+            if not last.endswith(ending):
+                yield payload_part(ending)
         except tandem.TandemError as error:
             exchange.arrival.progress.failed(Problem.of(error))
         if exchange.arrival.progress.failure:
-            said = {"Message": "the model failed while it answered", "ErrorCode": "ModelInvocationFailed"}
-            yield model_stream_error(encode(said))
+            body = {"Message": "the model failed while it answered", "ErrorCode": "ModelInvocationFailed"}
+            yield model_stream_error(encode(body))
 
     return framed()
 

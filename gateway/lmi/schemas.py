@@ -1,121 +1,129 @@
-"""Bodies of LMI requests, and the content types they come in."""
+"""Bodies of LMI requests, as JSON, text or CSV."""
 
 import csv
 import io
-import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
+from itertools import islice
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from gateway.errors import UnsupportedMediaType
-from gateway.schema import Body
+from gateway.schema import MAX_PROMPTS, AnyJson, Bias, Body, Choices, Count, Few, Many, Real, Seed, read_json
 from gateway.structures import StructuredBody
 from tandem import InvalidRequest
 
 _CSV_COLUMN = "inputs"
+_MAX_COMMAS = 16_384
 
 
 class Parameters(StructuredBody):
-    """How to generate: the names of all backends of LMI. None is the default."""
+    """Generation parameters, under the names of all of LMI's backends. None means the default."""
 
-    max_new_tokens: int | None = None
+    max_new_tokens: Count | None = None
+    max_seq_len: Annotated[Count, Field(ge=1)] | None = None
     do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
-    num_beams: int | None = None
-    seed: int | None = None
-    stop_sequences: list[str] | str | None = None
-    stop: list[str] | str | None = None
-    stop_token_ids: list[int] | None = None
+    temperature: Real | None = None
+    top_k: Count | None = None
+    top_p: Real | None = None
+    min_p: Real | None = None
+    typical_p: Real | None = None
+    repetition_penalty: Real | None = None
+    presence_penalty: Real | None = None
+    frequency_penalty: Real | None = None
+    num_beams: Count | None = None
+    seed: Seed | None = None
+    stop_sequences: Few[str] | str | None = None
+    stop: Few[str] | str | None = None
+    stop_token_ids: Few[Count] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos_token: bool | None = None
     ignore_eos: bool | None = None
     details: bool | None = None
     decoder_input_details: bool = False
     return_full_text: bool = False
-    n: int | None = Field(default=None, ge=1)
-    best_of: int | None = Field(default=None, ge=1)
-    top_n_tokens: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    truncate: int | None = Field(default=None, ge=1)
+    n: Choices | None = None
+    best_of: Choices | None = None
+    top_n_tokens: Count | None = None
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+    truncate: Annotated[Count, Field(ge=1)] | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    min_length: int | None = None
-    min_tokens: int | None = None
-    bad_sequences: list[str] | str | None = None
-    bad_words: list[str] | str | None = None
-    logit_bias: dict[int, float] | None = None
+    min_length: Count | None = None
+    min_tokens: Count | None = None
+    bad_sequences: Few[str] | str | None = None
+    bad_words: Few[str] | str | None = None
+    logit_bias: Bias | None = None
 
     @property
     def num_choices(self) -> int:
-        """As LMI has it, `best_of` alone asks for all of them."""
+        """Number of choices. As in LMI, `best_of` alone returns all of them."""
         return self.n or self.best_of or 1
 
     @property
     def num_top(self) -> int:
-        """Likeliest tokens to show at each place: LMI always computes one, so `logprobs: 1` asks for none."""
+        """Number of likeliest tokens per position. As in LMI, `logprobs: 1` asks for none."""
         return self.top_n_tokens or (self.logprobs if (self.logprobs or 0) > 1 else None) or 0
 
     @property
     def wants_prefill(self) -> bool:
-        """True if the prompt's log-probs are to be shown."""
+        """True if the answer has the prompt's log-probs."""
         return self.decoder_input_details or self.prompt_logprobs is not None
 
 
 class InvocationBody(Body):
-    """`inputs` with parameters."""
+    """Body of POST /invocations in LMI's own API."""
 
-    inputs: str | list[str]
+    inputs: str | Many[str]
     parameters: Parameters = Parameters()
     stream: bool = False
-    adapters: Any = None
+    adapters: AnyJson = None
 
     @property
     def prompts(self) -> list[str]:
-        """One or many."""
         return [self.inputs] if isinstance(self.inputs, str) else self.inputs
+
+    @property
+    def can_stream(self) -> bool:
+        """False for options that need a complete answer."""
+        return isinstance(self.inputs, str) and not self.parameters.wants_prefill and self.parameters.num_choices == 1
 
 
 def read_payload(body: bytes, content_type: str) -> dict[str, Any]:
-    """The JSON object of a request, or what stands for it. Raises InvalidRequest."""
+    """Parse the body; text and CSV become {"inputs": ...}. Raises InvalidRequest or UnsupportedMediaType."""
     kind = content_type.partition(";")[0].strip().lower()
-    try:
-        if kind == "text/plain":
-            return {"inputs": body.decode()}
-        if kind == "text/csv":
-            return {"inputs": _csv_column(body.decode())}
-        payload = json.loads(body)
-    except ValueError:
-        raise InvalidRequest(
-            "the body is not valid JSON" if kind != "text/plain" else "the body is not UTF-8"
-        ) from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
+    if kind in ("text/plain", "text/csv"):
+        try:
+            text = body.decode()
+        except UnicodeDecodeError:
+            raise InvalidRequest("the body is not UTF-8") from None
+        return {"inputs": text if kind == "text/plain" else _csv_column(text)}
+    payload = read_json(body)
     if kind not in ("", "application/json", "application/x-www-form-urlencoded", "application/octet-stream"):
-        raise UnsupportedMediaType(f"content type {kind[:64]} is not read here")
+        raise UnsupportedMediaType(f"content type {kind[:64]} is not supported")
     if not isinstance(payload, dict):
         raise InvalidRequest("the body must be a JSON object")
     return payload
 
 
-def unknown_parameters(payload: Mapping[str, Any]) -> list[str]:
-    """Parameters that LMI, too, would drop with a warning."""
-    parameters = payload.get("parameters")
-    return sorted(set(parameters) - set(Parameters.model_fields)) if isinstance(parameters, dict) else []
-
-
 def _csv_column(text: str) -> list[str]:
-    rows = csv.DictReader(io.StringIO(text))
-    if _CSV_COLUMN not in (rows.fieldnames or ()):
-        raise InvalidRequest(f"the CSV has no column {_CSV_COLUMN}")
-    return [row[_CSV_COLUMN] or "" for row in rows]
+    """Return the strings of the column `inputs`. Raises InvalidRequest for more than `MAX_PROMPTS`."""
+    rows = csv.DictReader(_lines(text))
+    try:
+        if _CSV_COLUMN not in (rows.fieldnames or ()):
+            raise InvalidRequest(f"the CSV has no column {_CSV_COLUMN}")
+        texts = [row[_CSV_COLUMN] or "" for row in islice(rows, MAX_PROMPTS + 1)]
+    except csv.Error as error:
+        raise InvalidRequest(f"the CSV cannot be read: {error}") from None
+    if len(texts) > MAX_PROMPTS:
+        raise InvalidRequest(f"the CSV has more than {MAX_PROMPTS} rows")
+    return texts
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Yield the lines. Raises InvalidRequest for a line that would take long to split."""
+    for line in io.StringIO(text):
+        if line.count(",") > _MAX_COMMAS:
+            raise InvalidRequest(f"a line of the CSV has more than {_MAX_COMMAS:,} commas")
+        yield line

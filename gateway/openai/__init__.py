@@ -1,4 +1,4 @@
-"""OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions."""
+"""OpenAI's API, with vLLM's extensions: /v1/models, /v1/completions, /v1/chat/completions."""
 
 from gateway.openai.routes import routes
 

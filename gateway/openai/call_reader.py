@@ -1,4 +1,4 @@
-"""One call of a function, read character by character."""
+"""Incremental parser of one tool call: a JSON object with the function's name and arguments."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -10,14 +10,14 @@ _KEYS = ("name", "id", "type", *_ARGUMENTS)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text that is part of no call."""
+    """Text outside of tool calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A call whose function is known."""
+    """The start of a call, as soon as its function is known."""
 
     index: int
     name: str
@@ -25,7 +25,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments, as JSON text."""
+    """The next part of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -35,16 +35,16 @@ Piece = Text | CallBegun | CallArguments
 
 
 class NotACall(Exception):
-    """The object is something else."""
+    """The JSON object is not a tool call."""
 
 
 class CallReader:
-    """`names`: functions that there are. Arguments that come before the name wait for it."""
+    """Parses one call, character by character. `names`: the known functions. Arguments before the name are buffered."""
 
     def __init__(self, index: int, names: Collection[str]) -> None:
         self.is_done = False
         self.has_begun = False
-        """Function and the beginning of the arguments are told, so the call can no longer be taken back."""
+        """True once CallBegun was emitted: from then on the call cannot be turned back into text."""
         self._index = index
         self._names = names
         self._depth = 0
@@ -54,13 +54,13 @@ class CallReader:
         self._is_value = False
         self._member: list[str] = []  # the key or the value that is being read
         self._name = ""
-        self._arguments = ""  # not told yet
+        self._arguments = ""  # not emitted yet
         self._had_arguments = False
 
     def push(self, char: str) -> Iterator[Piece]:
-        """What the character completes. Raises NotACall."""
+        """Return the pieces that the character completes. Raises NotACall."""
         was_in_string, before = self._in_string, self._depth
-        self._follow(char)
+        self._track_nesting(char)
         is_mark = not was_in_string and before == 1 and not self._in_string
         if before == 0:
             return
@@ -74,14 +74,14 @@ class CallReader:
         else:
             self._member.append(char)
             if self._is_value and self._key in _ARGUMENTS and max(before, self._depth) > 1 and self._is_object:
-                yield from self._tell(char)
+                yield from self._emit(char)
 
     @property
     def _is_object(self) -> bool:
-        """Arguments may be a text with JSON in it, too; that is told when it is whole."""
+        """True if the arguments are an object. They may also be a string with JSON in it, emitted once complete."""
         return next((char for char in self._member if not char.isspace()), "") == "{"
 
-    def _follow(self, char: str) -> None:
+    def _track_nesting(self, char: str) -> None:
         if self._in_string:
             if self._is_escaped or char == "\\":
                 self._is_escaped = not self._is_escaped
@@ -95,7 +95,7 @@ class CallReader:
             self._depth -= 1
 
     def _begin_value(self) -> None:
-        self._key = _read("".join(self._member))
+        self._key = _parse_string("".join(self._member))
         if self._key not in _KEYS:
             raise NotACall
         self._member, self._is_value = [], True
@@ -107,20 +107,20 @@ class CallReader:
                 raise NotACall
             return
         if self._key == "name":
-            yield from self._named(_read(text))
+            yield from self._set_name(_parse_string(text))
         elif self._key in _ARGUMENTS:
             if not self._is_object:
-                yield from self._tell(_arguments(text))
+                yield from self._emit(_unwrap_arguments(text))
             self._had_arguments = True
         self._member, self._is_value = [], False
 
-    def _named(self, name: str) -> Iterator[Piece]:
+    def _set_name(self, name: str) -> Iterator[Piece]:
         if self._name or name not in self._names:
             raise NotACall
         self._name = name
-        yield from self._tell("")
+        yield from self._emit("")
 
-    def _tell(self, text: str) -> Iterator[Piece]:
+    def _emit(self, text: str) -> Iterator[Piece]:
         self._arguments += text
         if self._name and self._arguments:
             if not self.has_begun:
@@ -133,12 +133,12 @@ class CallReader:
         if not self._name:
             raise NotACall
         if not self._had_arguments:
-            yield from self._tell("{}")
+            yield from self._emit("{}")
         self.is_done = True
 
 
-def _read(text: str) -> str:
-    """A JSON string. Raises NotACall."""
+def _parse_string(text: str) -> str:
+    """Parse a JSON string. Raises NotACall."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -148,11 +148,11 @@ def _read(text: str) -> str:
     return value
 
 
-def _arguments(text: str) -> str:
-    """Of arguments that are no object: the JSON in a text, or none. Raises NotACall."""
+def _unwrap_arguments(text: str) -> str:
+    """Return the JSON inside a string, or {} for null. Raises NotACall."""
     if text.strip() == "null":
         return "{}"
-    inner = _read(text)
+    inner = _parse_string(text)
     try:
         value = json.loads(inner)
     except ValueError:

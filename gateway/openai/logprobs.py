@@ -1,53 +1,51 @@
-"""Log-probs as OpenAI's two endpoints write them. They are of the model's own distribution, before temperature."""
+"""Log-probs in the formats of OpenAI's two endpoints. They are the model's own, before temperature is applied."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from gateway.streaming import Json
 from tandem import FinishReason, Token, TokenEvent
-
-Json = dict[str, Any]
 
 _VERY_UNLIKELY = -9999.0
 
 
 def num_stop_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> int:
-    """Tokens at the end of a complete answer that are nothing but its stop string."""
+    """Count the tokens at the end of a complete answer that consist of its stop string only."""
     if finish_reason is not FinishReason.STOP_SEQUENCE:
         return 0
-    return next((place for place, token in enumerate(reversed(tokens)) if token.text), len(tokens))
+    return next((number for number, token in enumerate(reversed(tokens)) if token.text), len(tokens))
 
 
-def shown_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> Sequence[Token]:
-    """Without the end-of-sequence token or the stop string: they are no part of the text."""
+def visible_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> Sequence[Token]:
+    """Drop the end-of-sequence token or the stop string, which are not part of the text."""
     ends_special = finish_reason is not None and bool(tokens) and tokens[-1].special
     return tokens[: len(tokens) - max(ends_special, num_stop_tokens(tokens, finish_reason))]
 
 
-class TokensOfStream:
-    """Which tokens to show with an event. Those without a text wait for what comes of them: it may be a stop string."""
+class StreamTokens:
+    """Assigns tokens to events. A token without text is held until later text shows whether it is in a stop string."""
 
     def __init__(self) -> None:
-        self._held: dict[int, list[Token]] = {}
+        self._pending: dict[int, list[Token]] = {}
 
-    def shown_with(self, event: TokenEvent) -> Sequence[Token]:
-        """All that have waited and its own, if it has a text or ends the choice."""
-        held = self._held.setdefault(event.index, [])
+    def take(self, event: TokenEvent) -> Sequence[Token]:
+        """Return the held tokens and the event's token if the event has text or ends the choice, else nothing."""
+        pending = self._pending.setdefault(event.index, [])
         if event.token is not None:
-            held.append(event.token)
+            pending.append(event.token)
         if event.finish_reason is None and not event.text:
             return ()
-        self._held[event.index] = []
-        return shown_tokens(held, event.finish_reason)
+        self._pending[event.index] = []
+        return visible_tokens(pending, event.finish_reason)
 
 
 def chat_logprobs(tokens: Iterable[Token], num_top: int) -> Json:
-    """`content` has one entry for each token."""
+    """The chat format: `content` has one entry per token."""
     return {"content": [_chat_entry(token, num_top) for token in tokens], "refusal": None}
 
 
 def _chat_entry(token: Token, num_top: int) -> Json:
-    top = [_entry(each.text, each.logprob) for each in token.top[:num_top]]
-    return _entry(token.text, token.logprob) | {"top_logprobs": top}
+    entries = [_entry(top.text, top.logprob) for top in token.top[:num_top]]
+    return _entry(token.text, token.logprob) | {"top_logprobs": entries}
 
 
 def _entry(text: str, logprob: float | None) -> Json:
@@ -59,13 +57,13 @@ def _finite(logprob: float | None) -> float:
 
 
 class CompletionLogprobs:
-    """Four lists side by side. `text_offset` counts characters from the start of the choice's text, echo included."""
+    """The completions format: four parallel lists. `text_offset` counts characters, an echoed prompt included."""
 
     def __init__(self) -> None:
         self._offset = 0
 
     def of(self, tokens: Iterable[Token], num_top: int) -> Json:
-        """The lists for the next tokens. A prompt's first token has null for its log-probs."""
+        """Return the lists for the next tokens. A prompt's first token has no log-prob, which is null."""
         lists: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None, "text_offset": []}
         for token in tokens:
             lists["tokens"].append(token.text)
@@ -78,8 +76,8 @@ class CompletionLogprobs:
 
 
 def _top(token: Token, num_top: int) -> dict[str, float] | None:
-    """By text; the chosen token is there too, though it may not be among the likeliest."""
+    """Log-probs by text. The sampled token is included even if it is not among the likeliest."""
     if token.logprob is None:
         return None
-    best = {each.text: _finite(each.logprob) for each in reversed(token.top[:num_top])}
+    best = {top.text: _finite(top.logprob) for top in reversed(token.top[:num_top])}
     return {token.text: _finite(token.logprob)} | best if token.text else best

@@ -1,73 +1,89 @@
-"""What an assistant's message is made of: text, and calls of functions."""
+"""Chat messages and their deltas: text, reasoning and tool calls."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 from gateway.openai.call_reader import CallArguments, Piece, Text
 from gateway.openai.envelope import finish_reason
+from gateway.openai.reasoning import ReasoningReader
 from gateway.openai.tool_choice import ToolUse
 from gateway.openai.tool_parser import ToolCallParser
+from gateway.streaming import Json
 from tandem import FinishReason
-
-Json = dict[str, Any]
 
 
 class Deltas(Protocol):
-    """Makes the deltas of one choice."""
+    """Turns one choice's text into deltas. Stateful."""
 
     def push(self, text: str) -> list[Json]:
-        """What the text adds."""
+        """Return the deltas that the text adds; text may be held back."""
         ...
 
     def finish(self) -> list[Json]:
-        """What was held back."""
+        """Return the deltas of the text that is still held back."""
         ...
 
     def reason(self, reason: FinishReason) -> str:
-        """Why the choice ended."""
+        """Return OpenAI's finish reason. Call it after `finish`."""
         ...
 
 
-def deltas_of(use: ToolUse | None) -> Deltas:
-    """For one choice."""
-    parser = None if use is None else use.parser()
-    return TextDeltas() if use is None or parser is None else CallDeltas(parser, use.num_id_chars)
+def make_deltas(tool_use: ToolUse | None, reader: ReasoningReader | None = None) -> Deltas:
+    """Return the Deltas of one choice. `reader` splits off reasoning, if the model may write any."""
+    parser = None if tool_use is None else tool_use.parser()
+    deltas = TextDeltas() if tool_use is None or parser is None else CallDeltas(parser, tool_use.num_id_chars)
+    return deltas if reader is None else ReasoningDeltas(reader, deltas)
 
 
 class TextDeltas:
-    """Of answers that are nothing but text."""
+    """Deltas of answers that are only text."""
 
     def push(self, text: str) -> list[Json]:
-        """See Deltas.push."""
         return [{"content": text}] if text else []
 
     def finish(self) -> list[Json]:
-        """Nothing is held back."""
         return []
 
     def reason(self, reason: FinishReason) -> str:
-        """See Deltas.reason."""
         return finish_reason(reason)
 
 
+class ReasoningDeltas:
+    """Deltas of answers that may begin with reasoning; `answer` has the rest."""
+
+    def __init__(self, reader: ReasoningReader, answer: Deltas) -> None:
+        self._reader = reader
+        self._answer = answer
+
+    def push(self, text: str) -> list[Json]:
+        return self._deltas(*self._reader.push(text))
+
+    def finish(self) -> list[Json]:
+        return [*self._deltas(*self._reader.finish()), *self._answer.finish()]
+
+    def reason(self, reason: FinishReason) -> str:
+        return self._answer.reason(reason)
+
+    def _deltas(self, reasoning: str, text: str) -> list[Json]:
+        return [*([{"reasoning_content": reasoning}] if reasoning else []), *self._answer.push(text)]
+
+
 class CallDeltas:
-    """Of answers that may have calls."""
+    """Deltas of answers that may contain tool calls."""
 
     def __init__(self, parser: ToolCallParser, num_id_chars: int) -> None:
         self._parser = parser
         self._num_id_chars = num_id_chars
 
     def push(self, text: str) -> list[Json]:
-        """See Deltas.push."""
         return self._deltas(self._parser.push(text))
 
     def finish(self) -> list[Json]:
-        """See Deltas.finish."""
         return self._deltas(self._parser.finish())
 
     def reason(self, reason: FinishReason) -> str:
-        """`tool_calls` if there are any, unless they were cut off."""
+        """`tool_calls` if there are any, unless the length limit cut them off."""
         ended = reason is not FinishReason.LENGTH
         return "tool_calls" if ended and self._parser.num_calls else finish_reason(reason)
 
@@ -85,24 +101,29 @@ class CallDeltas:
         return {"tool_calls": [entry]}
 
 
-def message_of(deltas: Iterable[Json]) -> Json:
-    """The whole message that the deltas make."""
+def build_message(deltas: Iterable[Json]) -> Json:
+    """Merge deltas into the message of a non-streaming answer."""
     texts: list[str] = []
+    reasoning: list[str] = []
     calls: dict[int, Json] = {}
     for delta in deltas:
         texts.append(delta.get("content", ""))
+        reasoning.append(delta.get("reasoning_content", ""))
         for part in delta.get("tool_calls", ()):
             if "id" in part:
                 calls[part["index"]] = {key: part[key] for key in ("id", "type")} | {"function": dict(part["function"])}
             else:
                 calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    text = "".join(texts)
-    message: Json = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    text, thoughts = "".join(texts), "".join(reasoning)
+    content = text if text or not (calls or thoughts) else None
+    message: Json = {"role": "assistant", "content": content, "refusal": None}
+    if thoughts:
+        message["reasoning_content"] = thoughts
     return message | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one: arguments come character by character."""
+    """Merge adjacent pieces of one kind: the parser emits arguments character by character."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

@@ -3,31 +3,33 @@
 import json
 from typing import Any
 
+from gateway.errors import InvalidField
 from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
 from gateway.structures import structure_arguments
-from tandem import GenerateArguments, InvalidRequest
+from tandem import GenerateArguments, InvalidRequest, TokenizeArguments
 
 _DEFAULT_TEMPERATURE = 1.0
-# What clients that do not know the model's name send for it: TGI's, huggingface_hub's, LMI's.
+# Placeholders from clients that do not know the model's name: TGI's, huggingface_hub's, LMI's.
 _NO_NAMES = ("", "tgi", "dummy", "lmi")
-# A newer name for the same.
+# OpenAI's newer role names, as chat templates know them.
 _ROLES = {"developer": "system"}
+_EXTRAS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 def model_of(name: str) -> str | None:
-    """The model's name as the SDK takes it; None for names that stand for any."""
+    """Return the model's name for the SDK: None, the default model, for placeholder names."""
     return None if name in _NO_NAMES else name
 
 
 def completion_arguments(body: CompletionBody, max_prompts: int) -> list[GenerateArguments]:
-    """One for each prompt. Raises InvalidRequest."""
+    """Return the SDK arguments of each prompt. Raises InvalidRequest."""
     if body.suffix:
         raise InvalidRequest("suffix is not supported")
     shared = _sampling(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         if body.stream:
-            raise InvalidRequest("best_of cannot be streamed: what is best is known at the end")
+            raise InvalidRequest("best_of cannot be streamed: the best choice is known at the end only")
         shared["best_of"] = body.best_of
     if body.scores_only and body.stream:
         raise InvalidRequest("max_tokens must be at least 1 in a stream")
@@ -41,25 +43,23 @@ def completion_arguments(body: CompletionBody, max_prompts: int) -> list[Generat
     return [shared | prompt for prompt in prompts]
 
 
-def chat_arguments(body: ChatBody, use: ToolUse | None = None) -> GenerateArguments:
-    """`use`: what tool_use_of says of the body. Raises InvalidRequest."""
+def chat_arguments(body: ChatBody, tool_use: ToolUse | None = None) -> GenerateArguments:
+    """Return the SDK arguments of a chat. `tool_use` comes from parse_tool_use. Raises InvalidRequest."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs")
-    arguments = _sampling(body)
-    arguments["messages"] = messages_of(body)
-    arguments["tools"] = tools_of(body)
+    arguments = GenerateArguments(**_sampling(body), **rendering_of(body))
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
-    if use is not None and use.is_forced:
+    if tool_use is not None and tool_use.is_forced:
         if structure_arguments(body):
-            raise InvalidRequest("an answer that must be a call cannot have another structure: leave tool_choice auto")
-        arguments |= use.structure()
+            raise InvalidRequest("a forced tool call cannot have another structure: set tool_choice to auto")
+        arguments |= tool_use.structure()
     return arguments
 
 
 def _sampling(body: SamplingBody) -> GenerateArguments:
     if body.use_beam_search:
-        raise InvalidRequest("use_beam_search is not supported: tokens are drawn, or the likeliest is taken")
+        raise InvalidRequest("use_beam_search is not supported: use sampling or greedy decoding")
     sampling = GenerateArguments(
         model=model_of(body.model),
         n=body.n,
@@ -72,7 +72,7 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
         logit_bias=body.logit_bias,
-        seed=body.seed,
+        seed=None if body.seed is None else body.seed % 2**64,  # OpenAI's seeds may be negative
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
         min_new_tokens=body.min_tokens,
@@ -89,44 +89,55 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
 
 
 def _top_k(body: SamplingBody) -> int | None:
-    """With a `top_p` of 0, which OpenAI allows, only the likeliest token is left. -1 means off, as 0 does."""
+    """Return top_k: 1 for a `top_p` of 0, which OpenAI allows and means greedy. -1 and 0 mean off."""
     if body.top_p == 0:
         return 1
     return max(0, body.top_k) if body.top_k is not None else None
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[GenerateArguments]:
-    """The four forms: a text, texts, token ids, lists of token ids."""
+    """Return one element per prompt. The four forms: a string, strings, token ids, lists of token ids."""
     if isinstance(prompt, str):
         return [GenerateArguments(prompt=prompt)]
     if prompt and isinstance(prompt[0], int):
-        return [GenerateArguments(token_ids=[each for each in prompt if isinstance(each, int)])]
+        return [GenerateArguments(token_ids=[token_id for token_id in prompt if isinstance(token_id, int)])]
     return [
-        GenerateArguments(prompt=each) if isinstance(each, str) else GenerateArguments(token_ids=each)
-        for each in prompt
-        if not isinstance(each, int)
+        GenerateArguments(prompt=item) if isinstance(item, str) else GenerateArguments(token_ids=item)
+        for item in prompt
+        if not isinstance(item, int)
     ]
 
 
+def rendering_of(body: ChatBody) -> TokenizeArguments:
+    """Return the arguments of the chat template. Raises InvalidRequest."""
+    return TokenizeArguments(
+        messages=messages_of(body),
+        tools=tools_of(body),
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+
+
 def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
-    """What the chat template is shown."""
+    """The tools that the chat template receives: none if calls are disabled."""
     return None if body.tool_choice == "none" else body.tools
 
 
 def messages_of(body: ChatBody) -> list[dict[str, Any]]:
-    """The turns. Raises InvalidRequest for content that is not text."""
-    return [_message(each) for each in body.messages]
+    """The messages that the chat template receives. Raises InvalidRequest for content that is not text."""
+    return [_message(message) for message in body.messages]
 
 
 def _message(message: Message) -> dict[str, Any]:
-    extra = message.model_dump(include={"tool_calls", "tool_call_id", "name"}, exclude_none=True)
+    extra = {name: value for name in _EXTRAS if (value := getattr(message, name)) is not None}
     for call in extra.get("tool_calls", ()):
         _read_arguments(call)
     return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
 
 
 def _read_arguments(call: dict[str, Any]) -> None:
-    """Templates write arguments as JSON themselves, so they are shown the object."""
+    """Replace JSON text by the parsed object, because templates serialise arguments themselves."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
@@ -141,6 +152,7 @@ def _text(content: str | list[ContentPart] | None) -> str:
     if isinstance(content, list):
         for part in content:
             if part.type != "text":
-                raise InvalidRequest(f"content of type {part.type!r} is not supported: only text is")
-        return "".join(part.text for part in content)
+                message = f"content of type {part.type[:64]!r} is not supported: only text is"
+                raise InvalidField(message, field="messages")
+        return "\n".join(part.text for part in content)
     return content or ""

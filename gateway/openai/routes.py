@@ -1,12 +1,35 @@
-"""Where OpenAI's API lies: under /v1, and for some clients without it."""
+"""Routes of OpenAI's API, with and without the /v1 prefix, and the handlers of /models."""
 
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.exchange import Endpoint
+from gateway.errors import OpenAIDialect
+from gateway.exchange import Endpoint, Exchange
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions
-from gateway.openai.errors import OpenAIDialect
-from gateway.openai.models import get_model, list_models
+from gateway.streaming import Json
+from tandem import Model
+
+
+async def list_models(exchange: Exchange) -> Response:
+    models = await exchange.client.models(timeout=exchange.settings.request_timeout_s)
+    return JSONResponse({"object": "list", "data": [_model(model) for model in models]})
+
+
+async def get_model(exchange: Exchange) -> Response:
+    name = exchange.arrival.request.path_params["model"]
+    return JSONResponse(_model(await exchange.client.model(name, timeout=exchange.settings.request_timeout_s)))
+
+
+def _model(model: Model) -> Json:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "tandem",
+        "max_model_len": model.max_total_tokens,
+    }
+
 
 _DIALECT = OpenAIDialect()
 _CHAT = Endpoint(_DIALECT, chat_completions, generates=True)
@@ -16,7 +39,6 @@ _MODEL = Endpoint(_DIALECT, get_model)
 
 
 def routes() -> list[Route]:
-    """All of them."""
     return [
         route
         for prefix in ("/v1", "")

@@ -1,44 +1,47 @@
-"""Which functions a model may, must or must not call."""
+"""`tools` and `tool_choice` of a chat: which functions the model may or must call, and the schema that forces it."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from gateway.openai.schemas import ChatBody
-from gateway.openai.tool_parser import FORCED, ToolCallParser, ToolFormat
-from gateway.schema import Body, check
+from gateway.openai.tool_parser import FORCED_FORMAT, ToolCallParser, ToolFormat
+from gateway.schema import Body, Name, check
+from gateway.streaming import Json
 from tandem import GenerateArguments, InvalidRequest
 
-Json = dict[str, Any]
-
-# Bounds what a model that finds no end can write.
-_MOST_FORCED_CALLS = 16
+# A bound for models that would never end the list.
+_MAX_FORCED_CALLS = 16
 
 
 class Function(Body):
-    """What is known of a function. `parameters` is a JSON schema."""
+    """A function that the model may call. `parameters` is a JSON schema."""
 
-    name: str
+    name: Name
     parameters: Json | None = None
 
 
 class Tool(Body):
-    """An entry of `tools`, or the one that `tool_choice` names."""
+    """An entry of `tools`, or the value of `tool_choice`."""
 
     type: Literal["function"] = "function"
     function: Function
 
 
 class _Tools(Body):
-    """What is checked of a request, with the names that its members have there."""
+    """Validates the two members under their own names, so that errors name them."""
 
-    tools: tuple[Tool, ...] = ()
+    tools: Annotated[tuple[Tool, ...], Field(fail_fast=True)] = ()
     tool_choice: Tool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Functions of a request, how calls of them are found in what the model writes (None: they are not), and whether
-    there must be one.
+    """The functions of a request, and how the model may call them.
+
+    `style`: the format in which the model writes calls, None if its text is not parsed for calls. `is_forced`: the
+    answer must be a call. `is_parallel`: it may be several.
     """
 
     functions: tuple[Function, ...]
@@ -48,29 +51,29 @@ class ToolUse:
 
     @property
     def num_id_chars(self) -> int:
-        """How long ids of calls are: some templates want it just so."""
-        return (self.style or FORCED).num_id_chars
+        """Length of call ids. Some chat templates require a fixed length."""
+        return (self.style or FORCED_FORMAT).num_id_chars
 
     def parser(self) -> ToolCallParser | None:
-        """For one answer."""
-        style = FORCED if self.is_forced else self.style
+        """Return a new parser for one answer, or None if its text is not parsed for calls."""
+        style = FORCED_FORMAT if self.is_forced else self.style
         return None if style is None else ToolCallParser(style, [function.name for function in self.functions])
 
     def structure(self) -> GenerateArguments:
-        """What forces the model to call."""
+        """Return the structured-output argument that forces a call, or nothing."""
         if not self.is_forced:
             return GenerateArguments()
         return GenerateArguments(json_schema=_calls_schema(self))
 
 
-def tool_use_of(body: ChatBody, style: ToolFormat | None) -> ToolUse | None:
-    """None if nothing may be called. `style`: how the model writes calls, if that is known. Raises InvalidRequest."""
+def parse_tool_use(body: ChatBody, style: ToolFormat | None) -> ToolUse | None:
+    """Return None if no function may be called. `style`: the model's call format, if known. Raises InvalidRequest."""
     if not body.tools or body.tool_choice == "none":
         if body.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice needs tools")
         return None
     if body.tool_choice in (None, "auto") and style is None:
-        return None  # what is in `tools` then is the template's affair
+        return None  # `tools` still goes to the chat template
     functions = tuple(tool.function for tool in check(_Tools, {"tools": body.tools}).tools)
     is_parallel = body.parallel_tool_calls is not False
     if body.tool_choice in (None, "auto"):
@@ -80,21 +83,21 @@ def tool_use_of(body: ChatBody, style: ToolFormat | None) -> ToolUse | None:
     if not isinstance(body.tool_choice, dict):
         raise InvalidRequest("tool_choice must be auto, none, required or the name of a function")
     choice = check(_Tools, {"tool_choice": body.tool_choice}).tool_choice
-    wanted = choice.function.name if choice is not None else ""
-    named = tuple(function for function in functions if function.name == wanted)
-    if not named:
-        raise InvalidRequest(f"tool_choice: there is no function {wanted[:64]!r} in tools")
-    return ToolUse(named[:1], style, is_forced=True, is_parallel=False)
+    name = choice.function.name if choice is not None else ""
+    chosen = tuple(function for function in functions if function.name == name)
+    if not chosen:
+        raise InvalidRequest(f"tool_choice: there is no function {name[:64]!r} in tools")
+    return ToolUse(chosen[:1], style, is_forced=True, is_parallel=False)
 
 
 def _calls_schema(use: ToolUse) -> Json:
-    """One call, or several. Schemas of parameters keep their own definitions, under $defs."""
-    key = (use.style or FORCED).arguments_key
+    """Return the JSON schema of one call, or of a list of calls. Each function's parameters are under $defs."""
+    key = (use.style or FORCED_FORMAT).arguments_key
     definitions: Json = {}
     calls: list[Json] = []
-    for place, function in enumerate(use.functions):
-        home = f"#/$defs/{place}"
-        definitions[str(place)] = _moved(function.parameters or {"type": "object"}, home)
+    for number, function in enumerate(use.functions):
+        home = f"#/$defs/{number}"
+        definitions[str(number)] = _moved(_closed(function.parameters or {"type": "object", "properties": {}}), home)
         calls.append(
             {
                 "type": "object",
@@ -105,14 +108,42 @@ def _calls_schema(use: ToolUse) -> Json:
         )
     call = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if use.is_parallel:
-        call = {"type": "array", "items": call, "minItems": 1, "maxItems": _MOST_FORCED_CALLS}
+        call = {"type": "array", "items": call, "minItems": 1, "maxItems": _MAX_FORCED_CALLS}
     return {**call, "$defs": definitions}
 
 
-def _moved(schema: Any, home: str) -> Any:
-    """The schema with its references to itself as they have to be where it is put."""
+# Keywords by which a schema itself, or another schema, determines the allowed properties.
+_COMBINING = frozenset(
+    {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+)
+
+
+def _closed(schema: Any) -> Any:
+    """Forbid properties that the schema does not name, unless it says otherwise: a weak model would add some for ever.
+
+    Branches of a combination stay open, because each may name properties of the others.
+    """
     if isinstance(schema, list):
-        return [_moved(each, home) for each in schema]
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        key: {name: _closed(item) for name, item in value.items()}
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict)
+        else _closed(value)
+        if key in ("items", "prefixItems")
+        else value
+        for key, value in schema.items()
+    }
+    if isinstance(closed.get("properties"), dict) and not _COMBINING & closed.keys():
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _moved(schema: Any, home: str) -> Any:
+    """Rewrite the schema's references to itself for its new position at `home`."""
+    if isinstance(schema, list):
+        return [_moved(item, home) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {

@@ -1,10 +1,10 @@
-"""Calls of functions in what a model writes, piece by piece as it comes.
+"""Streaming parser for tool calls in a model's text.
 
     text ─▶ TEXT ──marker──▶ BETWEEN ──{──▶ CALL ──}──▶ BETWEEN ──end marker, or anything else──▶ TEXT
 
-A call is a JSON object with `name` and `arguments` (or `parameters`). It goes out as soon as its function is known and
-its arguments begin. What looks like a call and is none, because it names no function that there is or has other
-members, is text like any other: nothing a model writes is lost.
+A call is a JSON object with `name` and `arguments` (or `parameters`). It is emitted as soon as its function is known
+and its arguments begin. An object that names no known function, or has other members, is not a call and is emitted as
+text: no text of the model is lost.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,26 +19,31 @@ _BETWEEN_CALLS = " \t\r\n,;[]"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls. With `bare`, a text that begins with JSON may be calls without a marker."""
+    """The format in which a family of models writes calls.
+
+    `start`, `end`: markers around the calls. `bare`: a text that begins with JSON may be calls without a marker.
+    `only_calls`: the text has calls only.
+    """
 
     start: str
     end: str = ""
     bare: bool = False
+    only_calls: bool = False
     arguments_key: str = "arguments"
     num_id_chars: int = 24
 
 
-FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
         "hermes": ToolFormat("<tool_call>", "</tool_call>"),
         "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters"),
         "mistral": ToolFormat("[TOOL_CALLS]", bare=True, num_id_chars=9),
     }
 )
-"""By the names that vLLM has for its parsers."""
+"""Keys are the names of vLLM's parsers."""
 
-FORCED = ToolFormat("", bare=True)
-"""Nothing but calls: what a structure has forced."""
+FORCED_FORMAT = ToolFormat("", bare=True, only_calls=True)
+"""The format of forced calls: the structure allows nothing else."""
 
 
 class _State(Enum):
@@ -48,38 +53,42 @@ class _State(Enum):
 
 
 class ToolCallParser:
-    """Reads one answer. `names`: functions that there are."""
+    """Parses one answer. `names`: the known functions."""
 
     def __init__(self, style: ToolFormat, names: Collection[str]) -> None:
         self._style = style
         self._names = frozenset(names)
         self._state = _State.TEXT
         self._buffer = ""
-        self._raw = ""  # since the marker, until a call has begun
+        self._raw = ""  # text since the marker, until a call has begun
         self._may_be_bare = style.bare
         self._reader = CallReader(0, self._names)
         self.num_calls = 0
-        """Calls that have begun."""
+        """Number of calls that have begun."""
 
     def push(self, text: str) -> list[Piece]:
-        """What the text completes."""
+        """Return the pieces that the text completes."""
         self._buffer += text
         return list(self._read())
 
     def finish(self) -> list[Piece]:
-        """Whatever is still held back: there will be no more text."""
-        held = self._raw + self._buffer
+        """End of the text: return what is still held back.
+
+        A forced call that is cut off before its function is known is dropped: it is no text for a client.
+        """
+        text = self._raw + self._buffer
         is_call = self._state is _State.CALL and self._reader.has_begun
         is_rest = self._state is _State.BETWEEN and not self._raw
-        is_blank = self.num_calls > 0 and not held.strip()
+        is_blank = self.num_calls > 0 and not text.strip()
         self._buffer = self._raw = ""
-        return [] if is_call or is_rest or is_blank or not held else [Text(held)]
+        is_shown = not (is_call or is_rest or is_blank or self._style.only_calls)
+        return [Text(text)] if text and is_shown else []
 
     def _read(self) -> Iterator[Piece]:
-        """Until the buffer is empty, or its rest has to wait."""
-        before = None
-        while before != (self._state, len(self._buffer)):
-            before = self._state, len(self._buffer)
+        """Run the state machine until it needs more text."""
+        previous = None
+        while previous != (self._state, len(self._buffer)):
+            previous = self._state, len(self._buffer)
             if self._state is _State.TEXT:
                 yield from self._read_text()
             elif self._state is _State.BETWEEN:
@@ -92,15 +101,15 @@ class ToolCallParser:
         if self._may_be_bare:
             first = self._buffer.lstrip()
             if start.startswith(first):
-                return  # nothing yet, or what may become the marker
+                return  # empty, or a possible prefix of the marker
             self._may_be_bare = False
             if first[0] in "{[" and not (start and first.startswith(start)):
                 self._state = _State.BETWEEN
                 return
-        text, marker, rest = self._buffer.partition(start) if start else (self._buffer, "", "")
+        text, marker, remaining = self._buffer.partition(start) if start else (self._buffer, "", "")
         if marker:
             blank = text[len(text.rstrip()) :]
-            self._state, self._raw, self._buffer = _State.BETWEEN, blank + marker, rest
+            self._state, self._raw, self._buffer = _State.BETWEEN, blank + marker, remaining
             text = text.rstrip()
         else:
             num_held = _num_held(text, start)
@@ -122,7 +131,7 @@ class ToolCallParser:
 
     def _read_call(self) -> Iterator[Piece]:
         has_begun = self._reader.has_begun
-        for place, char in enumerate(self._buffer):
+        for number, char in enumerate(self._buffer):
             try:
                 yield from self._reader.push(char)
             except NotACall:
@@ -134,19 +143,19 @@ class ToolCallParser:
                 has_begun = True
                 self.num_calls += 1
             if self._reader.is_done or self._state is _State.BETWEEN:
-                self._state, self._raw, self._buffer = _State.BETWEEN, "", self._buffer[place + 1 :]
+                self._state, self._raw, self._buffer = _State.BETWEEN, "", self._buffer[number + 1 :]
                 return
         self._raw = "" if has_begun else self._raw + self._buffer
         self._buffer = ""
 
     def _skip(self, count: int) -> None:
-        """Past what separates calls, which is lost only if there are any."""
+        """Skip separators. They are dropped only if calls are around them."""
         if self._raw or not self.num_calls:
             self._raw += self._buffer[:count]
         self._buffer = self._buffer[count:]
 
     def _give_up(self) -> Iterator[Piece]:
-        """What was taken for the beginning of a call is text."""
+        """Emit the supposed beginning of a call as text."""
         self._state = _State.TEXT
         if self._raw:
             yield Text(self._raw)
@@ -154,7 +163,7 @@ class ToolCallParser:
 
 
 def _num_held(text: str, marker: str) -> int:
-    """Characters at the end of a text that may belong to a marker: its beginning, and the space in front of it."""
+    """Count the characters at the end that may be a prefix of the marker, or the white space before it."""
     if not marker:
         return 0
     longest = next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)

@@ -1,4 +1,4 @@
-// One answer of the model: how it streams in, what is said about it, and how it is continued.
+// One answer of the model: reads its stream, shows its figures, and continues it.
 
 import { post, stream } from "./api.js";
 import { make, say } from "./dom.js";
@@ -46,18 +46,18 @@ export class Answer {
     return this.body.text;
   }
 
-  /** True if there is more to be had. */
+  /** True if the answer can be continued. */
   get isOpen() {
     return this.ids.length > 0 && (this.ending === "length" || this.ending === "stopped");
   }
 
-  /** The whole answer, or as much as there is when `signal` stops it. */
+  /** Request an answer, until its end or until `signal` aborts it. */
   begin(sampling, signal) {
     const body = { ...sampling, messages: this.messages, logprobs: true, top_logprobs: NUM_ALTERNATIVES };
     return this.#run("/v1/chat/completions", body, fromChat, signal);
   }
 
-  /** More, exactly behind the last token: the prompt's and the answer's token ids are the new prompt. */
+  /** Continue exactly after the last token: the new prompt is the token ids of the prompt and the answer. */
   async continue(sampling, signal) {
     const prompt = async () => {
       const { tokenize_response: tokens } = await post("/chat_tokenize", { messages: this.messages }, signal);
@@ -76,7 +76,7 @@ export class Answer {
     this.element.classList.add("running");
     try {
       const rest = prompt ? { ...body, prompt: await prompt() } : body;
-      const options = { stream_options: { include_usage: true }, return_token_ids: true };
+      const options = { stream_options: { include_usage: true }, return_token_ids: true, separate_reasoning: false };
       for await (const chunk of stream(path, { ...rest, ...options }, signal)) {
         signal.throwIfAborted();
         this.#take(chunk, read);
@@ -91,7 +91,7 @@ export class Answer {
   }
 
   #take(chunk, read) {
-    if (chunk.usage) this.numPrompt ??= chunk.usage.prompt_tokens; // a continued answer's prompt holds its beginning
+    if (chunk.usage) this.numPrompt ??= chunk.usage.prompt_tokens; // the prompt of a continuation includes the answer so far
     const choice = chunk.choices[0];
     if (!choice) return;
     this.ending = choice.finish_reason ?? this.ending;
@@ -124,7 +124,7 @@ export class Answer {
     this.facts.replaceChildren(...facts.map(([name, value]) => make("span", {}, name, make("b", {}, value))));
   }
 
-  /** In one sentence, for who cannot see it. */
+  /** The answer in one sentence, for screen readers. */
   get summary() {
     const sure = confidence(this.body.tokens);
     return `${this.text || "No text."} (${ENDINGS[this.ending]}${sure === null ? "" : `, confidence ${percent(sure)}`})`;

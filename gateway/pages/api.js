@@ -1,11 +1,11 @@
-// Calls to the gateway with the user's API key, which is kept for this tab only.
+// Calls to the gateway with the user's API key, which is stored for this tab only.
 
 const KEY = "tandem-api-key";
 
 export const savedKey = () => sessionStorage.getItem(KEY) ?? "";
 export const saveKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
 
-/** What the gateway said instead of an answer. */
+/** An error response of the gateway; status 0 if there was no response. */
 export class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -49,7 +49,7 @@ export async function* stream(path, body, signal) {
   try {
     for (;;) {
       const { value, done } = await reader.read();
-      if (done) throw new Refusal(0, "The answer broke off.");
+      if (done) throw new Refusal(0, "The answer ended before it was complete.");
       const events = (rest + value).split("\n\n");
       rest = events.pop();
       for (const event of events) {

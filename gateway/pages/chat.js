@@ -1,4 +1,4 @@
-// The chat page: the conversation, its controls, and what is said to screen readers.
+// The chat page: the conversation, its controls, and announcements for screen readers.
 
 import { Answer } from "./answer.js";
 import { get, saveKey, savedKey } from "./api.js";
@@ -15,7 +15,7 @@ let running = null;
 
 const number = (name) => ($(name).value === "" ? undefined : Number($(name).value));
 
-/** What the controls say, in OpenAI's words; members left empty are the server's to choose. */
+/** The controls as members of OpenAI's API. Empty ones are left out, so that the server chooses. */
 const sampling = () => ({
   model: $("models").value || undefined,
   temperature: number("temperature"),
@@ -45,7 +45,7 @@ async function send(text) {
   await work(answer, turn, (signal) => answer.begin(sampling(), signal));
 }
 
-/** Run a part of an answer, and offer to go on with it. */
+/** Run a request for an answer or its continuation, then offer to continue. */
 async function work(answer, turn, run) {
   for (const old of turns.querySelectorAll(".go-on")) old.remove();
   const controller = (running = new AbortController());
@@ -66,7 +66,7 @@ async function work(answer, turn, run) {
   stayAtEnd();
 }
 
-/** A question that got no answer is not part of the conversation; it goes back into the field. */
+/** Remove a question that got no answer from the conversation, and put it back into the field. */
 function takeBack() {
   const [question] = messages.splice(-2);
   prompt.value ||= question.content;

@@ -1,8 +1,8 @@
-// Elements from plain values. Text goes in as text, never as markup.
+// Creates elements from plain values. Text is inserted as text, never as markup.
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element; attributes named on... are listeners, children are nodes or strings. */
+/** Create an element. Attributes named on... are listeners, children are nodes or strings. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {

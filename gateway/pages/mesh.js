@@ -1,4 +1,4 @@
-// The mesh page: asks for the state once a second while somebody looks, and shows it.
+// The mesh page: polls the state once a second while the page is visible, and shows it.
 
 import { get, saveKey } from "./api.js";
 import { $, make, say } from "./dom.js";
@@ -73,7 +73,7 @@ async function refresh() {
   } catch (error) {
     say($("fresh"), "not live");
     $("unlock").hidden = ![401, 403].includes(error.status);
-    showVerdict({ level: "down", headline: error.status ? "The mesh is not shown" : "No answer", detail: error.message });
+    showVerdict({ level: "down", headline: error.status ? "The mesh cannot be shown" : "No answer", detail: error.message });
   }
 }
 

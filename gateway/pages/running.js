@@ -1,4 +1,4 @@
-// Requests in service: where each is, and how its time has gone so far.
+// Running requests: the workers and the phases of each, on one time scale.
 
 import { make, say } from "./dom.js";
 import { PHASES, parts } from "./traces.js";

@@ -1,10 +1,10 @@
-// Speeds of workers, from the counters of states that follow each other.
+// Rates of workers, from the counters of consecutive states.
 
 const KEPT = 60;
 
 const tokensOf = (worker) => (worker.role === "prefill" ? worker.load.computed_tokens : worker.load.generated_tokens);
 
-/** Tokens and bytes per second of each run of a worker, and tokens per second of the last minute. */
+/** Tokens and bytes per second of each worker incarnation, and its tokens per second over the last minute. */
 export class Speeds {
   constructor() {
     this.before = null;
@@ -29,7 +29,7 @@ export class Speeds {
     return this.now.get(worker.incarnation);
   }
 
-  /** A sum over the workers of one side. */
+  /** Sum a rate over the workers of one side. */
   sum(workers, what) {
     return workers.reduce((sum, worker) => sum + this.of(worker)[what], 0);
   }

@@ -1,10 +1,10 @@
-// Tokens with their confidence: spans in a text, and the tooltip with what else the model considered.
+// Tokens with their confidence: spans in a text, and a tooltip with the alternatives of a token.
 
 import { make } from "./dom.js";
 
 const STEPS = [0.9, 0.7, 0.4, 0.15];
 
-/** 0 for the surest tokens, 4 for the least sure ones. */
+/** Confidence step of a token: 0 is the most confident, 4 the least. */
 export const step = (logprob) => {
   const index = STEPS.findIndex((least) => Math.exp(logprob) >= least);
   return index < 0 ? STEPS.length : index;
@@ -60,7 +60,7 @@ function describe(token) {
   ];
 }
 
-/** A text of tokens: one stop for Tab, arrow keys go from token to token. */
+/** A text of tokens. It is one tab stop; arrow keys move from token to token. */
 export class TokenText {
   constructor(element, tip) {
     this.element = element;

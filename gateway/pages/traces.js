@@ -16,7 +16,7 @@ export const PHASES = [
 
 const ENDINGS = { eos_token: "complete", length: "length", stop_sequence: "stop string" };
 
-/** What followed what, over all attempts: [phase, milliseconds]. */
+/** The phases of all attempts in order: [phase, milliseconds]. */
 export function parts({ timing }) {
   if (!timing) return [];
   const attempts = timing.attempts.flatMap((attempt) => PHASES.slice(1).map(([phase]) => [phase, attempt[`${phase}_ms`]]));
@@ -88,14 +88,14 @@ export class Traces {
 
 const ABOUT = {
   joined: "has joined",
-  ready: "takes work again",
-  draining: "takes nothing new",
-  stalled: "stands still",
+  ready: "takes requests again",
+  draining: "takes no new requests",
+  stalled: "makes no progress",
   lost: "is gone",
-  tripped: "is not trusted until it is proven again",
+  tripped: "gets no requests until it passes its health check",
 };
 
-/** What happened, newest first. */
+/** Show incidents, newest first. */
 export function showIncidents(list, empty, incidents) {
   empty.hidden = incidents.length > 0;
   while (list.children.length > incidents.length) list.lastChild.remove();

@@ -1,4 +1,4 @@
-// Figures as people read them.
+// Numbers formatted for people.
 
 export function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];

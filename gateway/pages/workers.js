@@ -1,4 +1,4 @@
-// A card for each worker, changed in place: what is focused or selected stays so.
+// A card for each worker, updated in place so that focus and selection stay.
 
 import { make, say } from "./dom.js";
 import { ago, bytes, count, percent, share } from "./units.js";

@@ -1,4 +1,4 @@
-"""TGI requests to arguments of the SDK."""
+"""Translates TGI requests to arguments of the SDK."""
 
 import secrets
 
@@ -8,7 +8,7 @@ from tandem import GenerateArguments, InvalidRequest
 
 
 def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments:
-    """Raises InvalidRequest."""
+    """Return the SDK arguments. Raises InvalidRequest, in TGI's words where TGI has the same rule."""
     parameters = body.parameters
     if not body.inputs:
         raise InvalidRequest("`inputs` cannot be empty")
@@ -19,7 +19,7 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
     sampling = GenerateArguments(
         prompt=body.inputs,
         max_new_tokens=parameters.max_new_tokens,
-        temperature=(parameters.temperature or 1.0) if parameters.samples else 0.0,
+        temperature=(parameters.temperature or 1.0) if parameters.needs_sampling else 0.0,
         top_k=parameters.top_k,
         top_p=parameters.top_p,
         typical_p=parameters.typical_p,
@@ -38,17 +38,17 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
 
 
 def seed_of(parameters: Parameters) -> int | None:
-    """The client's, or one of ours: answers tell it. None if nothing is drawn."""
-    if not parameters.samples:
+    """Return the client's seed or a random one, which the answer reports. None if decoding is greedy."""
+    if not parameters.needs_sampling:
         return None
     return secrets.randbits(63) if parameters.seed is None else parameters.seed
 
 
 def _check_best_of(parameters: Parameters, *, stream: bool) -> None:
-    """TGI's own rules, in its words."""
+    """Raise InvalidRequest where TGI refuses `best_of`, with TGI's messages."""
     if parameters.num_choices == 1:
         return
-    if not parameters.samples:
+    if not parameters.needs_sampling:
         raise InvalidRequest("you must use sampling when `best_of` is > 1")
     if parameters.seed is not None:
         raise InvalidRequest("`seed` must not be set when `best_of` > 1")
@@ -57,10 +57,10 @@ def _check_best_of(parameters: Parameters, *, stream: bool) -> None:
 
 
 def _refuse_unsupported(parameters: Parameters) -> None:
-    wanted = {
+    unsupported = {
         "watermark": parameters.watermark,
         "adapter_id": parameters.adapter_id is not None,
     }
-    for name, is_wanted in wanted.items():
-        if is_wanted:
+    for name, is_used in unsupported.items():
+        if is_used:
             raise InvalidRequest(f"`{name}` is not supported")

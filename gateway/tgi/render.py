@@ -1,18 +1,17 @@
-"""Answers as TGI writes them."""
+"""Renders answers in TGI's format."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway.answers import Answer
-from gateway.errors import Problem
+from gateway.errors import Problem, tgi_error_body
 from gateway.streaming import Json
-from gateway.tgi.errors import error_body
 from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What of an answer is shown. `seed` is None if nothing was drawn, `prefix` goes before the generated text."""
+class TgiShape:
+    """How to render an answer. `seed` is None for greedy decoding. `prefix` goes before the generated text."""
 
     details: bool
     prefill: bool
@@ -22,13 +21,13 @@ class Shape:
     max_new_tokens: int | None
 
     def finish_reason(self, reason: FinishReason, usage: Usage) -> str:
-        """At the last token allowed it is the length, whatever the token is."""
+        """Return TGI's reason: `length` at `max_new_tokens`, even if the last token is the end-of-sequence token."""
         if reason is FinishReason.EOS_TOKEN and usage.completion_tokens == self.max_new_tokens:
             return FinishReason.LENGTH
         return reason
 
     def details_of(self, reason: FinishReason, usage: Usage) -> Json:
-        """What whole answers and streams both tell about their end."""
+        """Details of the end of an answer, for complete answers and for streams."""
         return {
             "finish_reason": self.finish_reason(reason, usage),
             "generated_tokens": usage.completion_tokens,
@@ -36,8 +35,8 @@ class Shape:
         }
 
 
-def answer_json(answer: Answer, shape: Shape) -> Json:
-    """The whole answer: the best choice, and with the details all others."""
+def answer_json(answer: Answer, shape: TgiShape) -> Json:
+    """Render a complete answer: the best choice, and the others in its details."""
     first, *others = answer.choices
     prompt = answer.prompt_tokens.get(0, ()) if shape.prefill else ()
     body: Json = {"generated_text": shape.prefix + first.text}
@@ -45,45 +44,44 @@ def answer_json(answer: Answer, shape: Shape) -> Json:
         body["details"] = _details(first, prompt, shape)
         if others:
             body["details"]["best_of_sequences"] = [
-                {"generated_text": shape.prefix + each.text} | _details(each, prompt, shape) for each in others
+                {"generated_text": shape.prefix + other.text} | _details(other, prompt, shape) for other in others
             ]
     return body
 
 
-def _details(choice: Choice, prompt: Sequence[Token], shape: Shape) -> Json:
+def _details(choice: Choice, prompt: Sequence[Token], shape: TgiShape) -> Json:
     details = shape.details_of(choice.finish_reason, choice.usage) | {
-        "prefill": [{"id": each.id, "text": each.text, "logprob": each.logprob} for each in prompt],
+        "prefill": [{"id": token.id, "text": token.text, "logprob": token.logprob} for token in prompt],
         "tokens": list(map(token_json, choice.tokens)),
     }
     if shape.top_tokens:
-        details["top_tokens"] = [top_json(each.top) for each in choice.tokens]
+        details["top_tokens"] = [top_json(token.top) for token in choice.tokens]
     return details
 
 
 def token_json(token: Token) -> Json:
-    """`special` is always there: strict clients want it."""
+    """Render a token. `special` is always present, because strict clients require it."""
     return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
 
 
 def top_json(top: Sequence[TopToken]) -> list[Json]:
-    """The likeliest tokens at one place."""
-    return [{"id": each.id, "text": each.text, "logprob": each.logprob, "special": False} for each in top]
+    """Render the likeliest tokens at one position."""
+    return [{"id": token.id, "text": token.text, "logprob": token.logprob, "special": False} for token in top]
 
 
 class StreamEvents:
-    """One event for each token, the last one with the whole text."""
+    """Renders a stream: one event per token, the last one with the complete text."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: TgiShape) -> None:
         self._shape = shape
         self._texts = [shape.prefix]
         self._num_tokens = 0
 
     def start(self) -> Iterable[Json]:
-        """Nothing."""
         return ()
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
-        """Text that is held back leaves its token's text empty."""
+        """Render one event. Held-back text makes the token's text empty."""
         self._texts.append(event.text)
         if event.token is None:
             return
@@ -94,12 +92,10 @@ class StreamEvents:
         yield body | self._ending(event)
 
     def end(self) -> Iterable[Json]:
-        """Nothing: the stream just closes."""
         return ()
 
     def error(self, problem: Problem) -> Iterable[Json]:
-        """One object that clients raise."""
-        yield error_body(problem)
+        yield tgi_error_body(problem)
 
     def _ending(self, event: TokenEvent) -> Json:
         if event.finish_reason is None or event.usage is None:

@@ -1,62 +1,64 @@
-"""Bodies of TGI requests. `parameters` has TGI's own ranges; what only the router can know is checked there."""
+"""Bodies of TGI requests, with TGI's own ranges. The router checks limits that depend on the model."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from gateway.schema import Body
+from gateway.schema import Body, JsonObject, Name
+from mesh.domain.sampling import MAX_CHOICES, MAX_SEED
 
-Positive = Annotated[float, Field(gt=0)]
-MAX_BEST_OF = 8
-# TGI wants less than 1; clients for other servers send 1 for "off", which harms nobody.
+Positive = Annotated[float, Field(gt=0, le=1e9)]
+Whole = Annotated[int, Field(ge=1, lt=2**31)]
+Texts = Annotated[tuple[str, ...], Field(max_length=256, fail_fast=True)]
+# TGI requires less than 1. Clients of other servers send 1 for "off", which is accepted, too.
 Share = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class Parameters(Body):
-    """How to generate. None is TGI's default."""
+    """Generation parameters. None means TGI's default."""
 
-    best_of: Annotated[int, Field(ge=1, le=MAX_BEST_OF)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Positive | None = None
     repetition_penalty: Positive | None = None
     frequency_penalty: Penalty | None = None
-    top_k: Annotated[int, Field(ge=1)] | None = None
+    top_k: Whole | None = None
     top_p: Share | None = None
     typical_p: Share | None = None
     do_sample: bool = False
-    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_new_tokens: Whole | None = None
     return_full_text: bool | None = None
-    stop: tuple[str, ...] = ()
-    stop_sequences: tuple[str, ...] = ()
-    truncate: Annotated[int, Field(ge=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    top_n_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop: Texts = ()
+    stop_sequences: Texts = ()
+    truncate: Whole | None = None
+    seed: Annotated[int, Field(ge=0, lt=MAX_SEED + 1)] | None = None
+    top_n_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     details: bool = False
     decoder_input_details: bool = False
     watermark: bool = False
-    grammar: dict[str, Any] | None = None
-    adapter_id: str | None = None
+    grammar: JsonObject | None = None
+    adapter_id: Name | None = None
 
     @property
-    def samples(self) -> bool:
-        """True if tokens are drawn: asked for, or implied by anything that changes the distribution."""
+    def needs_sampling(self) -> bool:
+        """True if tokens are sampled: requested, or implied by a parameter that changes the distribution."""
         return self.do_sample or any(
             value not in (None, 1.0) for value in (self.temperature, self.top_k, self.top_p, self.typical_p)
         )
 
     @property
     def num_choices(self) -> int:
-        """All are shown, the best as the answer itself."""
+        """Number of choices. The answer has all of them, the best one first."""
         return self.best_of or 1
 
     @property
     def wants_details(self) -> bool:
-        """The prompt's tokens are a part of the details."""
+        """True if the answer has details. `decoder_input_details` implies them: the prompt's tokens are a part."""
         return self.details or self.decoder_input_details
 
 
 class GenerateBody(Body):
-    """POST /generate, /generate_stream and /. Without parameters, TGI samples."""
+    """Body of POST /generate, /generate_stream and /. Without parameters, TGI samples."""
 
     inputs: str
     parameters: Parameters = Parameters(do_sample=True)
@@ -64,6 +66,6 @@ class GenerateBody(Body):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize."""
+    """Body of POST /tokenize."""
 
     inputs: str

@@ -1,4 +1,4 @@
-"""Payload paths by name. `base.py` has the contract; each other file is one transport."""
+"""The transports by name. `base.py` has the interface; shm.py (with arena.py) and grpc_bytes.py implement it."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -24,7 +24,7 @@ _RECEIVERS: Mapping[str, Callable[[TransferSettings], ReceiveTransport]] = Mappi
 
 
 def open_send_transports(settings: TransferSettings, max_chunk_bytes: int) -> tuple[SendTransport, ...]:
-    """The configured ones that work here, in order. Raises ConfigurationError if none does."""
+    """Open the configured transports that work on this machine, in order. Raises ConfigurationError if none does."""
     _require_known(settings.transports)
     opened = [_SENDERS[name](settings, max_chunk_bytes) for name in settings.transports]
     usable = tuple(transport for transport in opened if transport is not None)
@@ -34,7 +34,7 @@ def open_send_transports(settings: TransferSettings, max_chunk_bytes: int) -> tu
 
 
 def open_receive_transports(settings: TransferSettings) -> tuple[ReceiveTransport, ...]:
-    """The configured ones. Raises ConfigurationError for an unknown name."""
+    """Open the configured transports. Raises ConfigurationError for an unknown name."""
     _require_known(settings.transports)
     return tuple(_RECEIVERS[name](settings) for name in settings.transports)
 

@@ -1,10 +1,11 @@
 """Arenas: files in shared memory that one sender writes and receivers on the same host read.
 
-Layout: one page of header (magic, nonce), then payload. The owner holds an flock for life, so whoever can take the lock
-knows that the owner is gone, however it died.
+Layout: one page of header (magic, nonce), then payload. The owner holds an flock while it lives. If another process can
+take the lock, the owner is dead.
 """
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -20,11 +21,12 @@ log = structlog.get_logger(__name__)
 HEADER_BYTES = 4096
 _MAGIC = b"tandem-kv-arena1"
 _NONCE_BYTES = 32
+_MAX_TRIES = 16
 _NAME = re.compile(r"tandem-kv-[0-9a-f]{32}")
 
 
 class Arena:
-    """Shared memory owned by this process. Raises OSError if there is no room for all of it."""
+    """Shared memory that this process owns. Raises OSError if the memory or the lock is not available."""
 
     def __init__(self, directory: str, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -32,7 +34,7 @@ class Arena:
         self.name, self._fd = _create(directory)
         self._path = Path(directory, self.name)
         try:
-            # Takes the memory now: a full /dev/shm is an error here rather than a SIGBUS at some later write.
+            # Allocates the memory now: a full /dev/shm is an error here instead of a SIGBUS at a later write.
             os.posix_fallocate(self._fd, 0, num_bytes)
             self._memory = mmap.mmap(self._fd, num_bytes)
         except OSError:
@@ -41,13 +43,13 @@ class Arena:
         self._memory[: len(_MAGIC) + _NONCE_BYTES] = _MAGIC + self.nonce
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Bytes [offset, offset + num_bytes), writable."""
+        """Return a writable view of bytes [offset, offset + num_bytes)."""
         return memoryview(self._memory)[offset : offset + num_bytes]
 
     def close(self) -> None:
-        """Unlink and unmap. Receivers that have it open keep it until they close it."""
+        """Unlink and unmap the arena. It stays readable for receivers that have it open."""
         self._unlink()
-        with contextlib.suppress(BufferError):  # a view is still referenced; it goes with its last reference
+        with contextlib.suppress(BufferError):  # a view is still referenced; unmapped with its last reference
             self._memory.close()
 
     def _unlink(self) -> None:
@@ -56,7 +58,7 @@ class Arena:
 
 
 def open_arena(directory: str, name: str, nonce: bytes, num_bytes: int) -> int | None:
-    """File descriptor of that very arena, read-only; None if it is not to be found here."""
+    """Open the arena with this name and nonce. Return a read-only file descriptor, None if it is not on this host."""
     if not _NAME.fullmatch(name) or len(nonce) != _NONCE_BYTES:
         return None
     try:
@@ -75,7 +77,7 @@ def open_arena(directory: str, name: str, nonce: bytes, num_bytes: int) -> int |
 
 
 def remove_orphans(directory: str) -> int:
-    """Remove arenas whose owner is gone; returns how many."""
+    """Remove the arenas of dead owners. Return their number."""
     try:
         names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
     except OSError:
@@ -87,13 +89,24 @@ def remove_orphans(directory: str) -> int:
 
 
 def _create(directory: str) -> tuple[str, int]:
-    while True:
+    """Raises OSError where files cannot be locked."""
+    for _ in range(_MAX_TRIES):
         name = f"tandem-kv-{secrets.token_hex(16)}"
-        fd = os.open(os.path.join(directory, name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        # Between open and lock another sender may take this file for an orphan and remove it.
-        if _try_lock(fd) and os.fstat(fd).st_nlink:
-            return name, fd
-        os.close(fd)
+        path = os.path.join(directory, name)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Between open and lock another sender may take this file for an orphan and remove it.
+            if os.fstat(fd).st_nlink:
+                return name, fd
+            os.close(fd)
+        except BlockingIOError:  # that sender is about to remove it
+            os.close(fd)
+        except OSError:
+            os.close(fd)
+            os.unlink(path)
+            raise
+    raise OSError(errno.EBUSY, f"{_MAX_TRIES} arenas in {directory} were taken away as they were made")
 
 
 def _remove_if_orphan(path: str) -> bool:

@@ -1,23 +1,24 @@
-"""The plug point: how a chunk's payload travels beside (or inside) the gRPC conversation.
+"""The interface of a transport, which carries payloads outside (or inside) the gRPC messages.
 
-Life of a payload: the sender acquires a `Slot` on the event loop, a thread gathers KV into its buffer and seals it, the
-chunk message goes out with what `seal` returned, the receiver's thread fetches the payload, verifies and writes it, and
-its ack makes the sender release the slot.
+Life of a payload: the sender acquires a `Slot` on the event loop; a thread copies KV into the slot's buffer and seals
+it; the chunk message goes out with the `Payload` that `seal` returned; a thread of the receiver fetches the payload,
+verifies it and writes it; the receiver's ack makes the sender release the slot.
 
-To add a transport: one new file with a `SendTransport` and a `ReceiveTransport`, and one line each in
-`transports/__init__.py`. What it needs to meet (rank, address, keys) goes into its `TransportOffer`.
+To add a transport, write one file with a `SendTransport` and a `ReceiveTransport`, and add one line for each in
+`transports/__init__.py`. `TransportOffer` carries the data that a receiver needs to connect: today the arena, its nonce
+and its size. A new field is also added to kvtransfer.proto and to both conversions in messages.py.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-MOST_PARTS = 1024  # what Linux reads into with one call
+MAX_PARTS = 1024  # Linux's limit of buffers per read (IOV_MAX)
 
 
 @dataclass(frozen=True, slots=True)
 class TransportOffer:
-    """How a receiver can reach the sender's payload."""
+    """The data that a receiver needs to access the sender's payloads."""
 
     name: str
     arena: str = ""
@@ -27,78 +28,83 @@ class TransportOffer:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where one chunk's payload is: in the message itself, or at an offset of the arena."""
+    """One chunk's payload: inline in the message, or at an offset of the arena."""
 
     inline: bytes | memoryview = b""
     arena_offset: int = 0
 
 
 class Slot(Protocol):
-    """Memory for one chunk's payload until its ack."""
+    """Memory for one chunk's payload until the chunk is acknowledged."""
 
     def buffer(self) -> memoryview:
-        """Writable, format "B", exactly as long as was asked for. Called once, on a gather thread."""
+        """Return the memory: writable, format "B", of the acquired length. Called once, on a gather thread."""
         ...
 
     def seal(self) -> Payload:
-        """The buffer is full and will not be touched again. Called once, on the same thread."""
+        """Return the payload's location. The buffer is filled and no longer written. Called once, on the same
+        thread."""
         ...
 
     def release(self) -> None:
-        """Give the memory back. On the event loop, idempotent; called after the ack, or when the transfer is over.
+        """Give the memory back; idempotent. Called on the event loop, after the ack or at the end of the transfer.
 
-        In the second case the receiver may still be reading: whatever it reads then must not verify or not matter.
+        At the end of a transfer the receiver may still be reading the memory: the transfer has failed then, so its data
+        is never used.
         """
         ...
 
 
 Reader: TypeAlias = Callable[[int, Sequence[memoryview]], None]
-"""`reader(start, parts)` fills `parts`, at most MOST_PARTS, with a payload's bytes from `start` on; on a worker thread,
-with the errors of `PayloadSource.fetch`."""
+"""`reader(start, parts)` fills `parts`, at most MAX_PARTS, with a payload's bytes from `start` on. It is called on a
+worker thread and raises the errors of `PayloadSource.fetch`."""
 
 
 class SendTransport(Protocol):
-    """A sender's side, shared by all its transfers. Methods run on the event loop and do not block."""
+    """The sender's side, shared by all transfers of a sender. Methods run on the event loop and do not block."""
 
     name: str
 
     def offer(self) -> TransportOffer:
-        """What receivers are told."""
+        """Return the offer for receivers."""
         ...
 
     async def acquire(self, num_bytes: int) -> Slot:
-        """Memory for `num_bytes`. Waits, first come first served, until there is some; cancelling leaves nothing."""
+        """Return memory for `num_bytes`. Callers wait in FIFO order until memory is free; a cancelled caller holds
+        none."""
         ...
 
     def close(self) -> None:
-        """Free everything. No slot is in use any more."""
+        """Free all memory. No slot may be in use."""
         ...
 
 
 class PayloadSource(Protocol):
-    """A receiver's view of one sender's payloads, for one transfer."""
+    """Read access to one sender's payloads, for one transfer."""
 
     def fetch(self, payload: Payload, num_bytes: int) -> bytes | memoryview:
-        """The payload, as memory that nobody changes until this thread's next fetch. Runs on a worker thread.
+        """Return the payload, in memory that stays unchanged until this thread's next fetch. Runs on a worker thread.
 
-        Raises TransferCorrupt if `payload` points outside of what was offered, TransferFailed if it cannot be read.
+        Raises TransferCorrupt if `payload` lies outside of the offered memory, TransferFailed if it cannot be read.
         """
         ...
 
     def reader(self, payload: Payload) -> Reader | None:
-        """For KV that can be written in place: saves the copy that `fetch` makes. None if `fetch` makes none."""
+        """Return a reader that fills the KV's final memory and so saves `fetch`'s copy. None if `fetch` copies
+        nothing."""
         ...
 
     def close(self) -> None:
-        """The transfer is over and no fetch is running."""
+        """Free the source. The transfer is over and no fetch is running."""
         ...
 
 
 class ReceiveTransport(Protocol):
-    """A receiver's side."""
+    """The receiver's side, shared by all transfers of a receiver."""
 
     name: str
 
     def connect(self, offer: TransportOffer) -> PayloadSource | None:
-        """A source if this offer really works here, else None. On the event loop: must be quick. Never raises."""
+        """Return a source if the offer works on this machine, else None. Runs on the event loop, so it must be quick.
+        Never raises."""
         ...

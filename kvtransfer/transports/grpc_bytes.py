@@ -1,4 +1,4 @@
-"""Payload inside the chunk message: works wherever gRPC does."""
+"""The transport "grpc": payloads inside the chunk messages. It works wherever gRPC works."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class _BytesSlot:
 
 
 class GrpcSendTransport:
-    """Payload memory is bounded by the receivers' credit."""
+    """Allocates memory per chunk. The receivers' credit bounds the total."""
 
     name = NAME
 
@@ -53,7 +53,7 @@ class _InlineSource:
 
 
 class GrpcReceiveTransport:
-    """Accepts every offer."""
+    """Accepts every offer, because payloads need no shared memory."""
 
     name = NAME
 

@@ -1,9 +1,9 @@
-"""Payload through POSIX shared memory: for workers on the same host that see the same /dev/shm.
+"""The transport "shm": payloads in POSIX shared memory, for workers on one host with the same /dev/shm.
 
-The sender gathers straight into a slot of its arena; the receiver reads the slot once, with `preadv`, straight to where
-the KV belongs (or, for a GPU, into memory of its own) and verifies what it has read. Thus what was verified is what is
-there, even if a faulty sender overwrites a slot too early, and a truncated arena is a short read, where a mapping would
-be a SIGBUS that kills the decode worker.
+The sender copies KV into a slot of its arena. The receiver reads the slot once, with `preadv`, into the KV cache (or,
+for a GPU, into a buffer) and verifies the bytes that it has read. So the KV cache holds exactly the verified bytes,
+even if a faulty sender overwrites a slot too early. A truncated arena causes a short read; with a memory mapping it
+would cause a SIGBUS that kills the decode worker.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ NAME = "shm"
 
 
 class ShmSendTransport:
-    """One arena cut into equal slots, shared by all transfers of this process."""
+    """One arena, divided into equal slots, for all transfers of this process."""
 
     name = NAME
 
@@ -35,13 +35,13 @@ class ShmSendTransport:
         self._slot_bytes = slot_bytes
         self._offsets = list(range(HEADER_BYTES, arena.num_bytes - slot_bytes + 1, slot_bytes))
         self.num_slots = len(self._offsets)
-        # Semaphores wake waiters first come first served. A transfer asks for one slot at a time, holds at most its
-        # credit, and gets each back through an ack that depends on no other transfer: no deadlock, no starvation.
+        # A semaphore serves waiters in FIFO order. A transfer acquires one slot at a time, holds at most its credit,
+        # and frees each slot on an ack that depends on no other transfer: so there is no deadlock and no starvation.
         self._free = asyncio.Semaphore(self.num_slots)
 
     @property
     def num_free_slots(self) -> int:
-        """Slots nobody holds."""
+        """The number of slots that are not in use."""
         return len(self._offsets)
 
     def offer(self) -> TransportOffer:
@@ -57,17 +57,18 @@ class ShmSendTransport:
         self._arena.close()
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """That part of the arena, writable."""
+        """Return a writable view of a part of the arena."""
         return self._arena.view(offset, num_bytes)
 
     def give_back(self, offset: int) -> None:
-        """A slot is free again."""
+        """Free the slot at `offset`."""
         self._offsets.append(offset)
         self._free.release()
 
 
 class _ArenaSlot:
-    """Released early, a slot may be overwritten while a receiver copies it: the copy then fails its checksum."""
+    """If a slot is released too early, it may be overwritten while a receiver copies it; the copy then fails its
+    checksum."""
 
     def __init__(self, transport: ShmSendTransport, offset: int, num_bytes: int) -> None:
         self._transport: ShmSendTransport | None = transport
@@ -83,13 +84,13 @@ class _ArenaSlot:
     def release(self) -> None:
         transport, self._transport = self._transport, None
         if transport is not None:
-            with contextlib.suppress(BufferError):  # the traceback of a failed gather may still hold on to it
+            with contextlib.suppress(BufferError):  # the traceback of a failed gather may still reference the view
                 self._view.release()
             transport.give_back(self._offset)
 
 
 def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTransport | None:
-    """None, with a log line, if there is no room for an arena here. Removes arenas of senders that were killed."""
+    """Create the arena, after removing arenas of dead senders. Return None, and log why, if it cannot be created."""
     remove_orphans(settings.shm_dir)
     page = os.sysconf("SC_PAGESIZE")
     slot_bytes = -(-max_chunk_bytes // page) * page
@@ -128,11 +129,11 @@ class _ArenaSource:
             raise TransferCorrupt(f"the sender's arena ended {num_bytes - num_read} bytes early")
 
     def _buffer(self, num_bytes: int) -> memoryview:
-        """Each worker thread has one buffer, grown to the largest chunk it has seen."""
-        whole: memoryview | None = getattr(self._scratch, "buffer", None)
-        if whole is None or len(whole) < num_bytes:
-            whole = self._scratch.buffer = memoryview(bytearray(num_bytes))
-        return whole[:num_bytes]
+        """Return this thread's buffer, which grows to the largest chunk that the thread has fetched."""
+        buffer: memoryview | None = getattr(self._scratch, "buffer", None)
+        if buffer is None or len(buffer) < num_bytes:
+            buffer = self._scratch.buffer = memoryview(bytearray(num_bytes))
+        return buffer[:num_bytes]
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -140,7 +141,7 @@ class _ArenaSource:
 
 
 class ShmReceiveTransport:
-    """Opens a sender's arena for each transfer: a few system calls, and nothing to go stale."""
+    """Opens the sender's arena anew for each transfer: it takes a few system calls and needs no cache."""
 
     name = NAME
 

@@ -1,1 +1,1 @@
-"""The mesh's nouns: plain Python, standard library only, no I/O."""
+"""Domain types of the mesh: standard library only, no I/O."""

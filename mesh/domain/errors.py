@@ -1,35 +1,36 @@
-"""Every error the mesh raises on purpose, as one tree.
+"""All errors that the mesh raises deliberately, in one tree.
 
     MeshError
-    ├── InvalidRequest          the client's fault; nobody retries
-    ├── ModelNotFound           no such served model
-    ├── Unauthenticated         no credential, or a wrong one
-    ├── PermissionDenied        known, but not allowed
-    ├── Overloaded              over a cap, or too late; the client retries after `retry_after_s`
-    ├── NoWorkers               nobody can serve this now
-    ├── AttemptsFailed          workers fail this request again and again; clients should not repeat it
-    ├── DeadlineExceeded        out of time
-    ├── LayoutMismatch          two workers disagree about KV or model; the operator's to fix
-    ├── ConfigurationError      a setting, checkpoint or port is wrong; the operator's to fix
-    └── Replayable              this attempt failed; the router replays the request elsewhere
+    ├── InvalidRequest          the client sent a bad request; do not retry
+    ├── ModelNotFound           no served model has this name
+    ├── Unauthenticated         the credential is missing or wrong
+    ├── PermissionDenied        the caller is known but not allowed
+    ├── Overloaded              over a limit, or too late; the client retries after `retry_after_s`
+    ├── NoWorkers               no worker can serve the request now
+    ├── AttemptsFailed          several workers failed on this request; clients should not repeat it
+    ├── ModelFailed             the model computed NaN or infinity for this request; do not retry
+    ├── DeadlineExceeded        the request ran out of time
+    ├── LayoutMismatch          two workers disagree about KV or model; the operator must fix it
+    ├── ConfigurationError      a setting, checkpoint or port is wrong; the operator must fix it
+    └── Replayable              this attempt failed; the router replays the request on other workers
         ├── TransferFailed      KV did not arrive
-        ├── TransferCorrupt     KV arrived wrong and was refused
-        ├── LeaseExpired        the reservation ran out
-        ├── WorkerBusy          no blocks for it now
-        ├── SequencePreempted   its blocks were taken for older sequences
-        ├── WorkerDraining      the worker takes nothing new
-        └── WorkerLost          the worker is gone
+        ├── TransferCorrupt     KV failed verification
+        ├── LeaseExpired        the reservation expired
+        ├── WorkerBusy          the worker has no free blocks
+        ├── SequencePreempted   the sequence lost its blocks to older sequences
+        ├── WorkerDraining      the worker accepts no new work
+        └── WorkerLost          the worker is unreachable
 
-`mesh/rpc/status.py` holds the one table from these to gRPC statuses.
+`mesh/rpc/status.py` maps these errors to gRPC statuses.
 """
 
 
 class MeshError(Exception):
-    """Base of all errors raised on purpose. The message is fit to be shown to a client."""
+    """Base class of the tree. The message may be shown to a client."""
 
 
 class InvalidRequest(MeshError):
-    """The request breaks a documented rule."""
+    """The request violates a documented rule."""
 
 
 class ModelNotFound(MeshError):
@@ -37,15 +38,15 @@ class ModelNotFound(MeshError):
 
 
 class Unauthenticated(MeshError):
-    """No credential, or a wrong one."""
+    """The credential is missing or wrong."""
 
 
 class PermissionDenied(MeshError):
-    """The caller is known and not allowed to do this."""
+    """The caller is authenticated but not allowed to do this."""
 
 
 class Overloaded(MeshError):
-    """A cap is reached, or the first token would come too late. Try again after `retry_after_s` seconds."""
+    """A limit is reached, or the first token would come too late. Retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -57,11 +58,15 @@ class NoWorkers(MeshError):
 
 
 class AttemptsFailed(MeshError):
-    """Workers have failed this request so often that it may be the cause."""
+    """So many attempts have failed that the request itself may be the cause."""
+
+
+class ModelFailed(MeshError):
+    """The model computed NaN or infinity for this request: the weights are broken, or the dtype is too narrow."""
 
 
 class DeadlineExceeded(MeshError):
-    """The request's time is up."""
+    """The request ran out of time."""
 
 
 class LayoutMismatch(MeshError):
@@ -77,28 +82,28 @@ class Replayable(MeshError):
 
 
 class TransferFailed(Replayable):
-    """KV did not arrive."""
+    """KV did not arrive in full."""
 
 
 class TransferCorrupt(Replayable):
-    """KV arrived, did not verify, and was refused."""
+    """KV arrived but failed verification and was refused."""
 
 
 class LeaseExpired(Replayable):
-    """A reservation ran out before it was used."""
+    """A reservation expired before it was used."""
 
 
 class WorkerBusy(Replayable):
-    """The worker has no blocks for the sequence now."""
+    """The worker has too few free blocks for the sequence."""
 
 
 class SequencePreempted(Replayable):
-    """The sequence's blocks were taken for older ones."""
+    """The sequence lost its blocks to older sequences."""
 
 
 class WorkerDraining(Replayable):
-    """The worker takes nothing new."""
+    """The worker is draining and accepts no new work."""
 
 
 class WorkerLost(Replayable):
-    """The worker is gone or cannot be reached."""
+    """The worker has stopped or cannot be reached."""

@@ -1,9 +1,10 @@
-"""Chained hashes of full token blocks: what prefix caches and KV-aware placement agree on.
+"""Chained hashes of full token blocks, shared by prefix caches and KV-aware placement.
 
-A block's hash covers its own tokens and, through its parent's hash, every token before it, and the namespace (model and
-tenant). Equal hashes therefore mean equal KV. (Automatic prefix caching as in vLLM; Kwon et al. 2023.)
+A block's hash covers the block's tokens and the parent block's hash; through the parent it covers all earlier tokens
+and the namespace (model and tenant). Equal hashes therefore mean equal KV. (Automatic prefix caching as in vLLM; Kwon
+et al. 2023.)
 
-An encoder's tokens see those after them, too: there the whole prompt belongs to every hash, and only equal prompts
+An encoder attends to later tokens as well. For encoders every hash covers the whole prompt, and only equal prompts
 share KV.
 """
 
@@ -17,20 +18,20 @@ _HASH_BYTES = 16
 
 
 def root_hash(namespace: str, whole_prompt: Sequence[int] = ()) -> BlockHash:
-    """Hash that stands before the first block of a namespace; or of a prompt, where KV depends on all of it."""
+    """Return the parent hash of the first block. Pass `whole_prompt` if KV depends on the whole prompt."""
     root = blake2b(namespace.encode(), digest_size=_HASH_BYTES, person=b"tandem-prefix").digest()
     return next_hash(root, whole_prompt) if whole_prompt else root
 
 
 def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """Hash of the block that holds `token_ids` and follows `parent`."""
+    """Return the hash of the block that holds `token_ids` and follows the block with hash `parent`."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_HASH_BYTES).digest()
 
 
 def block_hashes(
     token_ids: Sequence[int], block_size: int, namespace: str, whole_prompt: Sequence[int] = ()
 ) -> list[BlockHash]:
-    """Hashes of all full blocks of `token_ids`, first to last. `whole_prompt`: see `root_hash`."""
+    """Return the hashes of all full blocks of `token_ids`, in order. For `whole_prompt` see `root_hash`."""
     hashes: list[BlockHash] = []
     parent = root_hash(namespace, whole_prompt)
     for start in range(0, len(token_ids) - block_size + 1, block_size):

@@ -1,4 +1,4 @@
-"""SamplingParams and their limits: the one table that every front door validates against."""
+"""SamplingParams, their limits and their validation, which every public API uses."""
 
 import math
 from collections.abc import Mapping
@@ -13,23 +13,27 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 128
 MAX_BAD_WORD_TOKENS = 128
+# The client's own token sequences, and up to two spellings of each bad word.
+MAX_BAD_WORD_RUNS = 3 * MAX_BAD_WORDS
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_CHOICES = 8
-# Tokens and alternatives of all choices that are kept until they can be ranked: a few MiB.
+# Tokens and alternatives of all choices, buffered until the choices can be ranked: a few MiB.
 MAX_RANKED_EVENTS = 2**16
+# Log-probs of one prompt, alternatives included: about 200 MiB at a worker, and as much at the router.
+MAX_PROMPT_LOGPROBS = 2**21
 MAX_SEED = 2**64 - 1
-# Dividing by less would leave nothing but the likeliest token, or overflow.
+# Dividing logits by a smaller temperature would overflow or leave only the most likely token.
 GREEDY_BELOW = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation stops. A temperature below GREEDY_BELOW is greedy.
+    """How tokens are sampled and when generation stops. A temperature below GREEDY_BELOW is greedy.
 
-    Text is the router's: it makes `bad_word_ids` of `bad_words` and looks for `stop` itself, so that workers get
-    neither. `bad_word_ids` are runs of tokens that may not be completed. `truncate_prompt_tokens` keeps the end of a
-    prompt.
+    The router handles text: it tokenizes `bad_words` into `bad_word_ids` and searches the output for `stop`; workers
+    get neither. The engine never completes a token sequence of `bad_word_ids`. `truncate_prompt_tokens` keeps the end
+    of a prompt.
     """
 
     max_new_tokens: int | None = None
@@ -90,7 +94,7 @@ class SamplingParams:
         if self.structure is None:
             return
         if self.ignore_eos:
-            raise InvalidRequest(f"ignore_eos contradicts {self.structure.kind}: what is complete has to end")
+            raise InvalidRequest(f"ignore_eos contradicts {self.structure.kind}: a complete structure must end")
         self.structure.validate()
 
     def _validate_lists(self, vocab_size: int) -> None:
@@ -118,8 +122,8 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"each of bad_words must have 1 to {MAX_BAD_WORD_CHARS} characters, not only blanks"
                 )
-        if len(self.bad_word_ids) > 3 * MAX_BAD_WORDS:  # the client's own, and each word in up to two spellings
-            raise InvalidRequest(f"bad_word_ids has more than {3 * MAX_BAD_WORDS} entries")
+        if len(self.bad_word_ids) > MAX_BAD_WORD_RUNS:
+            raise InvalidRequest(f"bad_word_ids has more than {MAX_BAD_WORD_RUNS} entries")
         for ids in self.bad_word_ids:
             if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                 raise InvalidRequest(f"each bad word must have 1 to {MAX_BAD_WORD_TOKENS} tokens")

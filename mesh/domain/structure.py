@@ -1,4 +1,4 @@
-"""Structures: what a generated text has to look like. Limits on their size bound what compiling them may cost."""
+"""Structured output: the form that a generated text must have. Limits on size bound the cost of compilation."""
 
 import json
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ MAX_CHOICE_TEXTS = 1024
 
 
 class StructureKind(StrEnum):
-    """How a structure is given."""
+    """The notation of a structure."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -26,8 +26,8 @@ class StructureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """`source` is the JSON text of a schema, a regular expression or a Lark grammar; `choices` are the texts of a
-    choice. A JSON object needs neither.
+    """`source` is a JSON schema, a regular expression or a Lark grammar; `choices` lists the texts of a choice. The
+    kind JSON_OBJECT needs neither.
     """
 
     kind: StructureKind
@@ -36,11 +36,11 @@ class Structure:
 
     @property
     def num_chars(self) -> int:
-        """Size of what has to be compiled."""
+        """Size of the text that must be compiled."""
         return len(self.source) + sum(map(len, self.choices))
 
     def validate(self) -> None:
-        """Raise InvalidRequest if it is too big, or says nothing. Whether it can be compiled is another question."""
+        """Raise InvalidRequest if the structure is too large or empty. Compilation may still fail later."""
         if self.kind is StructureKind.JSON_SCHEMA:
             _at_most(self, MAX_SCHEMA_CHARS)
             _check_schema(self.source)
@@ -85,12 +85,12 @@ def _check_schema(source: str) -> None:
 
 
 def _pattern_chars(schema: Any) -> int:
-    """Characters of all regular expressions in a schema, which cost most to compile."""
+    """Count the characters of all regular expressions in a schema; they cost most to compile."""
     if isinstance(schema, list):
         return sum(map(_pattern_chars, schema))
     if not isinstance(schema, dict):
         return 0
     pattern, properties = schema.get("pattern"), schema.get("patternProperties")
-    own = len(pattern) if isinstance(pattern, str) else 0
-    own += sum(map(len, properties)) if isinstance(properties, dict) else 0
-    return own + sum(map(_pattern_chars, schema.values()))
+    num_chars = len(pattern) if isinstance(pattern, str) else 0
+    num_chars += sum(map(len, properties)) if isinstance(properties, dict) else 0
+    return num_chars + sum(map(_pattern_chars, schema.values()))

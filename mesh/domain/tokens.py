@@ -1,42 +1,46 @@
-"""What a worker says about tokens.
+"""Tokens and sequence results that workers report.
 
-What is made anew for every token is a NamedTuple: making one takes a quarter of the time that a frozen dataclass takes.
+Values that are created for every token are NamedTuples: a NamedTuple takes a quarter of the time of a frozen dataclass,
+and the garbage collector stops tracking it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
+# Prompt log-probs per message, alternatives included: tens of KiB, and a few milliseconds to convert.
+_MAX_PART_LOGPROBS = 2048
+
 
 class FinishReason(Enum):
-    """Why a generation ended; the value is what clients see."""
+    """Why a generation ended. A failed or cancelled request has no finish reason: its stream ends with an error status.
+
+    UNKNOWN stands for a reason of a newer worker version and never leaves the mesh.
+    """
 
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
-    CANCELLED = "cancelled"
-    ERROR = "error"
+    UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token id with its natural log-prob under the raw model distribution."""
+class TokenLogprob(NamedTuple):
+    """A token id and its natural log-prob under the raw model distribution."""
 
     id: int
     logprob: float
 
 
 class SampledToken(NamedTuple):
-    """A token that was chosen; `top` holds the most likely ones, best first, as many as were asked for."""
+    """A sampled token. `top` holds the `top_logprobs` most likely tokens, best first."""
 
     id: int
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PromptLogprob:
-    """Log-prob of one prompt token given those before it; None for the first."""
+class PromptLogprob(NamedTuple):
+    """Log-prob of one prompt token given the tokens before it; None for the first token."""
 
     logprob: float | None
     top: tuple[TokenLogprob, ...] = ()
@@ -45,8 +49,9 @@ class PromptLogprob:
 class StepOutput(NamedTuple):
     """New tokens of one sequence after one engine step.
 
-    `first_index` is the index of tokens[0] among the generated tokens, counted over all attempts of the request.
-    `prompt_logprobs` and `cached_tokens` come with the first token of an attempt only.
+    `first_index` is the index of tokens[0] among the generated tokens of all attempts of the request.
+    `prompt_logprobs` and `cached_tokens` come with the first token of an attempt. Between processes, the log-probs of a
+    long prompt travel ahead in outputs without tokens (see `in_parts`).
     """
 
     request_id: str
@@ -57,9 +62,20 @@ class StepOutput(NamedTuple):
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     cached_tokens: int = 0
 
+    def in_parts(self) -> "Iterator[StepOutput]":
+        """Split the output into outputs that each fit into one message."""
+        entries, start = self.prompt_logprobs, 0
+        if entries:
+            num_entries = max(1, _MAX_PART_LOGPROBS // (1 + len(entries[-1].top)))
+            while len(entries) - start > num_entries:
+                part = entries[start : start + num_entries]
+                yield StepOutput(self.request_id, self.attempt, self.first_index, (), prompt_logprobs=part)
+                start += num_entries
+        yield self._replace(prompt_logprobs=entries[start:]) if start else self
+
 
 class SequenceFailure(Enum):
-    """Why a worker cannot go on with a sequence."""
+    """Why a worker gave up a sequence."""
 
     NO_CAPACITY = "no_capacity"
     PREEMPTED = "preempted"
@@ -70,3 +86,4 @@ class SequenceFailure(Enum):
     INTERNAL = "internal"
     DEADLINE = "deadline"
     REFUSED = "refused"
+    MODEL_FAILED = "model_failed"

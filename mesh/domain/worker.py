@@ -1,23 +1,24 @@
-"""Workers as the mesh knows them."""
+"""Identity, capabilities and load of workers."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan
 
-# Raised whenever the meaning of an internal message changes; routers and workers of other versions refuse each other.
-PROTOCOL_VERSION = 5
+# Increase it when the meaning of an internal message changes: routers and workers of different versions refuse each
+# other.
+PROTOCOL_VERSION = 6
+HEARTBEAT_INTERVAL_S = 0.5
 
 
 class WorkerRole(Enum):
-    """What a worker does."""
-
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class WorkerState(Enum):
-    """Whether a worker takes work."""
+    """Only READY workers accept new work."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -26,8 +27,19 @@ class WorkerState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RankInfo:
+    """One rank of a worker: host:port of its KvTransfer service, and the part of the KV that it holds."""
+
+    address: str
+    span: KVSpan
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Identity and capabilities of one run of a worker. A restart has another `incarnation`."""
+    """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`.
+
+    If `ranks` is empty, one process at `address` holds all KV.
+    """
 
     worker_id: str
     incarnation: str
@@ -43,13 +55,14 @@ class WorkerInfo:
     device: str = "cpu"
     pid: int = 0
     speculative: str = "none"
+    ranks: tuple[RankInfo, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is. Cached blocks count as free: they are taken when needed. Counts of tokens are since its
-    start; of the drafted ones, guessed by speculative decoding, the accepted ones were right.
+    """How busy a worker is. Blocks of the prefix cache count as free, because they can be evicted. Token counts are
+    totals since the worker started. Speculative decoding proposed `drafted_tokens`; `accepted_tokens` were correct.
     """
 
     free_blocks: int = 0

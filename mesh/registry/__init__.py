@@ -1,1 +1,4 @@
-"""Who is in the mesh. One interface (Registry), fed by workers' streams to one router, or by Redis for several."""
+"""The Redis registry, through which several routers share workers: connections, key names and signed messages.
+
+With a single router, workers register through a gRPC stream instead (worker/agent.py).
+"""

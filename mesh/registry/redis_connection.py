@@ -1,7 +1,6 @@
-"""How every part of the mesh talks to Redis: short timeouts, no hidden retries, bounded backoff, few log lines."""
+"""Redis connections of the mesh: short timeouts, no hidden retries, bounded backoff, few log lines."""
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
@@ -12,16 +11,18 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from mesh.backoff import Backoff
+from mesh.cancellation import require_not_cancelled as require_not_cancelled
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.credentials import MeshKey
 
 log = structlog.get_logger(__name__)
 
 FAILURES = (RedisError, OSError, TimeoutError)
-"""What a Redis that is away, or not itself, looks like. Nothing ever exits because of these."""
+"""Errors of an unreachable or misbehaving Redis. No process exits because of them."""
 
 PREFIX = "tandem:"
-"""Of every key and channel: an ACL needs `~tandem:* &tandem:*`."""
+"""Prefix of every key and channel: an ACL needs `~tandem:* &tandem:*`."""
 
 _TIMEOUT_S = 1.0
 _FIRST_BACKOFF_S = 0.1
@@ -29,7 +30,7 @@ _MAX_BACKOFF_S = 1.0
 
 
 def require_registry(url: str, key: MeshKey | None) -> MeshKey:
-    """Raise ConfigurationError unless `url` names a Redis, and there is a key to sign with."""
+    """Return `key`. Raises ConfigurationError if `url` is not a Redis URL, or if there is no key to sign with."""
     if urlsplit(url).scheme not in ("redis", "rediss"):
         raise ConfigurationError("registry_url must be redis://HOST:PORT/DB or rediss://..., or empty")
     if key is None:
@@ -38,7 +39,7 @@ def require_registry(url: str, key: MeshKey | None) -> MeshKey:
 
 
 def open_redis(url: str, *, timeout_s: float = _TIMEOUT_S) -> Redis:
-    """A client that connects on demand. Use it as an async context manager. Raises ConfigurationError."""
+    """Return a client that connects on demand, an async context manager. Raises ConfigurationError for a bad URL."""
     try:
         return Redis.from_url(
             url,
@@ -47,47 +48,39 @@ def open_redis(url: str, *, timeout_s: float = _TIMEOUT_S) -> Redis:
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         )
-    except ValueError as error:
-        raise ConfigurationError(f"registry_url cannot be used: {error}") from error
+    except ValueError:
+        # The text of the error may contain a part of the password.
+        raise ConfigurationError(
+            "registry_url cannot be used: it must be redis://USER:PASSWORD@HOST:PORT/DB, "
+            "with special characters of the password percent-encoded"
+        ) from None
 
 
-async def stay_connected(url: str, what: str, stay: Callable[[Redis], Awaitable[None]]) -> None:
-    """Run `stay(client)` until cancelled, again after every failure. `what` is for the log; the URL may hold a
-    password and is never logged."""
-    backoff_s, log_limit = _FIRST_BACKOFF_S, LogLimit()
+async def stay_connected(url: str, purpose: str, use: Callable[[Redis], Awaitable[None]]) -> None:
+    """Run `use(client)` until cancelled, and again after every failure. Failures are logged with `purpose`; the URL may
+    contain a password and is never logged."""
+    backoff, log_limit = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S, jitter=0.5), LogLimit()
     while True:
         require_not_cancelled()
         started_s = time.monotonic()
         try:
             async with open_redis(url) as redis:
-                await stay(redis)
+                await use(redis)
         except FAILURES as error:
             if log_limit.allows(type(error).__name__):
-                log.warning("redis is away", what=what, error=str(error) or type(error).__name__)
-        if time.monotonic() - started_s > _MAX_BACKOFF_S:
-            backoff_s = _FIRST_BACKOFF_S
-        await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-        backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-
-
-def require_not_cancelled() -> None:
-    """Raise CancelledError if this task has been cancelled and has not noticed: before Python 3.12, asyncio.wait_for,
-    in which redis writes, forgets a cancellation that comes as it ends. Call it in every loop around redis.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
+                log.warning("redis is away", what=purpose, error=str(error) or type(error).__name__)
+        await asyncio.sleep(backoff.next_s(time.monotonic() - started_s))
 
 
 class LogLimit:
-    """At most one log line a second for each cause. Causes come from a fixed set, so this stays small."""
+    """At most one log line a second for each cause. The set of causes must be small; none is ever forgotten."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._next_s: dict[str, float] = {}
 
     def allows(self, cause: str) -> bool:
-        """True if a line about `cause` may be written now."""
+        """Return True if a line about `cause` may be logged now, and count it."""
         now_s = self._clock()
         if now_s < self._next_s.get(cause, now_s):
             return False

@@ -1,4 +1,4 @@
-"""Channels: every call inside the mesh goes out through here."""
+"""gRPC channels for all outgoing calls inside the mesh."""
 
 import grpc
 
@@ -13,15 +13,15 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_retries", 0),
-    # A worker that restarts at the same address must be found again within a second.
+    # Reconnect within a second to a worker that restarts at the same address.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
 
 def open_channel(address: str, tls: TlsIdentity | None = None, *, own_connection: bool = False) -> grpc.aio.Channel:
-    """A channel to `address`; plaintext without `tls`. `own_connection` keeps it off shared sockets: for KV payload
-    beside control messages.
+    """Open a channel to `address`, in plaintext without `tls`. `own_connection` shares no socket with other channels,
+    so that control messages do not wait behind KV payload.
     """
     options = [*_OPTIONS, *((("grpc.use_local_subchannel_pool", 1),) if own_connection else ())]
     if tls is None:

@@ -1,10 +1,10 @@
-"""Who may call a server: holders of the mesh key, of a certificate, or of both; and where servers may listen."""
+"""Credentials for calls between members of the mesh (mesh key, certificates), and where servers may listen."""
 
 import hmac
-import ipaddress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mesh.domain.addresses import is_loopback
 from mesh.domain.errors import ConfigurationError, Unauthenticated
 from mesh.rpc.tls import TlsIdentity
 
@@ -15,16 +15,16 @@ _MIN_KEY_CHARS = 16
 
 
 class Guard(Protocol):
-    """Decides who may call a server's methods. Plug point: MeshKey inside the mesh, KeysFile on the public port."""
+    """Authenticates the calls to a server. Plug point: MeshKey inside the mesh, KeysFile on the public port."""
 
     def check(self, metadata: Metadata | None) -> None:
-        """Raise Unauthenticated unless the call's `metadata` carries a good credential."""
+        """Raise Unauthenticated unless `metadata` of the call contains a valid credential."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MeshKey:
-    """The secret. It is never printed or logged."""
+    """The secret that all members of the mesh share. It is never printed or logged."""
 
     secret: str = field(repr=False)
 
@@ -35,7 +35,7 @@ class MeshKey:
             )
 
     def metadata(self) -> Metadata:
-        """Metadata for outgoing calls."""
+        """Return the metadata for outgoing calls."""
         return ((_HEADER, f"Bearer {self.secret}"),)
 
     def check(self, metadata: Metadata | None) -> None:
@@ -44,30 +44,24 @@ class MeshKey:
             text = value.decode("latin-1") if isinstance(value, bytes) else value
             if key == _HEADER and hmac.compare_digest(text.encode(), f"Bearer {self.secret}".encode()):
                 return
-        raise Unauthenticated("this service takes calls from the mesh only: the mesh key is missing or wrong")
+        raise Unauthenticated("this service accepts calls from the mesh only: the mesh key is missing or wrong")
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What makes a process a member of the mesh: the mesh key, mutual TLS, or both. Every mesh server asks for all of
-    it, every mesh channel shows all of it. With neither, the mesh is this machine's loopback.
+    """The credentials of a member of the mesh: the mesh key, mutual TLS, or both. Every server of the mesh requires all
+    of them and every channel presents all of them. With neither, servers listen on loopback only.
     """
 
     key: MeshKey | None = None
     tls: TlsIdentity | None = None
 
     def metadata(self) -> Metadata:
-        """Metadata for outgoing calls."""
+        """Return the metadata for outgoing calls."""
         return self.key.metadata() if self.key is not None else ()
 
 
 def require_safe_bind(host: str, *, advice: str) -> None:
-    """Raise ConfigurationError with `advice` if `host` can be reached from other machines."""
-    if host == "localhost":
-        return
-    try:
-        is_loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
+    """Raise ConfigurationError with `advice` if `host` is reachable from other machines."""
+    if not is_loopback(host):
         raise ConfigurationError(f"refusing to listen on {host} without credentials: {advice}, or listen on 127.0.0.1")

@@ -1,7 +1,7 @@
-"""The one server interceptor: credentials, error to status, log. Servicers hold no try/except.
+"""The server interceptor: checks credentials, turns errors into statuses, logs failures. Servicers need no try/except.
 
-Errors raised on purpose (MeshError) become their status; anything else becomes INTERNAL with the traceback in the log
-only. A cancelled handler ends its call, so that the peer never hangs.
+A MeshError becomes its status; any other error becomes INTERNAL, with the traceback in the log only. A cancelled
+handler ends its call, so that the peer never hangs.
 """
 
 import asyncio
@@ -12,17 +12,15 @@ import grpc
 import structlog
 
 from mesh.domain.errors import InvalidRequest, MeshError
+from mesh.rpc import health
 from mesh.rpc.credentials import Guard
 from mesh.rpc.status import status_of
 
 log = structlog.get_logger(__name__)
 
-# Health checks must work without a credential: orchestrators have none.
-_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
-
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):
-    """Guards and translates every call of a server. Without a guard, all callers are let in."""
+    """Wraps every call of a server. Without a guard, all callers are accepted."""
 
     def __init__(self, guard: Guard | None) -> None:
         self._guard = guard
@@ -32,10 +30,9 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler:
-        """Wrap the method's handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method in _OPEN_METHODS:
+        if handler is None or method in health.METHODS:
             return handler
         if handler.response_streaming:
             return self._wrap_streaming(handler, method)
@@ -80,7 +77,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _parse(handler: Any, raw: bytes) -> Any:
-    """The request message. grpc would report garbage as its own INTERNAL error; it is the caller's."""
+    """Parse the request. Raises InvalidRequest for garbage, which grpc would report as INTERNAL."""
     try:
         return handler.request_deserializer(raw)
     except Exception as error:
@@ -97,7 +94,7 @@ async def _end(context: grpc.aio.ServicerContext, method: str, error: BaseExcept
     try:
         await _abort(context, method, error)
     except grpc.aio.InternalError as failure:
-        # The call has just ended by itself, its deadline or its client. grpc prints the failure, but not this.
+        # The call has already ended, by its deadline or its client. grpc would log InternalError, not CancelledError.
         raise asyncio.CancelledError from failure
 
 

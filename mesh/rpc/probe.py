@@ -1,5 +1,5 @@
-"""Is a service ready? `python -m mesh.rpc.probe HOST:PORT` exits 0 if its health says SERVING: for container health
-checks. Where the environment has the service's TLS settings, they are used.
+"""A command for container health checks: `python -m mesh.rpc.probe HOST:PORT` exits with 0 if the service reports
+SERVING. It reads the service's TLS settings from the environment.
 """
 
 import sys
@@ -19,13 +19,14 @@ _TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings(MemberSettings):
-    """Those of the service, as far as they are needed to reach it."""
+    """The settings of the service that are needed to connect to it."""
 
     public_tls_cert: str = setting("", "PEM file: certificate of the router's public port")
     public_tls_key: str = setting("", "PEM file: its private key")
 
     def identities(self) -> Iterator[TlsIdentity | None]:
-        """What the service may show; which of its ports is asked, nobody says. Raises ConfigurationError."""
+        """Yield the TLS identities to try, None for plaintext: it is not known which port of the service is probed.
+        Raises ConfigurationError."""
         if self.public_tls_cert:
             yield TlsIdentity.load(self.public_tls_cert, self.public_tls_key).for_itself()
         if (tls := self.load_credentials().tls) is not None:
@@ -35,7 +36,7 @@ class ProbeSettings(MemberSettings):
 
 
 def main(argv: list[str]) -> int:
-    """Ask once."""
+    """Probe once. Return the exit status."""
     if len(argv) != 1:
         sys.stderr.write("usage: python -m mesh.rpc.probe HOST:PORT\n")
         return 2
@@ -53,14 +54,14 @@ def main(argv: list[str]) -> int:
 
 
 def _is_serving(address: str, tls: TlsIdentity | None) -> bool:
-    """Raises grpc.RpcError."""
+    """Query the health service. Raises grpc.RpcError."""
     if tls is None:
         channel = grpc.insecure_channel(address)
     else:
         channel = grpc.secure_channel(address, tls.channel_credentials(), options=tls.channel_options())
     with channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Servers: every service of the mesh listens through here."""
+"""The gRPC server of every service."""
 
 import socket
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.credentials import Guard, require_safe_bind
+from mesh.rpc.health import Health
 from mesh.rpc.interceptor import ServiceInterceptor
 from mesh.rpc.tls import TlsIdentity
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""KV chunks are cut well below this; the public port keeps gRPC's own 4 MiB default."""
+"""Limit inside the mesh; KV chunks are much smaller. The public port keeps gRPC's default of 4 MiB."""
 
-# Client and server keepalive must agree, or silent streams end with GOAWAY too_many_pings.
+# Client and server keepalive must agree, or the server ends idle streams with GOAWAY too_many_pings.
 KEEPALIVE_MS = 20_000
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -30,10 +30,10 @@ _KEEPALIVE = (
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """Where a server listens and who may call. Port 0 takes a free one.
+    """The address of a server and its access control. Port 0 takes a free port.
 
-    Without a guard, and without TLS that asks for clients' certificates, everybody may call: the server listens on
-    loopback only, unless `allow_anonymous`.
+    Without a guard and without TLS that requires client certificates, anybody may call. Such a server must listen on
+    loopback, unless `allow_anonymous` is set.
     """
 
     host: str
@@ -49,18 +49,18 @@ class Listen:
 
     @property
     def knows_callers(self) -> bool:
-        """True if callers need a credential."""
+        """True if callers must present a credential."""
         return self.guard is not None or (self.tls is not None and self.tls.ca is not None)
 
 
 class Server:
     """A grpc.aio server with health, reflection and the mesh's interceptor.
 
-    The port is bound at once, so `address` is known before anything is served. Register servicers on `grpc`, then
-    `await start()`. Raises ConfigurationError if the port cannot be had.
+    The constructor binds the port, so `address` is known before the server starts. Register servicers on `grpc`, then
+    `await start()`. Raises ConfigurationError if the port is not available.
     """
 
-    def __init__(self, listen: Listen) -> None:
+    def __init__(self, listen: Listen, health: Health | None = None) -> None:
         if not listen.knows_callers and not listen.allow_anonymous:
             advice = (
                 "set TANDEM_API_KEYS_FILE (see: tandem keys)"
@@ -83,12 +83,11 @@ class Server:
         )
         self._listen = listen
         self.port = self._bind()
-        self._health = HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        self.health = health or Health()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
 
     @property
     def address(self) -> str:
-        """host:port callers can use."""
         return f"{self._listen.host}:{self.port}"
 
     def _bind(self) -> int:
@@ -101,26 +100,26 @@ class Server:
             raise _cannot_listen(self._listen) from error
 
     async def start(self, services: Sequence[str]) -> None:
-        """Serve; `services` are the full names that reflection lists."""
+        """Start serving. `services` lists the full service names for reflection. Health stays NOT_SERVING until
+        `set_serving`."""
         names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
         await self.set_serving(False)
         await self.grpc.start()
 
     async def set_serving(self, serving: bool, service: str = "") -> None:
-        """Answer health checks for `service` ("" is the whole server)."""
-        status = health_pb2.HealthCheckResponse
-        await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+        """Set the health status of `service`; "" stands for the whole server. Does not wait for watchers."""
+        self.health.set_serving(serving, service)
 
     async def stop(self, grace_s: float) -> None:
-        """NOT_SERVING first, then no new calls, then `grace_s` for those running."""
-        await self._health.enter_graceful_shutdown()
+        """Set NOT_SERVING, refuse new calls, and end running calls after `grace_s`."""
+        self.health.end()
         await self.grpc.stop(grace_s)
 
 
 def _require_free(listen: Listen) -> None:
-    """Raise ConfigurationError if the port is taken. Asked first, because a grpc server that cannot bind ends
-    noisily.
+    """Raise ConfigurationError if the port is taken. Checked before grpc binds, because grpc writes noisy messages when
+    it cannot.
     """
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -1,4 +1,4 @@
-"""Settings of every member of the mesh, router or worker: its credentials."""
+"""Credential settings of every member of the mesh, router or worker."""
 
 from dataclasses import dataclass
 
@@ -13,23 +13,25 @@ _TLS_FILES = ("mesh_tls_cert", "mesh_tls_key", "mesh_tls_ca")
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSettings(MetricsSettings):
-    """Checked on construction: wrong files are found before a model is loaded."""
+    """The constructor reads the files, so that wrong files are reported before a model is loaded."""
 
     mesh_key: str = setting("", "secret shared by routers and workers", secret=True)
     mesh_tls_cert: str = setting("", "PEM file: this service's certificate; turns on mutual TLS inside the mesh")
     mesh_tls_key: str = setting("", "PEM file: the certificate's private key")
     mesh_tls_ca: str = setting("", "PEM file: the CA of all certificates of the mesh")
-    mesh_tls_name: str = setting("", "name all certificates of the mesh carry; default: each its service's address")
+    mesh_tls_name: str = setting(
+        "", "name that all certificates of the mesh contain; default: the address of each service"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        missing = [name for name in _TLS_FILES if not getattr(self, name)]
-        if 0 < len(missing) < len(_TLS_FILES) or (missing and self.mesh_tls_name):
-            raise ConfigurationError(f"TLS inside the mesh needs {', '.join(_TLS_FILES)}: {missing[0]} is not set")
+        unset = [name for name in _TLS_FILES if not getattr(self, name)]
+        if 0 < len(unset) < len(_TLS_FILES) or (unset and self.mesh_tls_name):
+            raise ConfigurationError(f"TLS inside the mesh needs {', '.join(_TLS_FILES)}: {unset[0]} is not set")
         self.load_credentials()
 
     def load_credentials(self) -> Credentials:
-        """Read the files. Raises ConfigurationError."""
+        """Read key and certificates. Raises ConfigurationError."""
         key = MeshKey(self.mesh_key) if self.mesh_key else None
         if not self.mesh_tls_cert:
             return Credentials(key)

@@ -1,6 +1,6 @@
-"""The one table between the mesh's errors and gRPC statuses, in both directions.
+"""Maps errors of the mesh to gRPC statuses and back.
 
-The error's class name travels in trailing metadata, so a caller inside the mesh gets the same class back.
+The name of the error class travels in trailing metadata, so a caller inside the mesh gets the same class.
 """
 
 from collections.abc import Mapping
@@ -24,6 +24,7 @@ STATUS_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = MappingProxyType(
         errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.NoWorkers: grpc.StatusCode.UNAVAILABLE,
         errors.AttemptsFailed: grpc.StatusCode.INTERNAL,
+        errors.ModelFailed: grpc.StatusCode.INTERNAL,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
         errors.LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
         errors.ConfigurationError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -52,7 +53,7 @@ _ERROR_BY_STATUS = {
 
 
 def status_of(error: MeshError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
-    """Status and trailing metadata for `error`."""
+    """Return the status and the trailing metadata for `error`."""
     trailing = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, errors.Overloaded):
         trailing.append((RETRY_AFTER_KEY, str(max(1, round(error.retry_after_s * 1000)))))
@@ -60,7 +61,7 @@ def status_of(error: MeshError) -> tuple[grpc.StatusCode, tuple[tuple[str, str],
 
 
 def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> MeshError:
-    """The MeshError that a call inside the mesh ended with; a broken connection is WorkerLost."""
+    """Return the MeshError that ended a call inside the mesh. A broken connection becomes WorkerLost."""
     trailing = dict(rpc_error.trailing_metadata() or ())
     cls = _ERROR_BY_NAME.get(str(trailing.get(ERROR_KEY)))
     if cls is None:
@@ -69,8 +70,9 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> MeshError:
 
 
 def _hint(rpc_error: grpc.aio.AioRpcError) -> str:
-    """A server that wants TLS, or another certificate, just closes the connection; gRPC's words for it help nobody."""
+    """Explain a failed TLS handshake: the server just closes the connection, and gRPC's message does not mention
+    TLS."""
     details = rpc_error.details() or ""
     if details.startswith("failed to connect") and any(sign in details for sign in _TLS_SIGNS):
-        return " (have both sides TLS, with certificates of one CA that name their addresses?)"
+        return " (do both sides use TLS, with certificates of the same CA that contain their addresses?)"
     return ""

@@ -1,7 +1,7 @@
-"""TLS: the certificate a service shows, and whose certificates it believes.
+"""TLS identities: a service's certificate, and the CA that it trusts.
 
-Inside the mesh TLS is mutual: servers and clients show certificates of one CA, and a server's must name the address it
-is reached at (or `peer_name`). On the public port only the router shows one.
+Inside the mesh TLS is mutual: servers and clients present certificates of one CA, and a server's certificate must
+contain the address that clients connect to (or `peer_name`). On the public port only the router presents one.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from mesh.domain.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class TlsIdentity:
-    """A certificate chain and its private key, PEM. `load` is the way to make one.
+    """A certificate chain and its private key, PEM. Use `load` to create one.
 
-    `ca` holds the certificates of the CA that peers' certificates must come from; without it, clients need none.
-    `name` is one that the own certificate carries. `peer_name`, if set, is looked for in peers' certificates instead
-    of the address they are reached at.
+    `ca` holds the CA certificates that sign all peers' certificates; without it, clients need no certificate. `name` is
+    a host name in this service's certificate. `peer_name`, if set, must be in a peer's certificate in place of the
+    peer's address.
     """
 
     chain: bytes
@@ -38,31 +38,30 @@ class TlsIdentity:
         try:
             name = _own_name(cert, key, ca)
         except ssl.SSLCertVerificationError as error:
-            # Without a CA the certificate vouches for itself, so only its dates can be wrong.
-            of = f" of {ca}" if ca else ""
-            raise ConfigurationError(f"{cert} is no valid certificate{of}: {error.verify_message}") from error
+            # Without a CA the certificate is verified against itself, so only its dates can be wrong.
+            issuer = f" of {ca}" if ca else ""
+            raise ConfigurationError(f"{cert} is no valid certificate{issuer}: {error.verify_message}") from error
         except (ssl.SSLError, ValueError) as error:
             files = ", ".join(filter(None, (cert, key, ca)))
             reason = getattr(error, "reason", None) or "not PEM"
             raise ConfigurationError(f"{files} cannot be used together for TLS: {reason}") from error
         if not name:
-            raise ConfigurationError(f"{cert} names no host: clients look for its subjectAltName, DNS or IP")
+            raise ConfigurationError(f"{cert} names no host: clients need a subjectAltName, DNS or IP")
         return cls(chain, secret, authority, name, peer_name)
 
     def for_itself(self) -> "TlsIdentity":
-        """What a client on the same machine needs to reach the server that shows this certificate."""
+        """Return the identity of a client on the same machine that connects to a server with this certificate."""
         return replace(self, ca=self.ca or self.chain, peer_name=self.name)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server; with a CA it refuses clients that show no certificate of it."""
+        """With a CA, the server refuses clients without a certificate of that CA."""
         return grpc.ssl_server_credentials([(self.key, self.chain)], self.ca, self.ca is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a client."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.chain)
 
     def channel_options(self) -> list[tuple[str, Any]]:
-        """Options that go with the credentials."""
+        """Channel options that must accompany `channel_credentials`."""
         return [("grpc.ssl_target_name_override", self.peer_name)] if self.peer_name else []
 
 
@@ -74,8 +73,10 @@ def _read(path: str) -> bytes:
 
 
 def _own_name(cert: str, key: str, ca: str) -> str:
-    """A host that the certificate is for, "" if none. Found by a handshake with itself in memory, as server and, with a
-    CA, as client: that also finds what any other handshake would fail at. Raises ssl.SSLError.
+    """Return a host name in the certificate, "" if there is none. Raises ssl.SSLError.
+
+    The name is read from an in-memory handshake of the certificate with itself, as server and, with a CA, as client.
+    The handshake also finds every error that real handshakes would fail with.
     """
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
@@ -85,11 +86,11 @@ def _own_name(cert: str, key: str, ca: str) -> str:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.load_verify_locations(ca or cert)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
-    for end in (*ends, *ends):
+    peers = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
+    for peer in (*peers, *peers):
         with contextlib.suppress(ssl.SSLWantReadError):
-            end.do_handshake()
-    names: Any = (ends[0].getpeercert() or {}).get("subjectAltName", ())
+            peer.do_handshake()
+    names: Any = (peers[0].getpeercert() or {}).get("subjectAltName", ())
     hosts = [value.replace("*", "any") for kind, value in names if kind == "DNS"]
     addresses = [str(ipaddress.ip_address(value)) for kind, value in names if kind == "IP Address"]
     return next(iter([*hosts, *addresses]), "")

@@ -1,1 +1,1 @@
-"""Text: templates, tokens, and text back from tokens. Workers see token ids only."""
+"""All text: chat templates, tokens, and text back from tokens. Workers only see token ids."""

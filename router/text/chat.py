@@ -1,14 +1,16 @@
 """Chat templates: Jinja, sandboxed, from the operator's model folder only.
 
 Templates see what Hugging Face transformers shows them: messages, tools, add_generation_prompt, the special tokens,
-`raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and `{% generation %}`.
-Rendering is bounded in time and size (`sandbox.py`), because messages come from clients.
+the client's own values, `raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and
+`{% generation %}`. The router itself only parses a template; a process of its own compiles and
+renders it (`template_process.py`).
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -18,16 +20,15 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
+from checkpoint.model_files import read_json
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from mesh.model_files import read_json
-from router.text.sandbox import MAX_CHARS, BoundedSandbox, TooMuchWork
+from router.text.sandbox import MAX_RENDER_S, TemplateSandbox, TooMuchWork
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-_MAX_RENDER_S = 1.0
-_MAX_INDENT = 16
-# What a template's code can raise beside Jinja's own errors.
+MAX_CHARS = 8 << 20
+# Errors that a template's code can raise, besides Jinja's own.
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-# By what is in the templates of each format's models.
+# Recognised by strings in the templates of each format's models.
 _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "hermes": lambda source: "<tool_call>" in source and "<function=" not in source,
@@ -35,28 +36,62 @@ _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
         "llama3_json": lambda source: "<|python_tag|>" in source,
     }
 )
+_REASONING, _REASONING_END = "<think>", "</think>"
+# Appended to the message that is to be continued, to find its end in the rendered text. Its trailing space disappears
+# if the template trims messages.
+_END_OF_MESSAGE = "END_OF_THE_MESSAGE_TO_CONTINUE "
+_MAX_KWARGS_CHARS = 8 << 10
+_MAX_SHOWN = 100
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn."""
+    """One message of a conversation. `extra_json`: further members that the template sees, as a JSON object, or ""."""
 
     role: str
     content: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra_json: str = ""
+
+    def members(self) -> dict[str, Any]:
+        """Return the message as templates see it. Raises InvalidRequest."""
+        extra = _parse(self.extra_json, "extra_json", {})
+        if not isinstance(extra, dict):
+            raise InvalidRequest("extra_json must be a JSON object")
+        return {**extra, "role": self.role, "content": self.content}
 
 
-def parse_extra(text: str) -> dict[str, Any]:
-    """What a client wants the template to see of a turn beside role and content. Raises InvalidRequest."""
-    extra = _parse(text, "extra_json", {})
-    if not isinstance(extra, dict):
-        raise InvalidRequest("extra_json must be a JSON object")
-    return extra
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """Options of a rendering. `values_json`: the client's values for the template, as a JSON object, or "".
+
+    With `continues_final` the prompt ends after the content of the last message. The constructor raises InvalidRequest.
+    """
+
+    values_json: str = ""
+    adds_generation_prompt: bool = True
+    continues_final: bool = False
+
+    def __post_init__(self) -> None:
+        if self.adds_generation_prompt and self.continues_final:
+            raise InvalidRequest("add_generation_prompt contradicts continue_final_message: leave it out")
+        if len(self.values_json) > _MAX_KWARGS_CHARS:
+            raise InvalidRequest(
+                f"chat_template_kwargs has {len(self.values_json)} characters, at most {_MAX_KWARGS_CHARS} are allowed"
+            )
+
+    def values(self) -> dict[str, Any]:
+        """Return the client's values for the template. Raises InvalidRequest."""
+        values = _parse(self.values_json, "chat_template_kwargs", {})
+        if not isinstance(values, dict) or not all(name.isidentifier() for name in values):
+            raise InvalidRequest("chat_template_kwargs must be a JSON object whose keys are identifiers")
+        return values
 
 
-def parse_tools(text: str) -> list[Any] | None:
-    """Functions the model may call. Raises InvalidRequest."""
+DEFAULT_RENDERING = Rendering()
+
+
+def _parse_tools(text: str) -> list[Any] | None:
     tools = _parse(text, "tools_json", None)
     if not isinstance(tools, list | None):
         raise InvalidRequest("tools_json must be a JSON array")
@@ -65,27 +100,35 @@ def parse_tools(text: str) -> list[Any] | None:
 
 def _parse(text: str, name: str, default: Any) -> Any:
     try:
-        return json.loads(text) if text else default
+        return json.loads(text, parse_constant=_refuse_constant) if text else default
     except (ValueError, RecursionError):
         raise InvalidRequest(f"{name} is not valid JSON") from None
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
 class ChatTemplate:
-    """A model's way of writing a conversation as one text."""
+    """Renders a conversation as one text. Compiled on first use."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """`tool_source` is for conversations with tools, if they have a template of their own.
 
         Raises ConfigurationError if a template has a syntax error.
         """
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.tool_source = tool_source
+        self.special_tokens = dict(special_tokens)
         self.tool_call_format = next((name for name, marks in _TOOL_CALLS.items() if marks(tool_source or source)), "")
-        """How the model writes calls of functions: a key of _TOOL_CALLS, or "" if the template does not say."""
+        """The model's format of tool calls: a key of _TOOL_CALLS, or "" if unknown."""
+        self.has_reasoning = _REASONING_END in source
+        """True if the model reasons between <think> and </think> before it answers."""
+        self._sandbox = _environment()
         try:
-            self._sandbox = _environment()
-            self._template = self._sandbox.from_string(source)
-            self._tool_template = self._sandbox.from_string(tool_source) if tool_source else self._template
-        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
+            for text in (source, tool_source or ""):
+                self._sandbox.parse(text)
+        except (jinja2.TemplateError, RecursionError, *_TEMPLATE_FAULTS) as error:
             raise ConfigurationError(f"the chat template is broken: {error}") from error
 
     @classmethod
@@ -104,34 +147,88 @@ class ChatTemplate:
         beside = read_json(model_dir / "special_tokens_map.json", optional=True)
         return cls(named[_DEFAULT], _special_tokens(beside | config), named.get(_WITH_TOOLS))
 
-    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None) -> str:
-        """The prompt, ready for the assistant's turn. Raises InvalidRequest. May take long: run it on a thread."""
-        turns = [{**message.extra, "role": message.role, "content": message.content} for message in messages]
-        values = {"messages": turns, "tools": tools, "add_generation_prompt": True, **self._special_tokens}
+    def compile(self) -> None:
+        """Compile the templates, which evaluates their constants. Raises ConfigurationError if one is broken."""
         try:
-            template = self._tool_template if tools else self._template
-            with self._sandbox.budget(_MAX_RENDER_S):
-                return "".join(self._bounded(template.generate(values)))
+            self._compiled  # noqa: B018
+        except (jinja2.TemplateError, MemoryError, RecursionError, *_TEMPLATE_FAULTS) as error:
+            raise ConfigurationError(f"the chat template is broken: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> tuple[jinja2.Template, jinja2.Template]:
+        """The templates for conversations without and with tools."""
+        template = self._sandbox.from_string(self.source)
+        return template, self._sandbox.from_string(self.tool_source) if self.tool_source else template
+
+    def render(self, messages: Sequence[ChatMessage], tools_json: str = "", how: Rendering = DEFAULT_RENDERING) -> str:
+        """Return the prompt. Raises InvalidRequest. Does not limit CPU time or memory."""
+        try:
+            values = self._values(messages, tools_json, how)
+            text = "".join(_bounded(self._compiled[bool(values["tools"])].generate(values)))
         except (TooMuchWork, MemoryError, RecursionError) as error:
-            raise InvalidRequest(
-                f"the rendered chat is too big: the limits are {MAX_CHARS} characters and {_MAX_RENDER_S:g} s"
-            ) from error
+            raise too_big() from error
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             raise InvalidRequest(f"the chat template rejects these messages: {error}") from error
+        return _cut_at_mark(text) if how.continues_final else text
 
-    def _bounded(self, chunks: Iterator[str]) -> Iterator[str]:
-        """Raises TooMuchWork when all chunks together are too big, or too late."""
-        num_chars = 0
-        for chunk in chunks:
-            num_chars += len(chunk)
-            self._sandbox.check_time()
-            if num_chars > MAX_CHARS:
-                raise TooMuchWork("it makes too long a text")
-            yield chunk
+    def is_in_reasoning(self, text: str, messages: Sequence[ChatMessage], how: Rendering) -> bool:
+        """True if the rendered text, or the message it continues, ends within the model's reasoning.
+
+        Reasoning marks in other messages do not count.
+        """
+        if not self.has_reasoning:
+            return False
+        continued = messages[-1].content if how.continues_final else ""
+        return text.rstrip().endswith(_REASONING) or continued.rfind(_REASONING) > continued.rfind(_REASONING_END)
+
+    def _values(self, messages: Sequence[ChatMessage], tools_json: str, how: Rendering) -> dict[str, Any]:
+        """Return the variables of the template. Raises InvalidRequest."""
+        turns = [message.members() for message in messages]
+        if how.continues_final:
+            turns[-1]["content"] += _END_OF_MESSAGE
+        reserved = {
+            "messages": turns,
+            "tools": _parse_tools(tools_json),
+            "add_generation_prompt": how.adds_generation_prompt,
+            "continue_final_message": how.continues_final,
+            **self.special_tokens,
+        }
+        values = how.values()
+        conflicts = sorted(values.keys() & (reserved.keys() | set(_TOKEN_KEYS) | self._sandbox.globals.keys()))
+        if conflicts:
+            raise InvalidRequest(
+                f"chat_template_kwargs: {', '.join(conflicts)[:_MAX_SHOWN]} cannot be set by a request"
+            )
+        return values | reserved
 
 
-def _environment() -> BoundedSandbox:
-    environment = BoundedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+def too_big() -> InvalidRequest:
+    """Return the error for a rendering that exceeds a limit."""
+    return InvalidRequest(
+        f"the rendered chat is too big: the limits are {MAX_CHARS} characters and {MAX_RENDER_S:g} s of CPU time"
+    )
+
+
+def _bounded(chunks: Iterator[str]) -> Iterator[str]:
+    """Yield the chunks. Raises TooMuchWork if they are too long together."""
+    num_chars = 0
+    for chunk in chunks:
+        num_chars += len(chunk)
+        if num_chars > MAX_CHARS:
+            raise TooMuchWork("it makes too long a text")
+        yield chunk
+
+
+def _cut_at_mark(text: str) -> str:
+    """Return the text up to the end of the message to continue, without trailing blanks if the template trims it."""
+    before, mark, after = text.rpartition(_END_OF_MESSAGE.rstrip())
+    if not mark:
+        raise InvalidRequest("continue_final_message: this model's chat template does not show the last message")
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _environment() -> TemplateSandbox:
+    environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -158,13 +255,11 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    if isinstance(indent, int) and indent > _MAX_INDENT:
-        raise TooMuchWork("tojson indents too far")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _by_name(template: Any) -> dict[str, str]:
-    """Some checkpoints have a list of named templates: one for chat, perhaps one for chat with tools."""
+    """Return templates by name: some checkpoints have a list of them, such as one for chat with tools."""
     if isinstance(template, str):
         return {_DEFAULT: template}
     entries = template if isinstance(template, list) else []
@@ -183,10 +278,13 @@ def _read_text(path: Path) -> str:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by the names that templates use. In the file each is a string, or an object with `content`."""
-    found = {key: config.get(key) for key in _TOKEN_KEYS}
+    """Return special tokens by the names that templates use.
+
+    In the file they are strings, or objects with `content`.
+    """
+    entries = {key: config.get(key) for key in _TOKEN_KEYS}
     return {
         key: value["content"] if isinstance(value, dict) else value
-        for key, value in found.items()
+        for key, value in entries.items()
         if isinstance(value, str | dict)
     }

@@ -1,20 +1,92 @@
-"""The model's tokenizer, as its checkpoint folder has it."""
+"""The model's tokenizer, loaded from its checkpoint folder.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+Encoding a text of a few MiB takes seconds. Only the library's batch functions release the interpreter lock, so those
+are used, for one text at a time. `max_token_chars` bounds how many characters one token can stand for, so that texts
+that are too long are refused before any work. Such a bound exists only if every character of a text becomes part of a
+token: not for tokenizers that drop characters, merge runs of unknown characters into one token, or let a token swallow
+the white space around it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as NativeTokenizer
-from tokenizers.decoders import ByteLevel
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
 
-from mesh.tokenizer_files import load_tokenizer
-from router.text.byte_detokenizer import ByteDetokenizer, ByteVocabulary
-from router.text.detokenizer import Detokenizer, IncrementalDetokenizer
+from checkpoint.tokenizer_files import load_tokenizer
+from router.text.detokenizer import ByteDetokenizer, ByteVocabulary, Detokenizer, IncrementalDetokenizer
+
+# No canonical composition joins more than four characters into one (Unicode Standard Annex 15).
+_MAX_COMPOSED = 4
+_COMPOSING = ("NFC", "NFKC")
+_KEEPING_NORMALIZERS = ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", *_COMPOSING)
+_KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
+_CUTTING_PRE_TOKENIZERS = ("Split", "Punctuation")
 
 
-@dataclass(frozen=True, slots=True)
-class TextToken:
-    """A token of a prompt with the text it adds; special tokens add none."""
+def max_token_chars(tokenizer: NativeTokenizer) -> int | None:
+    """Return the maximum number of characters that one token can stand for; None if there is no bound."""
+    normalizers, pre_tokenizers = _components(tokenizer.normalizer), _components(tokenizer.pre_tokenizer)
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not (
+        all(map(_keeps_length, normalizers))
+        and all(map(_keeps_text, pre_tokenizers))
+        and _knows_every_character(tokenizer, [*normalizers, *pre_tokenizers])
+        and not any(token.lstrip or token.rstrip for token in added)
+    ):
+        return None
+    longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=0)
+    composed = any(part["type"] in _COMPOSING for part in normalizers)
+    return longest * (_MAX_COMPOSED if composed else 1)
+
+
+def _components(component: Any) -> list[dict[str, Any]]:
+    """Return the members of a component in the format of tokenizer.json."""
+    if component is None:
+        return []
+    return list(_flat(json.loads(component.__getstate__())))
+
+
+def _flat(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    members = state.get("normalizers") or state.get("pretokenizers")
+    if state.get("type") == "Sequence":
+        for member in members or []:
+            yield from _flat(member)
+    else:
+        yield state
+
+
+def _keeps_length(normalizer: dict[str, Any]) -> bool:
+    """True if the normalizer makes no text shorter, except by composition, which _MAX_COMPOSED covers."""
+    if normalizer["type"] == "Replace":
+        pattern = normalizer["pattern"].get("String")
+        return pattern is not None and len(normalizer["content"]) >= len(pattern)
+    return normalizer["type"] in _KEEPING_NORMALIZERS
+
+
+def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
+    """True if the pre-tokenizer drops no character."""
+    if pre_tokenizer["type"] in _CUTTING_PRE_TOKENIZERS:
+        return str(pre_tokenizer.get("behavior", "")).lower() != "removed"
+    return pre_tokenizer["type"] in _KEEPING_PRE_TOKENIZERS
+
+
+def _knows_every_character(tokenizer: NativeTokenizer, components: list[dict[str, Any]]) -> bool:
+    """True if the model falls back to bytes for unknown text and has a token for each byte."""
+    if not isinstance(tokenizer.model, BPE):
+        return False
+    if any(part["type"] == "ByteLevel" for part in components):
+        return all(tokenizer.token_to_id(char) is not None for char in pre_tokenizers.ByteLevel.alphabet())
+    return bool(tokenizer.model.byte_fallback) and all(
+        tokenizer.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256)
+    )
+
+
+class TextToken(NamedTuple):
+    """A prompt token with the text it adds; special tokens add none. A NamedTuple, because prompts have many."""
 
     id: int
     text: str
@@ -22,52 +94,57 @@ class TextToken:
 
 
 class Tokenizer:
-    """Text to ids and back. `eos_token_ids` count as special even where the tokenizer does not say so."""
+    """Text to ids and back. `eos_token_ids` count as special even if the tokenizer does not mark them."""
 
     def __init__(self, native: NativeTokenizer, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._native = native
-        # tokenizer.json may ask to cut or pad every text; a prompt must never be changed silently.
+        # tokenizer.json may enable truncation or padding; a prompt must never be changed silently.
         native.no_truncation()
         native.no_padding()
         added = native.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special) | eos_token_ids
-        self._alone: dict[int, str] = {}
-        is_bytes = type(native.decoder) is ByteLevel
+        self._text_by_id: dict[int, str] = {}
+        is_bytes = type(native.decoder) is decoders.ByteLevel
         self._bytes_of = ByteVocabulary(native.id_to_token) if is_bytes else None
+        self._max_token_chars = max_token_chars(native)
 
     @classmethod
     def load(cls, model_dir: Path, eos_token_ids: frozenset[int]) -> "Tokenizer":
-        """Raises ConfigurationError if its files are missing or broken."""
+        """Raises ConfigurationError if the tokenizer files are missing or broken."""
         return cls(load_tokenizer(model_dir), eos_token_ids)
 
+    def max_chars(self, num_tokens: int) -> int | None:
+        """Return how many characters `num_tokens` tokens can stand for at most; None if there is no bound."""
+        return None if self._max_token_chars is None else num_tokens * self._max_token_chars
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids. Releases the interpreter lock, so long texts may be encoded on a thread."""
-        ids: list[int] = self._native.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return token ids. Releases the interpreter lock, so long texts can be encoded on a thread."""
+        ids: list[int] = self._native.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of all ids at once, special tokens left out."""
+        """Return the text of all ids, without special tokens."""
         return self._decode_plain([id_ for id_ in token_ids if id_ not in self.special_ids])
 
     def detokenizer(self) -> IncrementalDetokenizer:
-        """A fresh incremental decoder."""
+        """Return a new incremental detokenizer that suits this tokenizer."""
         return Detokenizer(self._decode_plain) if self._bytes_of is None else ByteDetokenizer(self._bytes_of)
 
     def text_of(self, token_id: int) -> str:
-        """Text of one token on its own, special tokens spelt out."""
-        text = self._alone.get(token_id)
+        """Return the text of one token on its own; special tokens are spelt out."""
+        text = self._text_by_id.get(token_id)
         if text is None:
-            text = self._alone[token_id] = self._decode_plain([token_id])
+            text = self._text_by_id[token_id] = self._decode_plain([token_id])
         return text
 
     def pieces(self, token_ids: Sequence[int]) -> list[TextToken]:
-        """Each id with the text it adds; joined, the texts are `decode(token_ids)`."""
+        """Return each id with the text it adds; joined, the texts equal `decode(token_ids)`."""
         detokenizer = self.detokenizer()
         tokens = list(self._push_all(detokenizer, token_ids))
-        rest = detokenizer.flush()
+        tail = detokenizer.flush()
         for index in range(len(tokens) - 1, -1, -1):
             if not tokens[index].special:
-                tokens[index] = TextToken(tokens[index].id, tokens[index].text + rest, special=False)
+                tokens[index] = TextToken(tokens[index].id, tokens[index].text + tail, special=False)
                 break
         return tokens
 
@@ -77,5 +154,5 @@ class Tokenizer:
             yield TextToken(token_id, "" if special else detokenizer.push(token_id), special)
 
     def _decode_plain(self, token_ids: Sequence[int]) -> str:
-        text: str = self._native.decode(token_ids, skip_special_tokens=False)
+        text: str = self._native.decode_batch([token_ids], skip_special_tokens=False)[0]
         return text

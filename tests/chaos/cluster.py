@@ -27,6 +27,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx2
 import psutil
 
 import tandem
@@ -34,32 +35,34 @@ from tests.chaos.proxy import Proxy
 from tests.fakes.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 120.0
-STOP_S = 30.0
+START_S = 200.0
+STOP_S = 90.0
 _RESTART_AFTER_S = 0.2
 _LISTEN_HOST = "127.0.0.1"
 _PROXY_HOST = "127.0.0.2"
-_MODULES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker"}
+_MODULES = {"router": "router", "prefill": "prefill_worker", "decode": "decode_worker", "gateway": "gateway"}
+_WORKERS = ("prefill", "decode")
 # Below the ports that outgoing connections take, so that a node finds its own again after a restart.
 _PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a cluster consists of. `flags` are added by node name, or by role for all of a kind."""
+    """The services of a cluster. `flags` are added by node name, or by role for all of a kind."""
 
     model: Path
     log_dir: Path
     num_routers: int = 2
     num_prefill: int = 2
     num_decode: int = 3
+    num_gateways: int = 0
     cap: int = 16
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
-        """All nodes."""
         numbers = {"router": self.num_routers, "prefill": self.num_prefill, "decode": self.num_decode}
+        numbers["gateway"] = self.num_gateways
         return [f"{role}-{number}" for role, count in numbers.items() for number in range(count)]
 
 
@@ -71,16 +74,6 @@ class Exit:
     status: int
     wanted: bool
     at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What one process holds. `cpu_s` is since its start."""
-
-    pid: int
-    rss_bytes: int
-    num_fds: int
-    cpu_s: float
 
 
 class Node:
@@ -101,7 +94,7 @@ class Node:
 
     @property
     def pid(self) -> int | None:
-        """Of the run there is; None between two."""
+        """The process id of the current run; None between two runs."""
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
     def start(self) -> None:
@@ -116,8 +109,11 @@ class Node:
 
     async def wait_exit(self, num_exits: int, within_s: float = STOP_S) -> Exit:
         """Return once it has ended more often than `num_exits` times."""
-        async with asyncio.timeout(within_s), self._ended:
-            await self._ended.wait_for(lambda: len(self.exits) > num_exits)
+        try:
+            async with asyncio.timeout(within_s), self._ended:
+                await self._ended.wait_for(lambda: len(self.exits) > num_exits)
+        except TimeoutError:
+            raise TimeoutError(f"{self.log_path.stem} has not ended in {within_s:g} s; so far {self.exits}") from None
         return self.exits[num_exits]
 
     async def stop(self) -> None:
@@ -174,7 +170,6 @@ class Cluster:
 
     @property
     def routers(self) -> list[str]:
-        """Names of the routers."""
         return self.of_role("router")
 
     def of_role(self, role: str) -> list[str]:
@@ -184,7 +179,9 @@ class Cluster:
     def client(self, router: str, *, direct: bool = False) -> tandem.AsyncClient:
         """A client that never tries again by itself. `direct` goes around the router's proxy."""
         host = _LISTEN_HOST if direct else _PROXY_HOST
-        return tandem.AsyncClient(f"{host}:{self.proxies[router].port}", max_retries=0, timeout=60)
+        # What the mesh does is measured, not what the client makes good.
+        address = f"{host}:{self.proxies[router].port}"
+        return tandem.AsyncClient(address, max_retries=0, resume_timeout=0, timeout=60)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a node, if it runs."""
@@ -202,19 +199,24 @@ class Cluster:
 
     def exits(self, *, wanted: bool | None = None) -> list[Exit]:
         """All ends of processes so far, oldest first."""
-        found = [end for node in self.nodes.values() for end in node.exits if wanted in (None, end.wanted)]
-        return sorted(found, key=lambda end: end.at_s)
+        ends = [end for node in self.nodes.values() for end in node.exits if wanted in (None, end.wanted)]
+        return sorted(ends, key=lambda end: end.at_s)
 
-    def usage(self) -> dict[str, Usage]:
-        """What each process that runs holds now."""
-        found = {}
-        for name, node in self.nodes.items():
-            with contextlib.suppress(psutil.Error):
-                if node.pid is not None:
-                    process = psutil.Process(node.pid)
-                    cpu = process.cpu_times()
-                    found[name] = Usage(node.pid, process.memory_info().rss, process.num_fds(), cpu.user + cpu.system)
-        return found
+    def http(self, gateway: str, timeout_s: float) -> httpx2.AsyncClient:
+        """An HTTP client of a gateway, without a proxy between them."""
+        address = f"http://{_LISTEN_HOST}:{self.proxies[gateway].port}"
+        return httpx2.AsyncClient(base_url=address, timeout=timeout_s)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the nodes that run now."""
+        return {name: node.pid for name, node in self.nodes.items() if node.pid is not None}
+
+    def rss_bytes(self, name: str) -> int:
+        """Memory a node holds now; 0 if it does not run."""
+        with contextlib.suppress(psutil.Error, KeyError):
+            return int(psutil.Process(self.pids[name]).memory_info().rss)
+        return 0
 
     def log(self, name: str) -> str:
         """All a node has written, over all its runs."""
@@ -227,7 +229,9 @@ class Cluster:
         if pid is None:
             return set()
         with contextlib.suppress(psutil.Error):
-            return {each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if each.laddr}
+            return {
+                connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp") if connection.laddr
+            }
         return set()
 
     async def wait_whole(self, within_s: float = START_S) -> None:
@@ -238,13 +242,15 @@ class Cluster:
         self, router: str, needed: Callable[[set[str]], bool] | None = None, *, within_s: float = START_S
     ) -> None:
         """Return when the workers ready at a router are enough: by default all. AssertionError after `within_s`."""
-        wanted = {name for name in self.nodes if not name.startswith("router-")}
+        wanted = {name for role in _WORKERS for name in self.of_role(role)}
         deadline_s, ready = time.monotonic() + within_s, set[str]()
         async with self.client(router, direct=True) as client:
             while True:
                 with contextlib.suppress(tandem.TandemError):
                     workers = await client.workers(timeout=2)
-                    ready = {each.worker_id for each in workers if each.state == "ready" and self._is_current(each)}
+                    ready = {
+                        worker.worker_id for worker in workers if worker.state == "ready" and self._is_current(worker)
+                    }
                     if needed(ready) if needed else ready >= wanted:
                         return
                 if time.monotonic() > deadline_s:
@@ -255,7 +261,7 @@ class Cluster:
         """False if a router still speaks of a run that is over."""
         return worker.pid == self.nodes[worker.worker_id].pid
 
-    async def wait_at_rest(self, within_s: float = 20.0) -> None:
+    async def wait_at_rest(self, within_s: float = 60.0) -> None:
         """Return when every worker has all its blocks free and the routers hold no permit. AssertionError if not."""
         for router in self.routers:
             async with self.client(router, direct=True) as client:
@@ -273,9 +279,9 @@ class Cluster:
         self.started_in_s = time.monotonic() - started_s
 
     async def stop(self) -> None:
-        """Routers first, then workers."""
-        for role in (self.routers, [name for name in self.nodes if name not in self.routers]):
-            await asyncio.gather(*(self.nodes[name].stop() for name in role))
+        """In the order of requests: gateways, routers, workers."""
+        for roles in (("gateway",), ("router",), _WORKERS):
+            await asyncio.gather(*(self.nodes[name].stop() for role in roles for name in self.of_role(role)))
         for proxy in self.proxies.values():
             await proxy.stop()
         self.redis.stop()
@@ -285,12 +291,16 @@ class Cluster:
 
     def _node(self, name: str, port: int) -> Node:
         role = name.partition("-")[0]
-        own = self._router_flags() if role == "router" else self._worker_flags(role, name)
+        flags = self._worker_flags(role, name) if role in _WORKERS else self._front_flags(role)
         added = (*self.shape.flags.get(role, ()), *self.shape.flags.get(name, ()))
-        command = [sys.executable, "-m", _MODULES[role], *own, f"--port={port}", *added]
+        command = [sys.executable, "-m", _MODULES[role], *flags, f"--port={port}", *added]
         return Node(name, command, self._environ, self.shape.log_dir / f"{name}.log")
 
-    def _router_flags(self) -> list[str]:
+    def _front_flags(self, role: str) -> list[str]:
+        """A gateway speaks with the first router, without a proxy between them."""
+        if role == "gateway":
+            router = self.proxies[self.shape.names[0]].port
+            return [f"--router={_LISTEN_HOST}:{router}", f"--host={_LISTEN_HOST}", "--follow-stdin"]
         return [
             *self._shared_flags(),
             f"--max-concurrent-requests={self.shape.cap}",
@@ -320,13 +330,13 @@ async def running(shape: Shape) -> AsyncIterator[Cluster]:
 
 def free_ports(count: int) -> list[int]:
     """Ports nobody listens at now."""
-    found: set[int] = set()
-    while len(found) < count:
+    free_ports: set[int] = set()
+    while len(free_ports) < count:
         port = random.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("0.0.0.0", port))
-            found.add(port)
-    return sorted(found)
+            free_ports.add(port)
+    return sorted(free_ports)
 
 
 async def _at_rest(client: tandem.AsyncClient, within_s: float) -> None:
@@ -334,12 +344,14 @@ async def _at_rest(client: tandem.AsyncClient, within_s: float) -> None:
     while True:
         mesh = await client.mesh()
         busy = [
-            each
-            for each in mesh.workers
-            if each.state != "lost"
-            and (each.load.free_blocks != each.num_blocks or each.load.num_running or each.load.num_waiting)
+            worker
+            for worker in mesh.workers
+            if worker.state != "lost"
+            and (worker.load.free_blocks != worker.num_blocks or worker.load.num_running or worker.load.num_waiting)
         ]
         if not busy and not mesh.active_requests and not mesh.queued_requests:
             return
-        assert time.monotonic() < deadline_s, (mesh.active_requests, mesh.queued_requests, busy)
+        assert time.monotonic() < deadline_s, (
+            f"not at rest within {within_s:g} s: {mesh.active_requests} active, {mesh.queued_requests} queued, {busy}"
+        )
         await asyncio.sleep(0.2)

@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import START_S, Cluster
 from tests.chaos.history import Disturbance
 from tests.chaos.load import Load
 from tests.chaos.proxy import Conditions
 
-# A worker that is silent for so long counts as lost; see SILENT_S in mesh/registry/servicer.py.
+# A worker that is silent for so long counts as lost; see SILENT_S in router/workers/registry_servicer.py.
 LOST_AFTER_S = 5.0
 _SETTLE_S = 1.0
 
@@ -36,7 +36,6 @@ class Fault(ABC):
 
     @property
     def name(self) -> str:
-        """For people."""
         return type(self).__name__
 
     @abstractmethod
@@ -213,7 +212,7 @@ class FreezeRedis(Fault):
 
 
 class WipeRedis(Fault):
-    """FLUSHALL."""
+    """FLUSHALL: Redis answers, and has lost everything."""
 
     allowed = frozenset({"Overloaded"})
     budget = 2
@@ -236,14 +235,14 @@ class FailOverRedis(Fault):
         await cluster.redis.start()
 
 
-async def disturb(load: Load, fault: Fault) -> Disturbance:
-    """Strike once the cluster is whole; returns when it is whole again."""
+async def disturb(load: Load, fault: Fault, within_s: float = START_S) -> Disturbance:
+    """Strike once the cluster is whole; returns when it is whole again. AssertionError if that takes too long."""
     cluster = load.cluster
-    await cluster.wait_whole()
+    await cluster.wait_whole(within_s)
     async with entered(load, fault):
         await fault.strike(cluster)
         await asyncio.sleep(_SETTLE_S)
-        await cluster.wait_whole()
+        await cluster.wait_whole(within_s)
     return load.disturbances[-1]
 
 

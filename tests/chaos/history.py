@@ -1,4 +1,4 @@
-"""What clients have seen, held against what they should have seen.
+"""The events that clients have seen, compared with those that they should have seen.
 
 A `History` is one request's events with their times. `faults_of` holds it against the undisturbed answer:
 
@@ -83,18 +83,18 @@ class History:
 
 
 def faults_of(history: History, events: Sequence[tandem.TokenEvent], expected: tandem.Result) -> list[str]:
-    """What is wrong with the events of one stream, for people; empty if nothing."""
-    found = []
+    """Describe everything that is wrong with the events of one stream; empty if nothing is."""
+    faults = []
     by_choice: defaultdict[int, list[tandem.TokenEvent]] = defaultdict(list)
     for event in events:
         by_choice[event.index].append(event)
     for choice in expected.choices:
         mine = by_choice.pop(choice.index, [])
-        found += _ending_faults(mine, choice, is_complete=history.ending == FINISHED)
-        found += _token_faults(mine, choice)
+        faults += _ending_faults(mine, choice, is_complete=history.ending == FINISHED)
+        faults += _token_faults(mine, choice)
     if by_choice:
-        found.append(f"choices {sorted(by_choice)} were not asked for")
-    return [f"{history.name} at {history.router}: {each}" for each in found]
+        faults.append(f"choices {sorted(by_choice)} were not asked for")
+    return [f"{history.name} at {history.router}: {fault}" for fault in faults]
 
 
 def _ending_faults(events: list[tandem.TokenEvent], choice: tandem.Choice, *, is_complete: bool) -> list[str]:
@@ -116,6 +116,11 @@ def _ending_faults(events: list[tandem.TokenEvent], choice: tandem.Choice, *, is
     return found
 
 
+def is_about_ending(fault: str) -> bool:
+    """True for one of `faults_of` that concerns how a stream ended, and not what was in it."""
+    return "ended" in fault or "terminal" in fault
+
+
 def _token_faults(events: list[tandem.TokenEvent], choice: tandem.Choice) -> list[str]:
     """Every token in its place: that a gap, a duplicate or a wrong token is none of."""
     tokens = [event.token for event in events if event.token is not None]
@@ -132,7 +137,7 @@ def _token_faults(events: list[tandem.TokenEvent], choice: tandem.Choice) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is not excused, and how many errors were, by disturbance and kind."""
+    """Errors that no fault excuses, and the number of excused ones by disturbance and kind."""
 
     unexcused: list[str]
     excused: Counter[tuple[str, str]]
@@ -146,16 +151,16 @@ def judge(histories: Iterable[History], disturbances: Sequence[Disturbance]) -> 
             continue
         excuse = next(
             (
-                each
-                for each in disturbances
-                if each.meets(history)
-                and history.ending in each.allowed
-                and (each.budget is None or used[each] < each.budget)
+                disturbance
+                for disturbance in disturbances
+                if disturbance.meets(history)
+                and history.ending in disturbance.allowed
+                and (disturbance.budget is None or used[disturbance] < disturbance.budget)
             ),
             None,
         )
         if excuse is None:
-            meanwhile = [each.name for each in disturbances if each.meets(history)]
+            meanwhile = [disturbance.name for disturbance in disturbances if disturbance.meets(history)]
             unexcused.append(f"{history.name} at {history.router}: {history.ending}: {history.error} ({meanwhile})")
         else:
             used[excuse] += 1

@@ -25,7 +25,7 @@ Ask = Mapping[str, Any]
 
 def asks() -> dict[str, Ask]:
     """The fixed set: lengths, greedy and seeded, truncations, penalties, log-probs, two choices at once."""
-    found: dict[str, Ask] = {}
+    asks: dict[str, Ask] = {}
     for i in range(24):
         length = _PROMPT_LENGTHS[i % len(_PROMPT_LENGTHS)]
         ask: dict[str, Any] = {
@@ -42,8 +42,8 @@ def asks() -> dict[str, Ask]:
             "n": 2 if i == 13 else None,
             "ignore_eos": i % 6 != 5,
         }
-        found[f"ask-{i}"] = {name: value for name, value in ask.items() if value is not None}
-    return found
+        asks[f"ask-{i}"] = {name: value for name, value in ask.items() if value is not None}
+    return asks
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Catalogue:
     def plain_greedy(self) -> list[str]:
         """Requests whose answer is the model's first choice at each step."""
         shaping = ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty")
-        return [name for name, ask in self.asks.items() if not any(ask.get(each) for each in shaping)]
+        return [name for name, ask in self.asks.items() if not any(ask.get(parameter) for parameter in shaping)]
 
     def _add_stops(self, name: str, answer: tandem.Result) -> None:
         middle = len(answer.tokens) // 2
@@ -87,6 +87,7 @@ class Load:
     catalogue: Catalogue
     think_s: float = 0.05
     """What a client waits between two requests, on average."""
+    timeout_s: float = TIMEOUT_S
     histories: list[History] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
 
@@ -112,7 +113,7 @@ class Load:
                 if history.has_failed:
                     await asyncio.sleep(rng.uniform(0, _COME_BACK_S))
                     with contextlib.suppress(tandem.TandemError):
-                        await client.wait_ready(TIMEOUT_S)
+                        await client.wait_ready(self.timeout_s)
                 await asyncio.sleep(rng.uniform(0, 2 * self.think_s))
 
     async def ask(self, client: tandem.AsyncClient, router: str, rng: random.Random) -> History:
@@ -124,7 +125,7 @@ class Load:
         leave_at_s = rng.uniform(0, 0.5) if 0.16 <= mood < 0.22 else None
         events: list[tandem.TokenEvent] = []
         begin_s = time.monotonic()
-        timeout_s = own_deadline_s or TIMEOUT_S
+        timeout_s = own_deadline_s or self.timeout_s
         history = History(name, router, begin_s, begin_s + timeout_s, own_deadline_s is not None)
         stream = client.stream(**self.catalogue.asks[name], timeout=timeout_s)
         try:

@@ -85,15 +85,12 @@ class Proxy:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
         return self._front[1]
 
     async def start(self) -> None:
-        """Listen."""
         self._server = await asyncio.start_server(self._accept, *self._front)
 
     async def stop(self) -> None:
-        """Close everything."""
         if self._server is not None:
             self._server.close()
         self.cut()

@@ -20,7 +20,7 @@ _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0))
 
 @dataclass
 class Read:
-    """What came of many readers: how their streams ended, seconds from their start on."""
+    """The results of many readers: how their streams ended, in seconds from their start."""
 
     endings: Counter[str] = field(default_factory=Counter)
     most_rss_bytes: int = 0
@@ -73,9 +73,7 @@ def _long_request(number: int, num_choices: int) -> generation_pb2.GenerateReque
 
 async def _watch_rss(cluster: Cluster, router: str, read: Read, stop: asyncio.Event) -> None:
     while not stop.is_set():
-        usage = cluster.usage()
-        if router in usage:
-            read.most_rss_bytes = max(read.most_rss_bytes, usage[router].rss_bytes)
+        read.most_rss_bytes = max(read.most_rss_bytes, cluster.rss_bytes(router))
         await asyncio.sleep(0.2)
 
 

@@ -13,7 +13,7 @@ from tests.evidence import Evidence
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 CLIENTS_PER_ROUTER = 3
@@ -42,7 +42,7 @@ async def test_a_killed_decode_worker_breaks_no_stream(cluster: Cluster, evidenc
 async def test_a_killed_prefill_worker_loses_no_prompt(cluster: Cluster, evidence: Evidence) -> None:
     kills: list[drills.PrefillKilled] = []
     # Not every kill meets a transfer. Half the cap is what a router may use where Redis is slow to answer.
-    while len(kills) < 6 and not any(each.num_replayed for each in kills):
+    while len(kills) < 6 and not any(kill.num_replayed for kill in kills):
         await cluster.wait_whole()
         kills.append(await drills.kill_mid_transfer(cluster, cluster.shape.cap // 2, seed=2 + 100 * len(kills)))
     figures.state_prefill_killed(evidence, kills)

@@ -1,6 +1,7 @@
 """The harness itself: what it is there to find, it finds."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ import tandem
 from tandem.models import Choice, FinishReason
 from tests.chaos.history import FINISHED, Disturbance, History, faults_of, judge, percentile
 from tests.chaos.proxy import Conditions, FrameFlipper
-from tests.chaos.watch import slope
+from tests.chaos.samples import Held, Sample, keys_have_grown, longest_lives, read, slope, table, to_line
 
 TOKENS = tuple(tandem.Token(id=10 + n, text=chr(97 + n), logprob=-0.5 * n) for n in range(4))
 USAGE = tandem.Usage(prompt_tokens=3, completion_tokens=4)
@@ -66,8 +67,8 @@ def test_deadlines_excuse_only_those_who_have_asked_for_one() -> None:
     early = replace(history("DeadlineExceeded", ended_s=0.5), deadline_s=2.0, has_own_deadline=True)
     in_time = replace(early, ended_s=2.0)
     hung = history("DeadlineExceeded", ended_s=60.0)
-    assert [each.has_failed for each in (early, in_time, hung)] == [True, False, True]
-    assert [each.is_late for each in (in_time, replace(in_time, ended_s=3.5))] == [False, True]
+    assert [stream.has_failed for stream in (early, in_time, hung)] == [True, False, True]
+    assert [stream.is_late for stream in (in_time, replace(in_time, ended_s=3.5))] == [False, True]
 
 
 def frame(kind: int, length: int) -> bytes:
@@ -97,3 +98,27 @@ def test_slope_and_percentile() -> None:
     assert slope([(0.0, 1.0)]) == 0.0
     assert percentile([3.0, 1.0, 2.0], 50) == 2.0
     assert percentile([], 95) == 0.0
+
+
+def look(at_s: float, pid: int, num_fds: int, num_keys: int) -> Sample:
+    held = Held(pid, rss_mib=100.0 + at_s / 60, uss_mib=50.0, pss_mib=60.0, num_fds=num_fds, num_threads=9)
+    return Sample(at_s, {"decode-0": held}, num_keys, {"requests": int(at_s)})
+
+
+def test_a_killed_process_begins_a_new_series_and_the_longest_one_counts(tmp_path: Path) -> None:
+    path = tmp_path / "samples"
+    samples = [look(5.0 * n, pid=1 if n < 10 else 2, num_fds=20, num_keys=6) for n in range(50)]
+    path.write_text("".join(map(to_line, samples)) + '{"at_s": 250.0, "he')  # the run was killed while it wrote
+    assert read(path) == samples
+    life = longest_lives(samples)["decode-0"]
+    assert (life.num_lives, life.points[0][0], life.points[-1][0]) == (2, 50.0, 245.0)
+    assert life.slope_per_min(lambda held: held.rss_mib) == pytest.approx(1.0)
+    assert not life.has_grown
+    assert any("100.8 to 104.1 (+1.000)" in line for line in table(samples))
+
+
+def test_growth_is_found_and_a_dip_is_none() -> None:
+    steady = [look(5.0 * n, 1, num_fds=20 if n != 30 else 3, num_keys=6) for n in range(100)]
+    growing = [look(5.0 * n, 1, num_fds=20 + n // 10, num_keys=6 + n // 10) for n in range(100)]
+    assert [longest_lives(samples)["decode-0"].has_grown for samples in (steady, growing)] == [False, True]
+    assert [keys_have_grown(samples) for samples in (steady, growing)] == [False, True]

@@ -1,4 +1,4 @@
-"""What is looked at from outside while a cluster runs: requests in service, memory, files, keys in Redis."""
+"""Observations from outside while a cluster runs: requests in service, and logs."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 import tandem
 from mesh.registry.redis_connection import require_not_cancelled
-from tests.chaos.cluster import Cluster, Usage
+from tests.chaos.cluster import Cluster
 from tests.chaos.history import Disturbance, History
 
 _CAP_INTERVAL_S = 0.03
@@ -25,6 +25,7 @@ _LATE_STATUS = re.compile(
     r"^grpc\._cython\.cygrpc\.ExecuteBatchError: [^\n]*SendStatus[^\n]*",
     re.MULTILINE | re.DOTALL,
 )
+_PLAIN_COMPLAINTS = ("Traceback", "Task exception", "Task was destroyed", "Exception in callback")
 _PERMITS = "tandem:permits@tiny"
 
 
@@ -45,7 +46,6 @@ class CapWatch:
     samples: list[InService] = field(default_factory=list)
 
     async def run(self) -> None:
-        """Until cancelled."""
         async with contextlib.AsyncExitStack() as stack:
             clients = [
                 await stack.enter_async_context(self.cluster.client(name, direct=True)) for name in self.cluster.routers
@@ -65,7 +65,10 @@ class CapWatch:
             sample
             for sample in self.samples
             if (sample.leased or 0) > cap
-            or ((sample.held or 0) > cap and not any(each.began_s <= sample.at_s <= each.ended_s for each in excused))
+            or (
+                (sample.held or 0) > cap
+                and not any(disturbance.began_s <= sample.at_s <= disturbance.ended_s for disturbance in excused)
+            )
         ]
 
     @property
@@ -89,52 +92,6 @@ async def leased(redis: Redis) -> int | None:
         return int(await redis.zcount(_PERMITS, seconds * 1000 + micros // 1000, "+inf"))
     except (RedisError, OSError):
         return None
-
-
-@dataclass
-class UsageWatch:
-    """Samples what processes hold. `samples`: (seconds since the start, usage by name, keys in Redis)."""
-
-    cluster: Cluster
-    interval_s: float = 1.0
-    samples: list[tuple[float, dict[str, Usage], int]] = field(default_factory=list)
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        started_s = time.monotonic()
-        async with self.cluster.redis.client() as redis:
-            while True:
-                require_not_cancelled()
-                num_keys = 0
-                with contextlib.suppress(RedisError, OSError):
-                    num_keys = int(await redis.dbsize())
-                self.samples.append((time.monotonic() - started_s, self.cluster.usage(), num_keys))
-                await asyncio.sleep(self.interval_s)
-
-    def second_half(self) -> list[tuple[float, dict[str, Usage], int]]:
-        """After things have warmed up."""
-        return self.samples[len(self.samples) // 2 :]
-
-    def rss_slope_mib_per_min(self, name: str) -> float:
-        """Least squares over the second half."""
-        points = [(at_s, usage[name].rss_bytes) for at_s, usage, _ in self.second_half() if name in usage]
-        return slope(points) * 60 / (1 << 20)
-
-    def fds(self, name: str) -> tuple[int, int]:
-        """Fewest of the run's second quarter and of its last quarter: what is held when least is going on."""
-        counts = [usage[name].num_fds for _, usage, _ in self.samples if name in usage]
-        quarter = max(1, len(counts) // 4)
-        return min(counts[quarter : 2 * quarter] or counts), min(counts[-quarter:])
-
-
-def slope(points: list[tuple[float, float]]) -> float:
-    """Of the least-squares line through `points`."""
-    if len(points) < 2:
-        return 0.0
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
 
 
 @asynccontextmanager
@@ -179,7 +136,7 @@ def complaints(cluster: Cluster) -> list[str]:
         f"{name}: {line[:600]}"
         for name in cluster.nodes
         for line in _LATE_STATUS.sub("", cluster.log(name)).splitlines()
-        if '"level": "error"' in line or line.startswith(("Traceback", "Task exception", "Exception in callback"))
+        if '"level": "error"' in line or line.startswith(_PLAIN_COMPLAINTS)
     ]
 
 

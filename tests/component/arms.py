@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu.decoder import why_not_compiled
 from engine.load import RunnerSettings, kv_layout, load_model_runner
 from engine.model_runner import ModelRunner
+from engine.models.compiled_decoder import why_not_compiled
 from engine.models.config import load_decoder_config
 
 ARMS: dict[str, dict[str, object]] = {

@@ -97,6 +97,13 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma": lambda: _llama_like("gemma", head_dim=32),
     "gemma2": lambda: _llama_like("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
     "gemma3": lambda: _llama_like("gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
+    "gemma-biases": lambda: _llama_like("gemma", head_dim=32, attention_bias=True),
+    "gemma2-biases": lambda: _llama_like(
+        "gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20, attention_bias=True
+    ),
+    "gemma3-biases": lambda: _llama_like(
+        "gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2, attention_bias=True
+    ),
     "glm": lambda: _llama_like("glm", head_dim=16),
     "glm4": lambda: _llama_like("glm4", head_dim=16, attention_bias=True),
     "granite": lambda: _llama_like(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.model_runner import ModelRunner
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from mesh.domain.request import Request
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
@@ -14,7 +14,7 @@ from mesh.domain.tokens import PromptLogprob, SampledToken
 class Run:
     """A sequence and what came out of it so far."""
 
-    sequence: Sequence
+    sequence: SequenceState
     tokens: list[SampledToken] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
@@ -32,7 +32,7 @@ class Driver:
         self.announced: list[tuple[int, int]] = []
 
     def add(self, request: Request) -> Run:
-        return Run(Sequence(request))
+        return Run(SequenceState(request))
 
     def step(self, *work: tuple[Run, int]) -> list[RunnerOutput]:
         """Compute so many tokens of each run; single tokens must come first."""
@@ -55,6 +55,6 @@ class Driver:
             work = [(run, min(chunk, run.sequence.num_uncomputed_tokens)) for run in waiting]
             self.step(*sorted(work, key=lambda pair: pair[1] > 1))
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> None:
+    def reserve(self, sequence: SequenceState, num_tokens: int) -> None:
         while len(sequence.block_table) * self.runner.kv_cache.layout.block_size < num_tokens:
             sequence.block_table.append(self._free.pop())

@@ -2,6 +2,7 @@
 
 from engine.load import RunnerSettings, load_model_runner
 from engine.model_runner import ModelRunner
+from mesh.domain.shards import KVSpan, Span
 from tests.component.driving import Driver, Run
 from tests.component.parity import prompts
 from tests.fakes.requests import make_request
@@ -14,9 +15,10 @@ def move_kv(source: ModelRunner, from_blocks: list[int], target: ModelRunner, to
     num_layers = source.config.num_layers
     for first in range(0, num_layers, group):
         count = min(group, num_layers - first)
-        payload = bytearray(source.kv_cache.payload_bytes(len(from_blocks), count))
-        source.kv_cache.read_blocks(from_blocks, first, count, memoryview(payload))
-        target.kv_cache.write_blocks(to_blocks, first, count, bytes(payload))
+        span = KVSpan(Span(first, count), source.kv_cache.span.heads)
+        payload = bytearray(source.kv_cache.payload_bytes(len(from_blocks), span))
+        source.kv_cache.read_blocks(from_blocks, span, memoryview(payload))
+        target.kv_cache.write_blocks(to_blocks, span, bytes(payload))
 
 
 def check_round_trip(settings: RunnerSettings) -> None:

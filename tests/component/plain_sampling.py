@@ -6,10 +6,10 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 
 
-def adjusted(logits: Tensor, sequence: Sequence) -> Tensor:
+def adjusted(logits: Tensor, sequence: SequenceState) -> Tensor:
     """One row of logits after minimum length, bad words, bias and penalties."""
     request, row = sequence.request, logits.clone()
     sampling = request.sampling
@@ -31,7 +31,7 @@ def adjusted(logits: Tensor, sequence: Sequence) -> Tensor:
     return row
 
 
-def distribution(logits: Tensor, sequence: Sequence) -> Tensor:
+def distribution(logits: Tensor, sequence: SequenceState) -> Tensor:
     """Probabilities of one row after everything: float64 [vocab_size]."""
     sampling = sequence.request.sampling
     row = adjusted(logits, sequence).double() / sampling.temperature

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
-from engine.attention.cpu import CpuAttention
+from engine.attention.cpu import CpuAttention, head_shape, kernel_batch
 from engine.attention.metadata import ForwardMetadata
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.batch_inputs import build_inputs
-from engine.cpu.attention import Attending, Queries, attend
-from engine.cpu.batch import NO_WINDOW, Batch, head_shape
-from engine.cpu.buffers import Buffers
-from engine.cpu.features import amx_shapes, has_amx
-from engine.cpu.matmul import Operand, begin_products, end_products
+from engine.kernels.cpu.arguments import Share
+from engine.kernels.cpu.attention import attend
+from engine.kernels.cpu.batch import NO_WINDOW, Attending, Queries
+from engine.kernels.cpu.buffers import Buffers
+from engine.kernels.cpu.features import amx_shapes, has_amx
+from engine.kernels.cpu.matmul import Operand, begin_products, end_products
 from engine.kv_cache import KVCache, elements
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
+from engine.step_input import StepInputBuilder
 from mesh.domain.kv import KVLayout
 from tests.fakes.requests import make_request
 
@@ -35,10 +36,10 @@ def step(block_size: int) -> ForwardMetadata:
     free = random.Random(0).sample(range(NUM_TOKENS // block_size), NUM_TOKENS // block_size)
     items = []
     for start, end in WORK:
-        sequence = Sequence(make_request("r", range(end)))
+        sequence = SequenceState(make_request("r", range(end)))
         sequence.block_table += [free.pop() for _ in range(0, end, block_size)]
         items.append(ScheduledSequence(sequence, start, end - start))
-    return build_inputs(ScheduledBatch(tuple(items)), block_size, CPU).metadata
+    return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).metadata(CPU)
 
 
 def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
@@ -105,12 +106,12 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     out = torch.full_like(queries[:-32], torch.nan)
     heads, nothing = head_shape(shape, cache), np.empty(0, np.uint8)
     flat = Queries(queries.view(-1).numpy(), shape.num_heads * shape.head_dim, out.view(-1).numpy())
-    scratch = Buffers().attention(heads, metadata, bf16=True)
-    attending = Attending(flat, heads, Batch.of(metadata, 16), scratch)
+    batch = kernel_batch(metadata, 16)
+    attending = Attending(flat, heads, batch, Buffers().attention(heads, batch, bf16=True))
     amx = Operand(nothing, np.empty(0, np.float32), np.empty(0, np.int32), amx_shapes())
     begin_products(amx)
     for share in range(3):
-        attend(attending, elements(cache), 0, NO_WINDOW if window is None else window, (share, 3))
+        attend(attending, elements(cache), 0, NO_WINDOW if window is None else window, Share(share, 3))
     end_products(amx)
     # Products of bf16 are exact in fp32; what is left is the rounding of softmax weights.
     floats, rounded = as_floats(cache, shape.head_dim).bfloat16().float(), queries[:-32].bfloat16().float()
@@ -145,10 +146,10 @@ def test_a_token_sees_the_same_in_a_chunk_and_in_a_decode(dtype: str) -> None:
     queries, new = torch.randn(50, 9, 64), torch.randn(2, 50, 3, 64)
 
     def attend(start: int, end: int) -> Tensor:
-        sequence = Sequence(make_request("r", range(50)))
+        sequence = SequenceState(make_request("r", range(50)))
         sequence.block_table += table
         batch = ScheduledBatch((ScheduledSequence(sequence, start, end - start),))
-        metadata = build_inputs(batch, 16, CPU).metadata
+        metadata = StepInputBuilder(16).build(batch).metadata(CPU)
         return backend.attend(queries[start:end], *new[:, start:end], cache, None, metadata)
 
     whole = attend(0, 50)

@@ -1,24 +1,22 @@
-"""Threads that meet inside compiled code."""
+"""Threads that wait for each other inside compiled code."""
 
 import os
 import threading
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from engine.cpu.barrier import meet
-from engine.cpu.jit import jit
+from engine.kernels.cpu.barrier import wait
+from engine.kernels.cpu.jit import jit
 
 
 @jit
 def rounds(counter: NDArray[np.int64], num_threads: int, seen: NDArray[np.int64], count: int) -> None:
     for i in range(count):
         seen[i] = counter[0]
-        meet(counter, num_threads)
+        wait(counter, num_threads)
 
 
-@pytest.mark.timeout(60)
 def test_threads_that_share_a_core_let_each_other_go_on() -> None:
     """Spinning through its share of the core instead, each of so many meetings would take milliseconds."""
     count, cores = 20_000, os.sched_getaffinity(0)

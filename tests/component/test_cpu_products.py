@@ -8,11 +8,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.cpu.features import amx_shapes, cpu_flags, has_amx
-from engine.cpu.finish import ADD, GATE, STORE
-from engine.cpu.matmul import TILE_ROWS, UNIT, Operand, Target, begin_products, end_products, product
-from engine.cpu.packing import MatrixShape, Packer
-from engine.cpu.rows import norm_rows, put_rows
+from engine.kernels.cpu.arguments import Share, Span
+from engine.kernels.cpu.constants import TILE_ROWS, UNIT
+from engine.kernels.cpu.features import amx_shapes, cpu_flags, has_amx
+from engine.kernels.cpu.finish import ADD, GATE, STORE
+from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
+from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
+from engine.models.linear_parameters import SCHEMES
 
 Array = NDArray[Any]
 MAX_ROWS = 70
@@ -50,7 +53,9 @@ class Products:
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
         packer = Packer(shapes, int8=kind != "float")
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
-            packer.put(i, matrix, bias)
+            scheme = SCHEMES["float" if kind == "float" else "int8"]
+            stored = scheme(matrix)
+            packer.put(i, stored.weight, scales=stored.scales, bias=bias)
         return cls(kind, shapes, matrices, biases, packer.weights)
 
     def operand(self, rows: int) -> Operand:
@@ -64,13 +69,13 @@ class Products:
     def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_shares: int = 1) -> Array:
         """All shares of a product of whole rows x, one after the other; `out` is filled and returned."""
         operand = self.operand(len(x))
-        put_rows(x, self.weights.matrices[index, 2], operand, (0, len(x)))
+        put_rows(x, self.weights.matrices[index, 2], operand, Span(0, len(x)))
         begin_products(operand)
         for share in range(num_shares):
             if self.shapes[index].gated:
                 operand.factors[:] = GATED_FACTOR
-            how = GATE if self.shapes[index].gated else ADD if adds else STORE
-            product(operand, self.weights, index, Target(out, how), (share, num_shares))
+            mode = GATE if self.shapes[index].gated else ADD if adds else STORE
+            product(operand, self.weights, index, Target(out, mode), Share(share, num_shares))
         end_products(operand)
         return out
 
@@ -141,8 +146,8 @@ def test_rows_are_put_and_normed(kind: str, width: int) -> None:
     weight, eps = rng.uniform(0.5, 1.5, width).astype(np.float32), np.float32(1e-5)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + eps) * weight
     for put, expected in ((put_rows, x), (norm_rows, normed)):
-        arguments = (x, depth) if put is put_rows else (x, (weight, eps), depth)
-        for span in ((0, 2), (2, 5)):
+        arguments = (x, depth) if put is put_rows else (x, Norm(weight, eps), depth)
+        for span in (Span(0, 2), Span(2, 5)):
             put(*arguments, operand, span)
         q = operand.a[: 5 * depth].reshape(5, depth)[:, :width].astype(np.float64)
         found = (q - (128 if kind == "int8" else 0)) * operand.factors[:, None]

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from bench import device_probe
-from bench.capacity import Precision
-from bench.engine_steps import EngineSteps, StepPlan
-from bench.shapes import BUNDLED
-from cli.main import main
+from tandem_cli.capacity import device_probe
+from tandem_cli.capacity.capacity import Precision
+from tandem_cli.capacity.engine_steps import EngineSteps, StepPlan
+from tandem_cli.capacity.shapes import BUNDLED
+from tandem_cli.main import main
 
 
 def test_steps_of_the_engine_alone() -> None:
@@ -40,4 +40,4 @@ def test_plan_measures_beside_its_predictions(capsys: pytest.CaptureFixture[str]
 def test_what_the_engine_does_not_have_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     device = ("--memory", "1", "--bandwidth", "10", "--flops", "0.1")
     assert main(["plan", "--measure", "--quantize", "int4", *device]) == 2
-    assert "the engine has no int4" in capsys.readouterr().err
+    assert "the engine does not support int4" in capsys.readouterr().err

@@ -1,24 +1,33 @@
 """Encoder-decoder models say what transformers says: in mixed batches, in every way they compute, and after replays."""
 
+import shutil
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from checkpoint.model_files import read_model_facts
+from decode_worker.settings import DecodeSettings
 from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.config import load_config, load_decoder_config
 from engine.speculation.load import draft_block_bytes
 from engine.speculation.settings import Speculation
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.worker import WorkerRole
+from router.api.limits import LimitPolicy
+from router.settings import RouterSettings
 from tests.component.arms import ARMS, settings
 from tests.component.driving import Driver, Run
 from tests.component.encoder_decoders import FORMS, START_TOKEN_ID, EncoderDecoderReference, build_encoder_decoder
 from tests.component.test_speculation import answer, ids
+from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
+from worker.engine_host import EngineLimits, build_host
 
 TOLERANCE = 1e-4
 NUM_NEW = 40
@@ -170,8 +179,6 @@ def test_int8_stays_close(
 
 def test_what_is_refused(encoder_decoder: Checkpoint) -> None:
     model_dir = encoder_decoder("t5")
-    with pytest.raises(ConfigurationError, match="overflows in float16"):
-        load_model_runner(settings(model_dir, dtype="float16"))
     with pytest.raises(ConfigurationError, match="decoder-only"):
         load_decoder_config(model_dir)
     assert load_config(model_dir).whole_prompts
@@ -180,6 +187,40 @@ def test_what_is_refused(encoder_decoder: Checkpoint) -> None:
     driver = Driver(runner_of(model_dir))
     with pytest.raises(ValueError, match="in one step"):
         driver.step((add(driver, "r", PROMPTS[3]), 10))
+
+
+@pytest.mark.parametrize("form", ["t5", "t5-1.1"])
+@pytest.mark.parametrize("growth", [1.0, 1e4])
+def test_float16_keeps_large_numbers(
+    encoder_decoder: Checkpoint, tmp_path: Path, form: str, growth: float, repaired: Repaired
+) -> None:
+    """With a growth of 10,000 the residual passes fp16's 65,504, as in the large T5s."""
+    model_dir = Path(shutil.copytree(encoder_decoder(form), tmp_path / form))
+    tensors = {
+        name: tensor * (growth if name.endswith("DenseReluDense.wo.weight") else 1.0)
+        for name, tensor in load_file(model_dir / "model.safetensors").items()
+    }
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    theirs = EncoderDecoderReference.load(model_dir)
+    driver = Driver(runner_of(model_dir, "torch", dtype="float16"))
+    run = add(driver, "r", PROMPTS[3], max_new_tokens=8)
+    driver.finish(run)
+    rows = theirs.logprobs(PROMPTS[3], run.token_ids)
+    largest = max(abs(token.logprob - float(row[token.id])) for token, row in zip(run.tokens, rows, strict=True))
+    assert largest < 0.05
+    repaired("M16", "T5 in fp16 with residuals over 65,504: log-probs within 0.05 of fp32's")
+
+
+def test_the_longest_sequence_is_what_clients_count(encoder_decoder: Checkpoint, repaired: Repaired) -> None:
+    for asked, longest in ((0, 2048), (100, 100)):
+        worker = DecodeSettings(
+            model=str(encoder_decoder("t5")), registry_address="none", kv_cache_bytes=1 << 24, max_model_len=asked
+        )
+        info = build_host(worker, EngineLimits(64, 4)).worker_info(WorkerRole.DECODE)
+        router = RouterSettings(model=worker.model)
+        limits = LimitPolicy(router, read_model_facts(encoder_decoder("t5"))).resolve([info])
+        assert limits.max_total_tokens == longest
+    repaired("M16", "T5's longest total is 2,048 tokens, as the documentation says")
 
 
 def test_bfloat16_is_near(encoder_decoder: Checkpoint, reference: Callable[[str], EncoderDecoderReference]) -> None:

@@ -100,7 +100,9 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
     two = read("BaichuanForCausalLM", **SIZES | {"vocab_size": 125_696}, max_position_embeddings=64)
     spec = next(spec for spec in parameter_specs(two) if spec.name == "lm_head")
     save_file({"lm_head.weight": torch.randn(125_696, 64)}, tmp_path / "model.safetensors")
-    loaded = load_weights(tmp_path, [spec], WeightsTarget(torch.device("cpu"), torch.float32))["lm_head"]
+    loaded = (
+        load_weights(tmp_path, [spec], WeightsTarget(torch.device("cpu"), torch.float32)).take_linear("lm_head").weight
+    )
     torch.testing.assert_close(torch.linalg.vector_norm(loaded, dim=1), torch.ones(125_696))
     assert not read("BaichuanForCausalLM", **SIZES, max_position_embeddings=64).tensors.unit_lm_head
 
@@ -130,4 +132,4 @@ def test_checkpoints_of_the_bare_model(tmp_path: Path, read: Any) -> None:
         {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors"
     )
     loaded = load_weights(tmp_path, specs, WeightsTarget(torch.device("cpu"), torch.float32))
-    assert torch.equal(loaded["layers.0.qkv"], tensors["transformer.h.0.attn.c_attn.weight"].T)
+    assert torch.equal(loaded.take_linear("layers.0.qkv").weight, tensors["transformer.h.0.attn.c_attn.weight"].T)

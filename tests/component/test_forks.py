@@ -9,8 +9,9 @@ import pytest
 from engine.block_pool import BlockPool
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import Sequence
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
+from engine.sequence import SequenceState
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Speculator
 from mesh.domain.request import Fork, Request
@@ -22,7 +23,7 @@ Checkpoint = Callable[[str], Path]
 
 
 def run(
-    runner: ModelRunner, asked: list[Sequence], speculator: Speculator | None = None
+    runner: ModelRunner, asked: list[SequenceState], speculator: Speculator | None = None
 ) -> tuple[dict[str, list[SampledToken]], int]:
     """Tokens by request, and the number of prompt tokens computed."""
     pool = BlockPool(runner.kv_cache.num_blocks)
@@ -51,13 +52,13 @@ def choices(length: int) -> Request:
 def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, arm: str, length: int) -> None:
     runner = load_arm(checkpoint("llama"), arm)
     request = choices(length)
-    first = Sequence(request)
-    first.forks = [Sequence(fork) for fork in request.forked()]
+    first = SequenceState(request)
+    first.forks = [SequenceState(fork) for fork in request.forked()]
     together, num_computed = run(runner, [first])
     assert num_computed == (length if length > 1 else 0)
     assert len({tuple(token.id for token in tokens) for tokens in together.values()}) == 4
     for each in (replace(request, forks=()), *request.forked()):
-        alone, _ = run(runner, [Sequence(each)])
+        alone, _ = run(runner, [SequenceState(each)])
         if arm == "compiled":  # to the last bit
             assert together[each.request_id] == alone[each.request_id]
         shared, own = together[each.request_id], alone[each.request_id]
@@ -69,7 +70,7 @@ def test_forks_that_guess_ahead_are_the_same(checkpoint: Checkpoint) -> None:
     runner, request = load_arm(checkpoint("llama"), "compiled"), choices(37)
     answers = []
     for speculator in (None, Speculator(NgramDrafter(), 4)):
-        first = Sequence(replace(request, sampling=replace(request.sampling, temperature=0.3, max_new_tokens=40)))
-        first.forks = [Sequence(fork) for fork in first.request.forked()]
+        first = SequenceState(replace(request, sampling=replace(request.sampling, temperature=0.3, max_new_tokens=40)))
+        first.forks = [SequenceState(fork) for fork in first.request.forked()]
         answers.append(run(runner, [first], speculator)[0])
     assert answers[0] == answers[1]

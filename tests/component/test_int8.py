@@ -1,6 +1,7 @@
 """Int8 arithmetic: the loops and the linear layer against plain torch, and whole models against fp32."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from engine.load import RunnerSettings, load_model_runner
 from engine.models.fingerprint import fingerprint
 from engine.models.int8 import Int8Ops, QuantisedRows
 from engine.models.layers import FloatOps, Norm
+from engine.models.linear import make_linear
+from engine.models.linear_parameters import SCHEMES
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import load_arm
 from tests.component.driving import Driver
@@ -32,7 +35,7 @@ def within_half_a_level(found: QuantisedRows, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("width", [1, 7, 16, 576])
 def test_rows_are_rounded_to_the_nearest_level(width: int) -> None:
     torch.manual_seed(width)
-    ops, floats = Int8Ops(), FloatOps()
+    ops, floats = Int8Ops(), FloatOps(torch.float32)
     x = torch.randn(5, width) * torch.logspace(-3, 3, 5)[:, None]
     weight = torch.rand(width) + 0.5
     gate_up = torch.randn(5, 2 * width) * 8
@@ -58,7 +61,8 @@ def test_linear_is_exact_in_integers(shape: tuple[int, int], has_bias: bool) -> 
     torch.manual_seed(1)
     ops = Int8Ops()
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
-    linear, rows = ops.linear(weight, bias), ops.rows(torch.randn(9, shape[1]))
+    parameters = replace(SCHEMES["int8"](weight), bias=bias)
+    linear, rows = make_linear(parameters), ops.rows(torch.randn(9, shape[1]))
     scales = weight.abs().amax(1) / 127
     rounded = torch.round(weight / scales[:, None]).to(torch.float64)
     exact = (rows.q.to(torch.float64) - 128) @ rounded.T * scales * rows.scales[:, None]
@@ -71,7 +75,7 @@ def test_linear_is_exact_in_integers(shape: tuple[int, int], has_bias: bool) -> 
 def test_a_row_does_not_depend_on_its_batch() -> None:
     torch.manual_seed(2)
     ops = Int8Ops()
-    linear, x = ops.linear(torch.randn(80, 576), None), torch.randn(40, 576)
+    linear, x = make_linear(SCHEMES["int8"](torch.randn(80, 576))), torch.randn(40, 576)
     together = linear(ops.rows(x))
     for row in (0, 17, 39):
         assert torch.equal(linear(ops.rows(x[row : row + 1])), together[row : row + 1])
@@ -85,7 +89,7 @@ def test_models_stay_close_to_fp32(
     fp32 = run_mixed(load_arm(model_dir, "cpu"))
     eager = run_mixed(load_arm(model_dir, "cpu", quantize="int8", kv_dtype="float32"))
     usual = run_mixed(load_arm(model_dir, "compiled", quantize="int8"))
-    monkeypatch.setattr("engine.cpu.decoder.has_amx", lambda: False)  # no attention in bf16
+    monkeypatch.setattr("engine.models.compiled_decoder.has_amx", lambda: False)  # no attention in bf16
     compiled = run_mixed(load_arm(model_dir, "compiled", quantize="int8", kv_dtype="float32"))
     for near in (eager, compiled, usual):
         mean, largest = logprob_differences(near, fp32)

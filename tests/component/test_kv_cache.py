@@ -7,14 +7,15 @@ from threading import Thread
 import pytest
 import torch
 
-from engine.kv_cache import KVCache, num_blocks_for_memory
+from engine.kv_cache import KVCache
 from engine.load import RunnerSettings
-from engine.memory import available_bytes
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan, Span
 from tests.component.kv_moves import check_round_trip
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 12
+ALL_HEADS = Span(0, 2)
 
 
 def layout(dtype: str = "float32") -> KVLayout:
@@ -27,9 +28,13 @@ def filled_cache(dtype: str = "float32") -> KVCache:
     return cache
 
 
-def read(cache: KVCache, block_ids: list[int], first_layer: int, num_layers: int) -> bytes:
-    out = bytearray(cache.payload_bytes(len(block_ids), num_layers))
-    cache.read_blocks(block_ids, first_layer, num_layers, out)
+def part(first_layer: int, num_layers: int, heads: Span = ALL_HEADS) -> KVSpan:
+    return KVSpan(Span(first_layer, num_layers), heads)
+
+
+def read(cache: KVCache, block_ids: list[int], span: KVSpan) -> bytes:
+    out = bytearray(cache.payload_bytes(len(block_ids), span))
+    cache.read_blocks(block_ids, span, out)
     return bytes(out)
 
 
@@ -38,13 +43,13 @@ def read(cache: KVCache, block_ids: list[int], first_layer: int, num_layers: int
 def test_payload_is_in_c_order(dtype: str, block_ids: list[int]) -> None:
     cache = filled_cache(dtype)
     expected = cache.tensor[1:3, :, block_ids].contiguous().view(torch.uint8)
-    assert read(cache, block_ids, 1, 2) == expected.numpy().tobytes()
+    assert read(cache, block_ids, part(1, 2)) == expected.numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_written_blocks_land_elsewhere(dtype: str) -> None:
     source, target = filled_cache(dtype), KVCache(layout(dtype), NUM_BLOCKS, CPU)
-    target.write_blocks([8, 2, 3], 1, 2, read(source, [5, 6, 1], 1, 2))
+    target.write_blocks([8, 2, 3], part(1, 2), read(source, [5, 6, 1], part(1, 2)))
     expected = torch.zeros_like(target.tensor)
     expected[1:3, :, [8, 2, 3]] = source.tensor[1:3, :, [5, 6, 1]]
     assert torch.equal(target.tensor, expected)
@@ -53,14 +58,48 @@ def test_written_blocks_land_elsewhere(dtype: str) -> None:
 @pytest.mark.parametrize("block_ids", [[3], [4, 5, 6], [9, 0, 1, 7, 6], []])
 def test_blocks_in_place_are_those_of_the_payload(block_ids: list[int]) -> None:
     cache = filled_cache("bfloat16")
-    parts = cache.in_place(block_ids, 1, 2)
+    parts = cache.in_place(block_ids, part(1, 2))
     assert parts is not None
-    assert b"".join(parts) == read(cache, block_ids, 1, 2)
-    for part in parts:
-        part[:] = bytes(len(part))
-    assert read(cache, block_ids, 1, 2) == bytes(cache.payload_bytes(len(block_ids), 2))
+    assert b"".join(parts) == read(cache, block_ids, part(1, 2))
+    for lying in parts:
+        lying[:] = bytes(len(lying))
+    assert read(cache, block_ids, part(1, 2)) == bytes(cache.payload_bytes(len(block_ids), part(1, 2)))
     with pytest.raises(IndexError):
-        cache.in_place([NUM_BLOCKS], 0, 1)
+        cache.in_place([NUM_BLOCKS], part(0, 1))
+
+
+def test_some_heads_of_some_layers_move_between_caches_that_hold_different_parts() -> None:
+    """As between workers of different degrees: a whole cache, and one of the second head in layers 2 and 3."""
+    whole = filled_cache("bfloat16")
+    shard = KVCache(layout("bfloat16"), NUM_BLOCKS, CPU, span=part(2, 2, heads=Span(1, 1)))
+    shard.write_blocks([4, 0], shard.span, read(whole, [7, 8], shard.span))
+    assert torch.equal(shard.tensor[:, :, [4, 0]], whole.tensor[2:4, :, [7, 8], :, 1:2])
+    assert torch.equal(shard.layer(3), shard.tensor[1])
+    back = KVCache(layout("bfloat16"), NUM_BLOCKS, CPU)
+    back.write_blocks([1, 2], shard.span, read(shard, [4, 0], shard.span))
+    expected = torch.zeros_like(back.tensor)
+    expected[2:4, :, [1, 2], :, 1] = whole.tensor[2:4, :, [7, 8], :, 1]
+    assert torch.equal(back.tensor, expected)
+    assert whole.in_place([7], shard.span) is None
+    assert shard.in_place([7], shard.span) is not None
+    with pytest.raises(IndexError, match="not completely in this cache"):
+        read(shard, [0], part(1, 2, heads=Span(1, 1)))
+
+
+@pytest.mark.parametrize("heads", [Span(0, 1), Span(1, 2), Span(0, 3)])
+def test_heads_of_kv_in_int8_move_as_the_whole_does(heads: Span) -> None:
+    shape = KVLayout("model", num_layers=2, num_kv_heads=3, head_dim=16, block_size=32, dtype="int8")
+    whole, copy = KVCache(shape, 4, CPU), KVCache(shape, 4, CPU)
+    whole.tensor.copy_(torch.randint(-128, 128, whole.tensor.shape, dtype=torch.int8))
+    for span in (KVSpan(Span(0, 2), heads), *others_of(heads)):
+        copy.write_blocks([3, 0], span, read(whole, [1, 2], span))
+    assert torch.equal(copy.tensor[:, :, [3, 0]], whole.tensor[:, :, [1, 2]])
+
+
+def others_of(heads: Span) -> list[KVSpan]:
+    """The rest of three heads."""
+    rest = (Span(0, heads.first), Span(heads.end, 3 - heads.end))
+    return [KVSpan(Span(0, 2), span) for span in rest if span.count]
 
 
 def test_threads_move_their_own_blocks() -> None:
@@ -68,7 +107,7 @@ def test_threads_move_their_own_blocks() -> None:
 
     def move(block_ids: list[int]) -> None:
         for _ in range(50):
-            target.write_blocks(block_ids, 0, 4, read(source, block_ids, 0, 4))
+            target.write_blocks(block_ids, part(0, 4), read(source, block_ids, part(0, 4)))
 
     threads = [Thread(target=move, args=(list(range(i, NUM_BLOCKS, 3)),)) for i in range(3)]
     for thread in threads:
@@ -81,21 +120,15 @@ def test_threads_move_their_own_blocks() -> None:
 def test_wrong_ranges_are_refused() -> None:
     cache = filled_cache()
     with pytest.raises(IndexError, match="12 blocks"):
-        read(cache, [NUM_BLOCKS], 0, 1)
+        read(cache, [NUM_BLOCKS], part(0, 1))
     with pytest.raises(IndexError, match="blocks"):
-        read(cache, [-1], 0, 1)
+        read(cache, [-1], part(0, 1))
     with pytest.raises(IndexError, match="layers"):
-        read(cache, [0], 3, 2)
+        read(cache, [0], part(3, 2))
     with pytest.raises(ValueError, match="bytes"):
-        cache.write_blocks([0], 0, 1, b"short")
+        cache.write_blocks([0], part(0, 1), b"short")
     with pytest.raises(ValueError, match="read-only"):
-        cache.read_blocks([0], 0, 1, bytes(cache.payload_bytes(1, 1)))
-
-
-def test_capacity_from_memory() -> None:
-    assert num_blocks_for_memory(layout(), 10 * layout().block_bytes + 1) == 10
-    assert num_blocks_for_memory(layout(), 10 * layout().block_bytes, layout().block_bytes) == 5
-    assert available_bytes(CPU) > 0
+        cache.read_blocks([0], part(0, 1), bytes(cache.payload_bytes(1, part(0, 1))))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from engine.models.layers import Linear, rms_norm
+from engine.models.linear_parameters import LinearParameters
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 200])
@@ -13,7 +14,9 @@ def test_large_weights(rows: int, biased: bool) -> None:
     torch.manual_seed(0)
     weight, bias, x = torch.randn(1024, 520), torch.randn(1024), torch.randn(rows, 520)
     expected = F.linear(x, weight, bias if biased else None)
-    torch.testing.assert_close(Linear(weight, bias if biased else None)(x), expected, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(
+        Linear(LinearParameters(weight, bias=bias if biased else None))(x), expected, atol=1e-3, rtol=1e-4
+    )
 
 
 def test_rms_norm() -> None:

@@ -1,5 +1,6 @@
 """A CPU without AVX-512, as laptops have: its compiler cannot even see the vector loops without ending the process."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ _LIKE_HASWELL = {
 _SCRIPT = """
 import sys
 from pathlib import Path
-from engine.cpu import features
+from engine.kernels.cpu import features
 features._CPUINFO = Path(sys.argv[2])
 from engine.load import load_model_runner
 from tests.component.arms import settings
@@ -32,7 +33,8 @@ for quantize in ("none", "int8"):
 def test_models_run_without_avx512(checkpoint: Checkpoint, tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags\t\t: fpu sse4_2 avx2 fma f16c\n")
-    environ = _LIKE_HASWELL | {"NUMBA_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path.cwd())}
+    packages = os.pathsep.join((str(Path.cwd()), str(Path.cwd() / "client")))
+    environ = _LIKE_HASWELL | {"NUMBA_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": packages}
     command = [sys.executable, "-c", _SCRIPT, str(checkpoint("qwen2")), str(cpuinfo)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

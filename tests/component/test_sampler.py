@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.random_draws import uniform
 from engine.sampler import Sampler, inverse_cdf
 from engine.selection import summarise
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from engine.truncation import Truncation
 from tests.component.plain_sampling import adjusted, distribution
 from tests.fakes.requests import make_request
@@ -40,11 +40,11 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def sequence(name: str, *, seed: int = 1, generated: int = 4, **sampling: Any) -> Sequence:
-    made = Sequence(make_request(name, [1, 2, 2, 3], max_new_tokens=50, eos_token_ids=frozenset({EOS})))
+def sequence(name: str, *, seed: int = 1, generated: int = 4, **sampling: Any) -> SequenceState:
+    made = SequenceState(make_request(name, [1, 2, 2, 3], max_new_tokens=50, eos_token_ids=frozenset({EOS})))
     request = made.request
     params = type(request.sampling)(**{"max_new_tokens": 50, "seed": seed} | sampling)
-    made = Sequence(type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"sampling": params}))
+    made = SequenceState(type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"sampling": params}))
     made.token_ids += [5, 5, 3, 9, 11, 5][:generated]
     return made
 
@@ -53,7 +53,7 @@ def logits_for(rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> Tensor
     return 2 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def expected_token(row: Tensor, seq: Sequence) -> int:
+def expected_token(row: Tensor, seq: SequenceState) -> int:
     if seq.request.sampling.is_greedy:
         return int(adjusted(row, seq).argmax())
     seed = np.array([seq.request.sampling.seed], np.uint64)

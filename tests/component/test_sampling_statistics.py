@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.sampler import Sampler
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from tests.component.plain_sampling import distribution
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit, independence
@@ -34,14 +34,14 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def sequences(num: int, first_seed: int, **sampling: Any) -> list[Sequence]:
+def sequences(num: int, first_seed: int, **sampling: Any) -> list[SequenceState]:
     """The same prompt and output under different seeds, as the choices of one request have them."""
     made = []
     for seed in range(first_seed, first_seed + num):
         request = make_request("s", [1, 2, 2, 3], max_new_tokens=50, eos_token_ids=frozenset({EOS}))
         params = type(request.sampling)(**{"max_new_tokens": 50, "seed": seed} | sampling)
         object.__setattr__(request, "sampling", params)
-        sequence = Sequence(request)
+        sequence = SequenceState(request)
         sequence.token_ids += [5, 5, 3, 9]
         made.append(sequence)
     return made
@@ -51,7 +51,7 @@ def one_row() -> Tensor:
     return 1.5 * torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
 
 
-def draw(rows: list[Sequence]) -> list[int]:
+def draw(rows: list[SequenceState]) -> list[int]:
     sampler, logits = Sampler(), one_row()
     for sequence in rows:  # requests of one name would share their token counts
         sampler.forget(sequence)

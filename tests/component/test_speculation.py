@@ -11,11 +11,11 @@ import pytest
 
 from decode_worker.settings import DecodeSettings
 from engine.block_pool import BlockPool
-from engine.host import EngineLimits, build_host
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import Sequence
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
+from engine.sequence import SequenceState
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import NgramDrafter
@@ -29,6 +29,7 @@ from tests.component.arms import load_arm
 from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit
+from worker.engine_host import EngineLimits, build_host
 
 Checkpoint = Callable[[str], Path]
 Answers = dict[str, tuple[list[SampledToken], FinishReason | None]]
@@ -71,7 +72,7 @@ def answer(
     speculator = None if drafter is None else eager_speculator(drafter, 4)
     engine = Engine(scheduler, runner, speculator=speculator)
     for request in asked:
-        scheduler.add(Sequence(request))
+        scheduler.add(SequenceState(request))
     answers: Answers = {request.request_id: ([], None) for request in asked}
     before = {request.request_id: request.num_generated for request in asked}
     while scheduler.has_work:

@@ -13,13 +13,13 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.masks import measure, write_vocabulary
+from checkpoint.grammar import GrammarCompiler
 from engine.masks import TokenMasks
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampler
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from mesh.domain.request import Request
 from mesh.domain.structure import Structure, StructureKind
-from mesh.grammar import GrammarCompiler
 from tests.component.arms import load_arm
 from tests.component.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.component.driving import Driver, Run
@@ -144,7 +144,10 @@ def test_log_probs_are_the_models_own(runner: ModelRunner) -> None:
     free, forced = generate(
         runner, asked("a", None, max_new_tokens=1), asked("b", CASES["choice"][0], max_new_tokens=1)
     )
-    assert forced.tokens[0].top == free.tokens[0].top
+    tops = [(each.id, each.logprob) for each in free.tokens[0].top]
+    # Torch's products may differ in the last bit between rows of one batch, depending on how memory is aligned.
+    assert [each.id for each in forced.tokens[0].top] == [token_id for token_id, _ in tops]
+    assert [each.logprob for each in forced.tokens[0].top] == pytest.approx([logprob for _, logprob in tops], abs=1e-5)
     assert forced.tokens[0].logprob <= free.tokens[0].top[0].logprob < 0
 
 
@@ -166,7 +169,7 @@ def test_a_structure_comes_before_other_wishes(compiler: GrammarCompiler, sampli
     """After the whole of "yes" only the end may come, also where a minimum length forbids it."""
     masks = TokenMasks(compiler, VOCAB_SIZE)
     sampler = Sampler(masks)
-    sequence = Sequence(asked("r", Structure(StructureKind.CHOICE, choices=("yes",)), **sampling))
+    sequence = SequenceState(asked("r", Structure(StructureKind.CHOICE, choices=("yes",)), **sampling))
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     for _ in range(4):
@@ -183,8 +186,8 @@ def test_a_grammar_that_becomes_too_much_work_ends_its_sequence_only(runner: Mod
     driver = Driver(runner)
     runs = [driver.add(good), driver.add(bad)]
     first, second = driver.step(*[(run, run.sequence.num_uncomputed_tokens) for run in runs])
-    assert first.failure == ""
-    assert second.failure.startswith("choice cannot be followed any further")
+    assert first.failure is None
+    assert str(second.failure).startswith("choice cannot be followed any further")
     for run in runs:
         runner.forget(run.sequence)
     assert runner._masks._grammars == {}

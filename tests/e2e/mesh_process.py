@@ -1,10 +1,11 @@
 """A real mesh, started as users start it: `tandem up`, in processes of its own."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,15 @@ from pathlib import Path
 import psutil
 
 import tandem
+from tests.waiting import LIMIT_S
 
-START_S = 90.0
-STOP_S = 40.0
+START_S = 200.0
+STOP_S = 90.0
 
 
 @dataclass
 class MeshProcess:
-    """A running `tandem up`."""
+    """A running `tandem up` and its services."""
 
     process: asyncio.subprocess.Process
     address: str
@@ -28,14 +30,24 @@ class MeshProcess:
 
     def pids(self, module: str) -> list[int]:
         """Process ids of the services started as `python -m MODULE`, oldest first."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted(child.pid for child in children if module in _command_line(child))
+        return sorted(child.pid for child in self.children() if module in _command_line(child))
+
+    def children(self) -> list[psutil.Process]:
+        """All processes below `tandem up`."""
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def signal(self, module: str, number: signal.Signals, index: int = 0) -> int:
         """Send a signal to one service; returns its process id."""
         pid = self.pids(module)[index]
         os.kill(pid, number)
         return pid
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """True if the process runs. A zombie does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _command_line(process: psutil.Process) -> list[str]:
@@ -47,12 +59,15 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 
 @asynccontextmanager
-async def mesh(model: Path | str, log_dir: Path, *flags: str) -> AsyncIterator[MeshProcess]:
-    """Start a mesh on a free port; stop it as Ctrl-C does and check that nothing is left."""
+async def started(
+    model: Path | str, log_dir: Path, *flags: str, prefix: Sequence[str] = ()
+) -> AsyncIterator[MeshProcess]:
+    """Start a mesh on a free port, and kill its processes at the end. `prefix` is a command that runs another."""
     command = [
+        *prefix,
         sys.executable,
         "-m",
-        "cli",
+        "tandem_cli",
         "up",
         "--model",
         str(model),
@@ -77,10 +92,6 @@ async def mesh(model: Path | str, log_dir: Path, *flags: str) -> AsyncIterator[M
         if any(flag.startswith("--http-port") for flag in flags):
             http = (await process.stdout.readline()).decode().split()[1]
         yield MeshProcess(process, line.split()[1], log_dir, http)
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), STOP_S) == 0
-        assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
     finally:
         if process.returncode is None:
             process.kill()
@@ -88,7 +99,18 @@ async def mesh(model: Path | str, log_dir: Path, *flags: str) -> AsyncIterator[M
         await stderr
 
 
-async def pools_are_whole(client: tandem.AsyncClient, within_s: float = 15.0) -> None:
+@asynccontextmanager
+async def mesh(model: Path | str, log_dir: Path, *flags: str, prefix: Sequence[str] = ()) -> AsyncIterator[MeshProcess]:
+    """Start a mesh on a free port; stop it as Ctrl-C does and check that nothing is left."""
+    async with started(model, log_dir, *flags, prefix=prefix) as running:
+        yield running
+        children = running.children()
+        running.process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(running.process.wait(), STOP_S) == 0
+        assert [child for child in children if is_alive(child)] == []
+
+
+async def pools_are_whole(client: tandem.AsyncClient, within_s: float = LIMIT_S) -> None:
     """Return once every worker has all its blocks free and nothing to do; AssertionError if that takes too long."""
     deadline = asyncio.get_running_loop().time() + within_s
     while True:
@@ -100,5 +122,5 @@ async def pools_are_whole(client: tandem.AsyncClient, within_s: float = 15.0) ->
         ]
         if not busy:
             return
-        assert asyncio.get_running_loop().time() < deadline, busy
+        assert asyncio.get_running_loop().time() < deadline, f"not at rest within {within_s:g} s: {busy}"
         await asyncio.sleep(0.2)

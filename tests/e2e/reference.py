@@ -1,4 +1,4 @@
-"""What transformers says about tokens we generated: the other side of the parity tests."""
+"""The log-probs of transformers for tokens that we generated: the other side of the parity tests."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ class Reference:
 
     @classmethod
     def load(cls, model_dir: Path) -> "Reference":
-        """Load a checkpoint folder."""
         return cls(load_reference(model_dir))
 
     @torch.inference_mode()

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.endpoints import own_endpoint
-from bench.jobs import Lengths, random_jobs
-from bench.load import LoadGenerator
-from bench.plan import Arm
-from bench.records import Outcome, RunFailed
+from tandem_cli.load_test.endpoints import own_endpoint
+from tandem_cli.load_test.jobs import Lengths, random_jobs
+from tandem_cli.load_test.load import LoadGenerator
+from tandem_cli.load_test.plan import Arm
+from tandem_cli.load_test.records import Outcome, RunFailed
 
 
-@pytest.mark.timeout(180)
 def test_it_starts_a_mesh_measures_and_stops_it(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     load = (
@@ -29,7 +28,7 @@ def test_it_starts_a_mesh_measures_and_stops_it(tmp_path: Path) -> None:
         "--output-tokens",
         "5",
     )
-    command = (sys.executable, "-m", "cli", "bench", "--up=--decode 1", *load, f"--json={file}")
+    command = (sys.executable, "-m", "tandem_cli", "bench", "--up=--decode 1", *load, f"--json={file}")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert ended.returncode == 0, ended.stderr
     assert "4 / 0 / 0" in ended.stdout
@@ -41,7 +40,6 @@ def test_it_starts_a_mesh_measures_and_stops_it(tmp_path: Path) -> None:
     assert [len(record["token_s"]) for record in run["records"]] == [5] * 4
 
 
-@pytest.mark.timeout(180)
 async def test_workers_that_keep_a_pace_serve_as_a_mesh() -> None:
     async with own_endpoint(Arm("paced", ("--decode=2",), pace="1,0")) as endpoint:
         run = await LoadGenerator(endpoint.target).closed_loop(random_jobs(Lengths(20, 5, 200), 6, 0), 3)

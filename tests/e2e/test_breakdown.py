@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from cli.main import main
+from tandem_cli.main import main
 
 MOVED = ("queue", "dispatch", "prefill", "decode")
 
 
-@pytest.mark.timeout(150)
 def test_phases_of_a_real_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     # Prompts longer than what a decode worker prefills by itself.
     flags = ("--requests", "3", "--concurrency", "1", "--input-tokens", "200", "--output-tokens", "4")

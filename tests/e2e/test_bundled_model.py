@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import grpc
-import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -22,7 +21,6 @@ QUESTIONS = {
 BEYOND_IT = "What is 869 x 671?"
 
 
-@pytest.mark.timeout(120)
 async def test_it_answers_stops_and_any_grpc_client_can_ask(tmp_path: Path) -> None:
     async with mesh("tandem-small", tmp_path) as running, tandem.AsyncClient(running.address) as client:
         await check_answers(client)

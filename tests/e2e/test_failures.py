@@ -67,7 +67,6 @@ def check_same(events: list[tandem.TokenEvent], expected: tandem.Result) -> None
     assert events[-1].usage.completion_tokens == NUM_TOKENS
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     "number",
     [
@@ -91,7 +90,6 @@ async def test_lost_decode_worker_is_not_noticed(
         await pools_are_whole(client)
 
 
-@pytest.mark.timeout(150)
 async def test_lost_decode_worker_is_not_noticed_while_tokens_are_guessed(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
@@ -110,7 +108,6 @@ async def test_lost_decode_worker_is_not_noticed_while_tokens_are_guessed(
         assert any(worker.load.accepted_tokens for worker in await client.workers())
 
 
-@pytest.mark.timeout(150)
 async def test_prefill_worker_killed_while_prompts_are_on_their_way(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
@@ -129,7 +126,6 @@ async def test_prefill_worker_killed_while_prompts_are_on_their_way(
         await pools_are_whole(client)
 
 
-@pytest.mark.timeout(150)
 async def test_frozen_prefill_worker_does_not_hold_up_prompts(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -140,7 +136,7 @@ async def test_frozen_prefill_worker_does_not_hold_up_prompts(
         prompts = [[(11 * i + j) % 256 for j in range(100)] for i in range(4)]
         expected = [await client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True, seed=1) for p in prompts]
         pid = running.signal("prefill_worker", signal.SIGSTOP)
-        async with asyncio.timeout(20):  # found out by five seconds of silence, then prefilled by the decode worker
+        async with asyncio.timeout(60):  # found out by five seconds of silence, then prefilled by the decode worker
             results = await asyncio.gather(
                 *(client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True, seed=1) for p in prompts)
             )

@@ -13,7 +13,7 @@ from tests.e2e.mesh_process import mesh
 
 # The last one without torch, whose CUDA libraries take gigabytes.
 PACKAGE = "guidellm==0.3.1"
-MODEL = Path(__file__).parents[2] / "models" / "tandem-small"
+MODEL = Path(__file__).parents[2] / "demo_model" / "tandem-small"
 NUM_REQUESTS = 20
 OUTPUT_TOKENS = 32
 

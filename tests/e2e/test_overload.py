@@ -15,7 +15,6 @@ CAP_TOKENS = 500
 """Of the streams that fill the cap: they must outlast a wave of refusals."""
 
 
-@pytest.mark.timeout(150)
 async def test_streams_join_and_leave_the_batch_and_the_cap_holds(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
@@ -78,7 +77,6 @@ async def check_leaving_clients(client: tandem.AsyncClient) -> None:
     assert len((await client.generate(token_ids=[1, 2, 3], max_new_tokens=5, ignore_eos=True)).tokens) == 5
 
 
-@pytest.mark.timeout(120)
 async def test_streams_that_do_not_fit_together_are_preempted_and_replayed_exactly(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

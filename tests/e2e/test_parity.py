@@ -53,7 +53,6 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "mode"), pairs())
-@pytest.mark.timeout(180)
 async def test_parity(
     family: str, mode: str, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import tandem
 from tests.chaos.cluster import Cluster, Shape, running
 from tests.evidence import Evidence
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.soak
 
@@ -53,9 +54,7 @@ class Load:
     async def more(self, count: int) -> None:
         """Return when this many more requests are done."""
         wanted = self.num_done + count
-        async with asyncio.timeout(60):
-            while self.num_done < wanted:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: self.num_done >= wanted, state=lambda: (self.num_done, self.failures))
 
     def stop(self) -> None:
         self._stop.set()
@@ -66,7 +65,7 @@ class Load:
 
 
 async def health_until_gone(address: str, is_watched: asyncio.Event) -> list[int]:
-    """What a service says of its health, from now until its end."""
+    """The health statuses of a service from now until its end."""
     said = []
     async with grpc.aio.insecure_channel(address) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -84,11 +83,11 @@ async def restart(cluster: Cluster, name: str) -> tuple[float, int, bool]:
     is_watched = asyncio.Event()
     address = f"127.0.0.1:{cluster.proxies[name].port}"
     watch = asyncio.create_task(health_until_gone(address, is_watched))
-    await asyncio.wait_for(is_watched.wait(), 20)
+    await asyncio.wait_for(is_watched.wait(), LIMIT_S)
     started_s = time.monotonic()
     end = await cluster.restart(name)
     took_s = end.at_s - started_s
-    said = await asyncio.wait_for(watch, 20)
+    said = await asyncio.wait_for(watch, LIMIT_S)
     status = health_pb2.HealthCheckResponse
     return took_s, end.status, said == [status.SERVING, status.NOT_SERVING]
 

@@ -11,7 +11,6 @@ from tests.e2e.mesh_process import mesh, pools_are_whole
 QUESTION = [{"role": "user", "content": "What is 27 + 45?"}]
 
 
-@pytest.mark.timeout(180)
 async def test_requests_find_their_model(tmp_path: Path) -> None:
     flags = ("--model=b=tandem-draft", "--colocated", "--http-port=0", "--set=b/decode.max-rolling-batch-size=3")
     async with (
@@ -32,7 +31,7 @@ async def test_requests_find_their_model(tmp_path: Path) -> None:
 
 async def check_http(http: httpx2.AsyncClient, client: tandem.AsyncClient) -> None:
     """All dialects answer as the SDK does, from the model that is named."""
-    assert [each["id"] for each in (await http.get("/v1/models")).json()["data"]] == ["a", "b"]
+    assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["a", "b"]
     confidences = set()
     for model in ("a", "b"):
         answer = await client.generate(messages=QUESTION, model=model, max_new_tokens=20)

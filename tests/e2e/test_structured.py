@@ -13,7 +13,7 @@ import pytest
 import tandem
 from tests.e2e.mesh_process import mesh, pools_are_whole
 
-MODEL = Path(__file__).parents[2] / "models" / "tandem-small"
+MODEL = Path(__file__).parents[2] / "demo_model" / "tandem-small"
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -46,14 +46,13 @@ def requests() -> list[dict[str, Any]]:
     """Schemas with different seeds, beside requests that may say what they like."""
     free = [{"messages": CHAT, "max_new_tokens": 250, "ignore_eos": True, "seed": seed} for seed in (1, 2)]
     bound = [{"messages": CHAT, "json_schema": SCHEMA, "seed": seed, "max_new_tokens": 900} for seed in (3, 4, 5)]
-    return [{"temperature": 1.0, "top_logprobs": 1} | each for each in (*free, *bound)]
+    return [{"temperature": 1.0, "top_logprobs": 1} | request for request in (*free, *bound)]
 
 
 def shown(tokens: Any) -> list[tuple[int, float]]:
     return [(token.id, token.logprob) for token in tokens]
 
 
-@pytest.mark.timeout(150)
 async def test_schemas_hold_and_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
     async with (
         mesh(MODEL, tmp_path, "--decode", "2", "--http-port", "0") as running,
@@ -102,9 +101,9 @@ async def over_http(url: str) -> None:
             seed=9,
             n=2,
         )
-        for each in called.choices:
-            assert each.finish_reason == "tool_calls"
-            for call in each.message.tool_calls or ():
+        for choice in called.choices:
+            assert choice.finish_reason == "tool_calls"
+            for call in choice.message.tool_calls or ():
                 function: Any = call.function  # type: ignore[union-attr]
                 jsonschema.validate(json.loads(function.arguments), FEEDS[function.name])
         bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}

@@ -11,7 +11,6 @@ from tests.e2e.reference import Reference
 from tests.fakes.certificates import Authority
 
 
-@pytest.mark.timeout(150)
 async def test_a_mesh_with_tls_on_both_planes(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

@@ -15,8 +15,6 @@ LOOPBACK = "IP:127.0.0.1,DNS:localhost"
 
 @dataclass(frozen=True)
 class Issued:
-    """Files of one certificate."""
-
     cert: Path
     key: Path
     ca: Path
@@ -33,7 +31,6 @@ class Issued:
 
     @property
     def flags(self) -> list[str]:
-        """The same as flags."""
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items()]
 
 
@@ -52,8 +49,8 @@ class Authority:
     def issue(self, name: str, *, names: str = LOOPBACK, days: int = 2, usage: str = "") -> Issued:
         """A new certificate for `names`; with negative `days` one that has expired. `usage` limits what it is for."""
         cert, key, request = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
-        given = {"subjectAltName": names, "extendedKeyUsage": usage}
-        extension = [word for kind, value in given.items() if value for word in ("-addext", f"{kind}={value}")]
+        extensions = {"subjectAltName": names, "extendedKeyUsage": usage}
+        extension = [word for kind, value in extensions.items() if value for word in ("-addext", f"{kind}={value}")]
         _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", *extension, "-keyout", key, "-out", request)
         _openssl("x509", "-req", "-in", request, "-CA", self.cert, "-CAkey", self._key, "-CAcreateserial",
                  "-days", days, "-copy_extensions", "copy", "-out", cert)  # fmt: skip

@@ -1,23 +1,22 @@
 """Drafters that know the answer, most of the time."""
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from random import Random
 
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from engine.speculation.cost import CostFit, StepCost
 from engine.speculation.drafter import Drafter, Drafts
 from engine.speculation.speculator import Speculator
 
-Truth = Callable[[Sequence, int], Items[int]]
+Truth = Callable[[SequenceState, int], Sequence[int]]
 
 
-def known(continuations: Mapping[str, Items[int]]) -> Truth:
+def known(continuations: Mapping[str, Sequence[int]]) -> Truth:
     """What each request generates, by its id."""
 
-    def look_up(sequence: Sequence, length: int) -> Items[int]:
+    def look_up(sequence: SequenceState, length: int) -> Sequence[int]:
         return continuations[sequence.request.request_id][sequence.num_generated : sequence.num_generated + length]
 
     return look_up
@@ -41,23 +40,23 @@ class FakeDrafter:
         self._random = Random(0)
 
     def prepare_thread(self) -> None:
-        """Any thread will do."""
+        """The fake drafts in any thread."""
 
-    def prepare(self, sequence: Sequence) -> None:
+    def prepare(self, sequence: SequenceState) -> None:
         """Nothing is needed."""
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """None are needed."""
+        """The fake computes nothing, so lent cores do not matter."""
 
-    def limits(self, sequences: Items[Sequence], most: Items[int]) -> list[int]:
+    def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
         """Anything goes."""
-        return list(most)
+        return list(max_drafts)
 
-    def draft(self, sequences: Items[Sequence], lengths: Items[int]) -> list[Drafts]:
+    def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
         """The truth, with mistakes."""
         return [self._guess(sequence, length) for sequence, length in zip(sequences, lengths, strict=True)]
 
-    def _guess(self, sequence: Sequence, length: int) -> Drafts:
+    def _guess(self, sequence: SequenceState, length: int) -> Drafts:
         wrong = self._random.random
         return tuple(
             (token + 1) % self._vocab_size if wrong() < self._mistakes else token
@@ -65,8 +64,7 @@ class FakeDrafter:
         )
 
     def round_cost(self) -> StepCost:
-        """Nothing."""
         return StepCost()
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """Nothing is kept."""

@@ -24,7 +24,6 @@ class FileServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://127.0.0.1:{self.server_port}"
 
     @classmethod
@@ -43,8 +42,6 @@ class FileServer(ThreadingHTTPServer):
 
 
 class FileHandler(BaseHTTPRequestHandler):
-    """One request."""
-
     protocol_version = "HTTP/1.1"
     server: FileServer
 
@@ -69,7 +66,6 @@ class FileHandler(BaseHTTPRequestHandler):
         self.wfile.write(body[first : last + 1])
 
     def send_text(self, status: int, body: str, content_type: str, headers: Mapping[str, str] | None = None) -> None:
-        """A whole answer."""
         self.send_response(status)
         for key, value in {"Content-Type": content_type, "Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(key, value)
@@ -81,4 +77,4 @@ class FileHandler(BaseHTTPRequestHandler):
         return int(first), min(int(last), size - 1) if last else size - 1
 
     def log_message(self, *arguments: object) -> None:
-        """Quiet."""
+        """Requests are not logged."""

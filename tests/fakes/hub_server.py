@@ -50,8 +50,6 @@ class _Handler(FileHandler):
 
 
 class HubServer(FileServer):
-    """Run it with `HubServer.serving(files)`."""
-
     handler = _Handler
 
 

@@ -2,12 +2,30 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kvtransfer.chunks import ChunkRange
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan, Span
 
 TINY = KVLayout("tiny", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+
+
+def box(
+    first_block: int, num_blocks: int, first_layer: int, num_layers: int, heads: Span = TINY.whole.heads
+) -> ChunkRange:
+    """A ChunkRange of these blocks and layers; of all heads of TINY, unless said."""
+    return ChunkRange(Span(first_block, num_blocks), KVSpan(Span(first_layer, num_layers), heads))
+
+
+def with_axis(piece: ChunkRange, axis: str, moved: int, longer: int) -> ChunkRange:
+    """`piece` with its blocks, layers or heads moved, and longer, by so many."""
+    old = getattr(piece if axis == "blocks" else piece.span, axis)
+    new = Span(old.first + moved, old.count + longer)
+    return replace(piece, blocks=new) if axis == "blocks" else replace(piece, span=replace(piece.span, **{axis: new}))
 
 
 class Gate:
@@ -41,7 +59,10 @@ class FakeKVStore:
 
     def __init__(self, layout: KVLayout = TINY, num_blocks: int = 16, seed: int | None = None) -> None:
         self.layout = layout
-        shape = (layout.num_layers, 2, num_blocks, layout.layer_block_bytes // 2)
+        self.span = layout.whole
+        row = layout.row_bytes * layout.unit_tokens
+        units = layout.block_size // layout.unit_tokens
+        shape = (layout.num_layers, 2, num_blocks, units, layout.num_kv_heads, row)
         self.data = np.zeros(shape, np.uint8)
         if seed is not None:
             self.data[:] = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
@@ -49,34 +70,36 @@ class FakeKVStore:
         self.reading = Gate()
         self.writing = Gate()
 
-    def read_blocks(self, block_ids: Sequence[int], first_layer: int, num_layers: int, out: memoryview) -> None:
+    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: memoryview) -> None:
         with self.reading:
-            layers = self.data[first_layer : first_layer + num_layers]
-            target = np.frombuffer(out, np.uint8).reshape(num_layers, 2, len(block_ids), -1)
-            target[:] = layers[:, :, list(block_ids)]
+            taken = self._part(span)[:, :, list(block_ids)]
+            np.frombuffer(out, np.uint8).reshape(taken.shape)[:] = taken
 
-    def write_blocks(
-        self, block_ids: Sequence[int], first_layer: int, num_layers: int, data: memoryview | bytes
-    ) -> None:
+    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes) -> None:
         with self.writing:
-            source = np.frombuffer(data, np.uint8).reshape(num_layers, 2, len(block_ids), -1)
-            self.data[first_layer : first_layer + num_layers][:, :, list(block_ids)] = source
-            self.written[first_layer : first_layer + num_layers, list(block_ids)] += 1
+            part = self._part(span)
+            shape = (*part.shape[:2], len(block_ids), *part.shape[3:])
+            part[:, :, list(block_ids)] = np.frombuffer(data, np.uint8).reshape(shape)
+            self.written[span.layers.slice_in(self.span.layers), list(block_ids)] += 1
 
-    def in_place(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview] | None:
-        """Not to be had."""
+    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> list[memoryview] | None:
         return None
 
     def blocks(self, block_ids: Sequence[int]) -> bytes:
         """All layers of these blocks."""
         return self.data[:, :, list(block_ids)].tobytes()
 
+    def _part(self, span: KVSpan) -> NDArray[np.uint8]:
+        layers = self.data[span.layers.slice_in(self.span.layers)]
+        return layers[..., span.heads.slice_in(self.span.heads), :]
+
 
 class InPlaceKVStore(FakeKVStore):
     """One whose blocks can be written where they lie: asking for them counts as a write."""
 
-    def in_place(self, block_ids: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview]:
+    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> list[memoryview]:
         with self.writing:
-            layers = range(first_layer, first_layer + num_layers)
-            self.written[first_layer : first_layer + num_layers, list(block_ids)] += 1
-            return [self.data[layer, kind, block].data for layer in layers for kind in (0, 1) for block in block_ids]
+            layers = range(span.layers.first, span.layers.end)
+            self.written[span.layers.slice_in(self.span.layers), list(block_ids)] += 1
+            parts = [self.data[layer, kind, block] for layer in layers for kind in (0, 1) for block in block_ids]
+            return [part.reshape(-1).data for part in parts]

@@ -13,7 +13,7 @@ BROKEN_OFF, NO_FINISH, ERROR_EVENT, GARBAGE = "broken off", "no finish", "error 
 
 @dataclass
 class OpenAIScript:
-    """What goes wrong, request by request (a kind above, or an HTTP status); and what was asked."""
+    """Faults, request by request (a kind above, or an HTTP status), and the requests received."""
 
     faults: deque[str | int] = field(default_factory=deque)
     with_usage: bool = True
@@ -53,8 +53,8 @@ class _Connection:
     def _answer(self, body: dict[str, Any], fault: str | None, *, is_chat: bool) -> None:
         if is_chat:
             self._event({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
-        for place in range(body["max_tokens"]):
-            is_last = place == body["max_tokens"] - 1
+        for index in range(body["max_tokens"]):
+            is_last = index == body["max_tokens"] - 1
             if is_last and fault == ERROR_EVENT:
                 self._event({"error": {"message": "out of memory"}})
                 return

@@ -10,6 +10,8 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 
+from tests.waiting import LIMIT_S
+
 
 class Received(NamedTuple):
     """One span: which service it is from, its name, and ids."""
@@ -30,7 +32,7 @@ class Collector(pb_grpc.TraceServiceServicer):
 
     async def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> pb.ExportTraceServiceResponse:
         for resource in request.resource_spans:
-            facts = {each.key: each.value.string_value for each in resource.resource.attributes}
+            facts = {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
             for span in (span for scope in resource.scope_spans for span in scope.spans):
                 received = Received(facts["service.name"], span.name, span.span_id.hex(), span.parent_span_id.hex())
                 self.traces[span.trace_id.hex()].append(received)
@@ -38,12 +40,19 @@ class Collector(pb_grpc.TraceServiceServicer):
         return pb.ExportTraceServiceResponse()
 
     async def wait_for(self, trace_id: str, names: set[tuple[str, str]]) -> list[Received]:
-        """A trace, once spans with these services and names have come."""
-        async with asyncio.timeout(60):
-            while not {each[:2] for each in self.traces[trace_id]} >= names:
-                self._grown.clear()
-                await self._grown.wait()
+        """Return a trace once spans with these services and names have arrived."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                while self._missing(trace_id, names):
+                    self._grown.clear()
+                    await self._grown.wait()
+        except TimeoutError:
+            missing = sorted(self._missing(trace_id, names))
+            raise TimeoutError(f"spans that have not arrived within {LIMIT_S:g} s: {missing}") from None
         return self.traces[trace_id]
+
+    def _missing(self, trace_id: str, names: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        return names - {span[:2] for span in self.traces[trace_id]}
 
 
 @asynccontextmanager

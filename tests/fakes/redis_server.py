@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from mesh.registry.redis_connection import open_redis
+from tests.waiting import LIMIT_S
 
 
 class RedisServer:
@@ -28,7 +29,7 @@ class RedisServer:
         self._process = subprocess.Popen(  # noqa: ASYNC220
             (*command, "--save", "", "--appendonly", "no"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        async with asyncio.timeout(5), self.client() as redis:
+        async with asyncio.timeout(LIMIT_S), self.client() as redis:
             while True:
                 try:
                     await redis.ping()
@@ -37,11 +38,21 @@ class RedisServer:
                 else:
                     return
 
+    async def add_user(self, name: str, password: str) -> None:
+        """Let a user with this password do everything."""
+        async with self.client() as redis:
+            await redis.execute_command("ACL", "SETUSER", name, "on", f">{password}", "~*", "&*", "+@all")
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    @property
+    def pid(self) -> int | None:
+        """None while it is stopped."""
+        return None if self._process is None else self._process.pid
 
     def pause(self) -> None:
         """Keep connections open and answer nothing."""

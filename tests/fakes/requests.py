@@ -1,4 +1,4 @@
-"""Requests for tests."""
+"""Requests with defaults that tests may override."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -5,8 +5,8 @@ from typing import Any
 from mesh.domain.kv import KVLayout
 from mesh.domain.prefix import block_hashes
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from mesh.registry.membership import WorkerView
-from router.placement import PlacementQuery, PrefixChain, Snapshot
+from router.placement.policy import PlacementQuery, PrefixChain, Snapshot
+from router.workers.membership import WorkerView
 
 BLOCK = 4
 LAYOUT = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")
@@ -35,17 +35,14 @@ def make_view(name: str, role: WorkerRole, **changes: Any) -> WorkerView:
 
 
 def prefill(name: str = "p0", **changes: Any) -> WorkerView:
-    """A prefill worker."""
     return make_view(name, WorkerRole.PREFILL, **changes)
 
 
 def decode(name: str = "d0", **changes: Any) -> WorkerView:
-    """A decode worker."""
     return make_view(name, WorkerRole.DECODE, **changes)
 
 
 def snapshot(*views: WorkerView, **changes: Any) -> Snapshot:
-    """The mesh."""
     return Snapshot(views=views, model="m", tokenizer_fingerprint="t", **changes)
 
 

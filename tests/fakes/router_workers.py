@@ -9,7 +9,7 @@ Canaries are kept apart: they use up no scripts, pass the gate, and are noted in
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -24,8 +24,9 @@ from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
-from router.canary import NAMESPACE
-from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from router.workers.canary import NAMESPACE
+from tests.waiting import LIMIT_S
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout("fake", num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
@@ -36,11 +37,13 @@ def next_token(prefix: Sequence[int], biased: Sequence[int] = ()) -> int:
     """The fake model. Biased ids (logit_bias) come in turn, so that tests can ask for given texts."""
     if biased:
         return biased[len(prefix) % len(biased)]
-    return _FIRST_PLAIN_ID + (sum((place % 7 + 1) * id_ for place, id_ in enumerate(prefix)) * 31) % _NUM_PLAIN_IDS
+    return (
+        _FIRST_PLAIN_ID + (sum((position % 7 + 1) * id_ for position, id_ in enumerate(prefix)) * 31) % _NUM_PLAIN_IDS
+    )
 
 
 def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
-    """What generation must give after `prompt`."""
+    """The tokens that generation must give after `prompt`."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(next_token(ids))
@@ -53,19 +56,18 @@ def is_canary(request: Request) -> bool:
 
 
 class FakeModel:
-    """Generates for one attempt."""
+    """Generates the tokens of one attempt."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._ids = list(request.token_ids)
 
     def step(self, *, with_prompt: bool = False, cached_tokens: int = 0) -> StepOutput:
-        """The next token."""
         request = self.request
         token_id = next_token(self._ids, sorted(request.sampling.logit_bias))
         index = len(self._ids) - request.num_prompt_tokens
         self._ids.append(token_id)
-        top = tuple(TokenLogprob(token_id + place, -1.0 - place) for place in range(request.top_logprobs))
+        top = tuple(TokenLogprob(token_id + rank, -1.0 - rank) for rank in range(request.top_logprobs))
         token = SampledToken(token_id, -float(index) - 0.5, top)
         prompt = with_prompt and request.prompt_logprobs
         logprobs = tuple(PromptLogprob(-1.0 if place else None, top) for place in range(request.num_prompt_tokens))
@@ -105,12 +107,10 @@ class Gate:
         self._open = False
 
     def allow(self, count: int) -> None:
-        """Let this many pass."""
         for _ in range(count):
             self._allowed.release()
 
     def open(self) -> None:
-        """Let everything pass."""
         self._open = True
         self.allow(1000)
 
@@ -130,23 +130,25 @@ class Journal:
         self._grown = asyncio.Event()
 
     def add(self, item: Any) -> None:
-        """Note something."""
         self.items.append(item)
         self._grown.set()
 
-    async def wait_for(self, item: Any, *, timeout_s: float = 5.0) -> None:
+    async def wait_for(self, item: Any, *, timeout_s: float = LIMIT_S) -> None:
         """Return when `item` is noted."""
-        async with asyncio.timeout(timeout_s):
-            while item not in self.items:
-                self._grown.clear()
-                await self._grown.wait()
+        await self._until(lambda: item in self.items, f"{item!r} is noted", timeout_s)
 
-    async def wait_len(self, count: int, *, timeout_s: float = 5.0) -> None:
+    async def wait_len(self, count: int, *, timeout_s: float = LIMIT_S) -> None:
         """Return when this many are noted."""
-        async with asyncio.timeout(timeout_s):
-            while len(self.items) < count:
-                self._grown.clear()
-                await self._grown.wait()
+        await self._until(lambda: len(self.items) >= count, f"{count} items are noted", timeout_s)
+
+    async def _until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not condition():
+                    self._grown.clear()
+                    await self._grown.wait()
+        except TimeoutError:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}; noted: {self.items!r}") from None
 
 
 class FakeWorker:
@@ -181,11 +183,10 @@ class FakeWorker:
 
     @property
     def info(self) -> WorkerInfo:
-        """Who it is; complete once started."""
+        """The worker's identity; complete once started."""
         return WorkerInfo(address=self.server.address, **self._identity)
 
     async def start(self) -> None:
-        """Serve."""
         self._add_servicer()
         await self.server.start([])
 
@@ -196,13 +197,15 @@ class FakeWorker:
         """Join the mesh; returns when the router has answered."""
         self._registration = asyncio.create_task(self._register(registry_address))
         registered = asyncio.create_task(self.registered.wait())
-        await asyncio.wait([self._registration, registered], timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            [self._registration, registered], timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
         registered.cancel()
+        assert done, f"{self.info.worker_id} heard nothing from the registry at {registry_address} in {LIMIT_S:g} s"
         if self._registration.done():
             self._registration.result()
 
     def beat(self, state: WorkerState = WorkerState.READY) -> None:
-        """Send a heartbeat."""
         beat = worker_pb2.Heartbeat(load=wire.load_to_proto(self.load), state=wire.state_to_proto(state))
         self._beats.put_nowait(worker_pb2.RegisterRequest(heartbeat=beat))
 
@@ -237,6 +240,7 @@ class DecodeScript:
     fail_after: tuple[int, SequenceFailure] | None = None
     break_link_after: int | None = None
     ready_tokens: int = 0
+    logprob: float | None = None
 
 
 @dataclass(eq=False)
@@ -253,14 +257,13 @@ class _Session:
 
 
 class _SharedPrompt:
-    """What forks wait for."""
+    """A prompt whose KV forks wait for."""
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()
         self._is_there = False
 
     def done(self) -> None:
-        """Its KV is there."""
         self._is_there = True
         self._ended.set()
 
@@ -301,13 +304,11 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server.grpc)
 
     async def start(self) -> None:
-        """Serve."""
         await super().start()
         self.by_address[self.server.address] = self
 
     @property
     def num_running(self) -> int:  # type: ignore[override]
-        """Sequences not ended."""
         return sum(len(session.tasks) for session in self._sessions)
 
     def break_links(self) -> None:
@@ -324,7 +325,6 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.AttachRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[decode_pb2.AttachResponse]:
-        """One router."""
         hello = await anext(aiter(request_iterator))
         if hello.hello.worker_incarnation != self.info.incarnation:
             raise WorkerLost("this worker has restarted")
@@ -411,8 +411,11 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
             if self.pace_s:
                 await asyncio.sleep(self.pace_s)
             output = model.step(with_prompt=is_first and num_sent == 0)
-            step = decode_pb2.StepOutputs(outputs=[wire.output_to_proto(output)])
-            session.outbox.put_nowait(decode_pb2.AttachResponse(step=step))
+            if script.logprob is not None:
+                output = output._replace(tokens=tuple(t._replace(logprob=script.logprob) for t in output.tokens))
+            for part in output.in_parts():
+                step = decode_pb2.StepOutputs(outputs=[wire.output_to_proto(part)])
+                session.outbox.put_nowait(decode_pb2.AttachResponse(step=step))
             num_sent += 1
             if not is_canary(model.request):
                 self.sent.add((key, output.first_index))
@@ -428,7 +431,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
 @dataclass
 class PrefillScript:
-    """How one call goes."""
+    """The behaviour of one prefill call."""
 
     refuse: MeshError | None = None
     fail_before_first: MeshError | None = None
@@ -440,7 +443,7 @@ class PrefillScript:
 
 
 class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
-    """Prefills."""
+    """A prefill worker that computes nothing and follows a script."""
 
     role = WorkerRole.PREFILL
 
@@ -458,7 +461,6 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        """One prompt."""
         if is_canary(wire.request_from_proto(request.sequence)):
             self.canaries.add(request)
             async for response in self._run(request, self.canary):
@@ -487,7 +489,11 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         output = FakeModel(wire.request_from_proto(request.sequence)).step(
             with_prompt=True, cached_tokens=script.cached_tokens
         )
-        first = prefill_pb2.PrefillResponse(first_token=wire.output_to_proto(output))
+        *parts, first = (
+            prefill_pb2.PrefillResponse(first_token=wire.output_to_proto(part)) for part in output.in_parts()
+        )
+        for part in parts:
+            yield part
         if output.finish_reason is not None and not request.sequence.forks:
             yield first
             return

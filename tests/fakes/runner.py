@@ -6,16 +6,16 @@ transfer.
 
 import threading
 import time
-from collections.abc import Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
-from engine.sequence import Sequence
-from mesh.domain.errors import InvalidRequest
+from engine.sequence import SequenceState
+from mesh.domain.errors import InvalidRequest, MeshError, ModelFailed
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan
 from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
 
 VOCAB = 211
@@ -23,14 +23,14 @@ FAKE_LAYOUT = KVLayout("fake", num_layers=4, num_kv_heads=1, head_dim=2, block_s
 
 
 def fake_token(token_ids: Iterable[int]) -> int:
-    """What FakeRunner generates after `token_ids`; never 0, so that 0 can be end of sequence."""
+    """The token that FakeRunner generates after `token_ids`; never 0, so that 0 can be end of sequence."""
     state = 7
     for token_id in token_ids:
         state = (state * 31 + token_id + 1) % 1_000_003
     return state % (VOCAB - 1) + 1
 
 
-def fake_continuation(prompt: Items[int], count: int) -> list[int]:
+def fake_continuation(prompt: Sequence[int], count: int) -> list[int]:
     """The `count` tokens FakeRunner generates after `prompt`."""
     ids = list(prompt)
     for _ in range(count):
@@ -43,21 +43,22 @@ class FakeKVStore:
 
     def __init__(self, num_blocks: int, layout: KVLayout = FAKE_LAYOUT) -> None:
         self.layout = layout
+        self.span = layout.whole
         shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         self.data = np.full(shape, -1, dtype=np.float32)
 
-    def read_blocks(self, block_ids: Items[int], first_layer: int, num_layers: int, out: memoryview) -> None:
+    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: memoryview) -> None:
         """Copy blocks out."""
-        taken = self.data[first_layer : first_layer + num_layers][:, :, list(block_ids)]
+        taken = self.data[span.layers.first : span.layers.end][:, :, list(block_ids)]
         np.frombuffer(out, dtype=np.float32)[:] = taken.ravel()
 
-    def write_blocks(self, block_ids: Items[int], first_layer: int, num_layers: int, data: memoryview | bytes) -> None:
+    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes) -> None:
         """Copy blocks in."""
-        layers = self.data[first_layer : first_layer + num_layers]
-        shape = (num_layers, 2, len(block_ids), *self.data.shape[3:])
+        layers = self.data[span.layers.first : span.layers.end]
+        shape = (span.layers.count, 2, len(block_ids), *self.data.shape[3:])
         layers[:, :, list(block_ids)] = np.frombuffer(data, dtype=np.float32).reshape(shape)
 
-    def in_place(self, block_ids: Items[int], first_layer: int, num_layers: int) -> None:
+    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> None:
         """Not to be had."""
 
 
@@ -72,7 +73,7 @@ class FakeRunner:
         """Set once a first step has begun."""
         self.fail_with: Exception | None = None
         self.refused: dict[str, str] = {}
-        """Requests that cannot go on, and why; those refused "early" are not begun."""
+        """Requests that cannot go on, and why; "early": before they begin; "not finite": the model fails."""
         self.num_steps = 0
         self.close_gate_after: int | None = None
         """Close the gate by itself once this many steps are done."""
@@ -83,9 +84,9 @@ class FakeRunner:
         self._layers_per_group = layers_per_group
 
     def prepare_thread(self) -> None:
-        """Any thread will do."""
+        """The fake runs in any thread."""
 
-    def prepare(self, sequence: Sequence) -> "Future[None]":
+    def prepare(self, sequence: SequenceState) -> "Future[None]":
         """Nothing is needed."""
         ready: Future[None] = Future()
         if self.refused.get(sequence.request.request_id) == "early":
@@ -95,8 +96,10 @@ class FakeRunner:
         return ready
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """Only noted."""
         self.lent_cores.append(lent)
+
+    def clear_blocks(self, block_ids: list[int]) -> None:
+        self.store.data[:, :, block_ids] = 0
 
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
         """Write KV of the step's tokens, layer group by layer group, then derive tokens from all KV so far."""
@@ -118,10 +121,10 @@ class FakeRunner:
                 on_layers(batch, first, self._layers_per_group)
         return [self._output(item) for item in batch.items]
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: SequenceState) -> None:
         """Nothing is kept."""
 
-    def _slot(self, sequence: Sequence, position: int, first_layer: int) -> np.ndarray:
+    def _slot(self, sequence: SequenceState, position: int, first_layer: int) -> np.ndarray:
         size = self.store.layout.block_size
         block_id = sequence.block_table[position // size]
         return self.store.data[first_layer : first_layer + self._layers_per_group, :, block_id, position % size]
@@ -132,7 +135,7 @@ class FakeRunner:
         if sequence.request.prompt_logprobs:
             last = min(item.end, sequence.num_prompt_tokens - 1)
             prompt_logprobs = tuple(PromptLogprob(-0.25) for _ in range(item.start, last))
-        if not item.samples:
+        if not item.needs_sampling:
             return RunnerOutput((), prompt_logprobs)
         seen = []
         for position in range(item.end):
@@ -144,4 +147,10 @@ class FakeRunner:
             tokens.append(SampledToken(fake_token(seen[:end]), -0.5, top))
             if end < item.end and tokens[-1].id != seen[end]:
                 break
-        return RunnerOutput(tuple(tokens), prompt_logprobs, self.refused.get(sequence.request.request_id, ""))
+        return RunnerOutput(tuple(tokens), prompt_logprobs, self._failure(sequence.request.request_id))
+
+    def _failure(self, request_id: str) -> MeshError | None:
+        reason = self.refused.get(request_id)
+        if reason is None:
+            return None
+        return ModelFailed(reason) if reason == "not finite" else InvalidRequest(reason)

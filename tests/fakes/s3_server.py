@@ -39,8 +39,6 @@ class _Handler(FileHandler):
 
 
 class S3Server(FileServer):
-    """Run it with `S3Server.serving(files)`."""
-
     handler = _Handler
 
 

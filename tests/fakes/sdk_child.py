@@ -11,14 +11,16 @@ import signal
 import sys
 from pathlib import Path
 
+from mesh.handover import take_secrets
 from mesh.process import ProcessSettings, announce, until_stopped
 
 FOLLOWING = ProcessSettings(follow_stdin=True)
 
 
 def misbehave(plan: str) -> None:
-    """What goes wrong before it listens."""
-    if plan == "crash":
+    """Act out the plan's fault before the process listens."""
+    is_broken = plan == "broken at times" and (Path(os.environ["FAKE_DIR"]) / "broken").exists()
+    if plan == "crash" or is_broken:
         sys.stderr.write('{"event": "loading weights", "level": "info"}\nTraceback ...\nOSError: disk on fire\n')
         sys.exit(1)
     if plan == "misconfigured":
@@ -34,8 +36,9 @@ def misbehave(plan: str) -> None:
 async def router(flags: dict[str, str], plan: str) -> None:
     from tests.fakes.sdk_router import running_router
 
-    async with running_router() as running:
-        announce("listening", address=running.address, registry_address="127.0.0.1:1")
+    async with running_router(port=int(flags["port"])) as running:
+        registry_port = flags["registry-port"] if int(flags["registry-port"]) else "1"
+        announce("listening", address=running.address, registry_address=f"127.0.0.1:{registry_port}")
         announce("ready")
         if plan == "dies later":
             await until_file("die")
@@ -65,10 +68,14 @@ def main() -> None:
     role, *rest = sys.argv[1:]
     flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in rest)
     name = flags.get("worker-id", role)
+    secrets = take_secrets(os.environ)
+    if role == "router" and "metrics-port" in flags and secrets.get("TANDEM_REGISTRY_URL"):
+        name = f"router-{flags['metrics-port']}"
     folder = Path(os.environ["FAKE_DIR"])
     (folder / f"{name}.flags").write_text(json.dumps(flags))
     with (folder / "pids").open("a") as pids:
         pids.write(f"{name} {os.getpid()}\n")
+    (folder / f"{name}.secrets").write_text(json.dumps(secrets))
     plan = json.loads(os.environ.get("FAKE_PLAN", "{}")).get(name, "")
     misbehave(plan)
     asyncio.run((router if role == "router" else worker)(flags, plan))

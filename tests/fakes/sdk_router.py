@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from tandem.v1 import generation_pb2 as pb
-from tandem.v1 import generation_pb2_grpc, sampling_pb2, worker_pb2, worker_pb2_grpc
+from tandem.v1 import generation_pb2_grpc, mesh_pb2, mesh_pb2_grpc, sampling_pb2
 
 EOS = 256
 STORY = "One fine day a tändem rolled by."
@@ -37,7 +37,7 @@ class Refusal:
 
 @dataclass
 class Script:
-    """What the fake does, and what it has seen."""
+    """The behaviour of the fake router, and its observations."""
 
     story: str = STORY
     refusals: deque[Refusal] = field(default_factory=deque)
@@ -46,6 +46,11 @@ class Script:
     omit_finish: bool = False
     max_total_tokens: int = 1000
     tool_call_format: str = ""
+    is_encoder_decoder: bool = False
+    max_concurrent_requests: int = 0
+    logprob: float = -0.5
+    has_reasoning: bool = False
+    in_reasoning: bool = False
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     on_holding: Callable[[], object] = lambda: None
@@ -54,7 +59,7 @@ class Script:
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def let_one_pass(self) -> None:
-        """Of a call that is held: one more message, then it is held again."""
+        """Let a held call send one more message; then it is held again."""
         assert self.hold_after_messages is not None
         self.hold_after_messages += 1
         self.holding.clear()
@@ -108,6 +113,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             eos_token_ids=[EOS],
             has_chat_template=True,
             tool_call_format=self._script.tool_call_format,
+            is_encoder_decoder=self._script.is_encoder_decoder,
+            max_concurrent_requests=self._script.max_concurrent_requests,
+            has_reasoning=self._script.has_reasoning,
             ready=True,
         )
 
@@ -124,15 +132,15 @@ TIMING = pb.Timing(
 """What every choice says of itself: it was replayed once."""
 
 
-class FakeMesh(worker_pb2_grpc.MeshServicer):
-    async def ListWorkers(self, request: Any, context: Any) -> worker_pb2.ListWorkersResponse:
-        response = worker_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
-        for role, name in ((worker_pb2.WORKER_ROLE_PREFILL, "prefill-0"), (worker_pb2.WORKER_ROLE_DECODE, "decode-0")):
-            status = response.workers.add(state=worker_pb2.WORKER_STATE_READY)
+class FakeMesh(mesh_pb2_grpc.MeshServicer):
+    async def ListWorkers(self, request: Any, context: Any) -> mesh_pb2.ListWorkersResponse:
+        response = mesh_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
+        for role, name in ((mesh_pb2.WORKER_ROLE_PREFILL, "prefill-0"), (mesh_pb2.WORKER_ROLE_DECODE, "decode-0")):
+            status = response.workers.add(state=mesh_pb2.WORKER_STATE_READY)
             status.record.MergeFrom(
-                worker_pb2.WorkerRecord(worker_id=name, role=role, address="127.0.0.1:7", pid=77, num_blocks=64)
+                mesh_pb2.WorkerRecord(worker_id=name, role=role, address="127.0.0.1:7", pid=77, num_blocks=64)
             )
-            status.load.MergeFrom(worker_pb2.WorkerLoad(free_blocks=60, num_running=3, generated_tokens=9))
+            status.load.MergeFrom(mesh_pb2.WorkerLoad(free_blocks=60, num_running=3, generated_tokens=9))
             status.last_seen.FromMilliseconds(250)
         return response
 
@@ -153,7 +161,7 @@ def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateRespo
     generated = _following(ids, script.story)
     is_cut = request.sampling.HasField("max_new_tokens") and request.sampling.max_new_tokens < len(generated)
     generated = generated[: request.sampling.max_new_tokens] if is_cut else generated
-    tokens = _tokens(generated, request.output.top_logprobs)
+    tokens = _tokens(generated, request.output.top_logprobs, script.logprob)
     num_choices = request.num_choices if request.HasField("num_choices") else 1
     starts = range(0, len(tokens), script.tokens_per_message)
     messages = []
@@ -169,10 +177,12 @@ def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateRespo
                 message.usage.MergeFrom(pb.Usage(prompt_tokens=len(ids), completion_tokens=len(tokens)))
                 message.timing.MergeFrom(TIMING)
             messages.append(message)
-    messages[0].prompt.MergeFrom(pb.PromptInfo(request_id="request-1", num_tokens=len(ids)))
+    prompt = pb.PromptInfo(request_id="request-1", num_tokens=len(ids), in_reasoning=script.in_reasoning)
+    messages[0].prompt.MergeFrom(prompt)
     if request.output.prompt_logprobs:
         messages[0].prompt.tokens.extend(
-            pb.Token(id=each, text=chr(each), logprob=-1.0 if place else None) for place, each in enumerate(ids)
+            pb.Token(id=token_id, text=chr(token_id), logprob=-1.0 if index else None)
+            for index, token_id in enumerate(ids)
         )
     return messages
 
@@ -185,14 +195,14 @@ def _following(ids: Sequence[int], story: str) -> list[int]:
     raise AssertionError
 
 
-def _tokens(ids: Sequence[int], num_top: int) -> list[pb.Token]:
+def _tokens(ids: Sequence[int], num_top: int, logprob: float) -> list[pb.Token]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tokens = []
-    for place, each in enumerate(ids):
-        is_last = place == len(ids) - 1
-        text = decoder.decode(b"" if each == EOS else bytes([each]), final=is_last)
+    for index, token_id in enumerate(ids):
+        is_last = index == len(ids) - 1
+        text = decoder.decode(b"" if token_id == EOS else bytes([token_id]), final=is_last)
         top = [pb.TopToken(id=rank, text=chr(65 + rank), logprob=-0.5 - rank) for rank in range(num_top)]
-        tokens.append(pb.Token(id=each, text=text, logprob=-0.5, special=each == EOS, top=top))
+        tokens.append(pb.Token(id=token_id, text=text, logprob=logprob, special=token_id == EOS, top=top))
     return tokens
 
 
@@ -204,11 +214,11 @@ class FakeHealth(HealthServicer):
         self.hangs = False
         self.asked = asyncio.Event()
 
-    async def Watch(self, request: Any, context: Any) -> None:
+    async def Check(self, request: Any, context: Any) -> Any:
         if self.hangs:
             self.asked.set()
             await asyncio.Event().wait()
-        await super().Watch(request, context)
+        return await super().Check(request, context)
 
 
 class FakeRouter:
@@ -219,7 +229,7 @@ class FakeRouter:
         self.health = FakeHealth()
         self._server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServicer_to_server(FakeGeneration(script), self._server)
-        worker_pb2_grpc.add_MeshServicer_to_server(FakeMesh(), self._server)
+        mesh_pb2_grpc.add_MeshServicer_to_server(FakeMesh(), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         self.address = ""
 
@@ -238,10 +248,10 @@ class FakeRouter:
 
 
 @asynccontextmanager
-async def running_router(script: Script | None = None) -> AsyncIterator[FakeRouter]:
+async def running_router(script: Script | None = None, port: int = 0) -> AsyncIterator[FakeRouter]:
     """A fake router that serves until the block ends."""
     router = FakeRouter(script or Script())
-    await router.start()
+    await router.start(port)
     await router.set_serving(True)
     try:
         yield router
@@ -250,7 +260,7 @@ async def running_router(script: Script | None = None) -> AsyncIterator[FakeRout
 
 
 def interrupt_main_thread() -> None:
-    """What Ctrl-C does."""
+    """Interrupt the main thread as Ctrl-C does."""
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, signal.SIGINT)

@@ -2,7 +2,7 @@
 
 import sys
 
-from cli.main import build_parser, execute
+from tandem_cli.main import build_parser, execute
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ def open_message(store: KVStore, reservation: Reservation) -> TransferOpen:
         (TransportOffer("grpc"),),
         reservation.first_block,
         len(reservation.block_ids),
+        store.span,
     )
 
 
@@ -36,8 +37,8 @@ def make_chunk(
 ) -> Chunk:
     """`block_ids` is the sender's block table."""
     payload = bytearray(place.num_bytes(store.layout))
-    ids = block_ids[place.first_block : place.first_block + place.num_blocks]
-    store.read_blocks(ids, place.first_layer, place.num_layers, memoryview(payload))
+    ids = block_ids[place.blocks.first : place.blocks.end]
+    store.read_blocks(ids, place.span, memoryview(payload))
     seed = transfer_seed(reservation.transfer_id, reservation.attempt)
     checksum = chunk_checksum(seed, number, place, bytes(payload))
     return Chunk(number, place, len(payload), checksum, Payload(bytes(payload)))
@@ -52,7 +53,7 @@ def make_commit(reservation: Reservation, chunks: Sequence[Chunk]) -> Commit:
 
 @dataclass
 class Outcomes:
-    """What a receiver's callbacks were told. `changed` is set at each."""
+    """Results that a receiver's callbacks reported. `changed` is set at each."""
 
     committed: list[tuple[str, SampledToken]] = field(default_factory=list)
     failed: list[tuple[str, MeshError]] = field(default_factory=list)

@@ -14,7 +14,7 @@ from tests.service.worker_rig import EngineRig, worker_rig
 NUM_CONCURRENT = 300
 NUM_PROBES = 3
 PHASES = ("started", "reserved", "prefill called", "prefill began", "first token", "decoding")
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 async def cancelled(router: FakeRouter, rng: random.Random) -> str:

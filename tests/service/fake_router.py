@@ -9,7 +9,7 @@ import grpc
 from mesh import wire
 from mesh.domain.request import Request, mint_id
 from mesh.rpc.channel import open_channel
-from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.service.worker_rig import INCARNATION, MESH_KEY, WorkerRig
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import grpc
 
 from kvtransfer import Reservation
-from kvtransfer.chunks import ChunkRange
 from kvtransfer.messages import SenderMessage, request_to_bytes
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import MeshKey
-from tandem.v1 import kvtransfer_pb2 as pb
-from tandem.v1 import kvtransfer_pb2_grpc as pb_grpc
+from mesh.v1 import kvtransfer_pb2 as pb
+from mesh.v1 import kvtransfer_pb2_grpc as pb_grpc
+from tests.fakes.kv_store import box
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, fake_token
 from tests.fakes.transfers import make_chunk, make_commit, open_message
 from tests.service.worker_rig import INCARNATION
@@ -69,7 +69,7 @@ def honest_messages(prompt: Sequence[int], transfer_id: str, attempt: int = 0) -
         store.data[:, :, position // layout.block_size, position % layout.block_size] = token_id
     block_ids = tuple(range(num_blocks))
     reservation = Reservation(transfer_id, attempt, block_ids, 0, len(prompt))
-    places = [ChunkRange(0, num_blocks, layer, 1) for layer in range(layout.num_layers)]
+    places = [box(0, num_blocks, layer, 1, layout.whole.heads) for layer in range(layout.num_layers)]
     chunks = [make_chunk(store, reservation, block_ids, number, place) for number, place in enumerate(places)]
     opening = replace(open_message(store, reservation), receiver_incarnation=INCARNATION)
     commit = replace(make_commit(reservation, chunks), first_token=SampledToken(fake_token(prompt), -0.5))

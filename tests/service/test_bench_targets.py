@@ -7,17 +7,17 @@ import grpc
 import pytest
 
 import tandem
-from bench.burst import ARRIVED, BURST, OVER, STEADY, BurstPlan, burst_figures, run_burst
-from bench.endpoints import OpenAIServer, mesh_endpoint, openai_endpoint
-from bench.figures import Slo, figures
-from bench.jobs import Job
-from bench.load import LoadGenerator
-from bench.openai import OpenAITarget
-from bench.plan import Kind, Plan
-from bench.records import Failed, Outcome, Refused, RunFailed
-from bench.report import Report
-from bench.sweep import Sweep, Watcher
-from bench.threads import run_threads
+from tandem_cli.load_test.burst import ARRIVED, BURST, OVER, STEADY, burst_figures, run_burst
+from tandem_cli.load_test.endpoints import OpenAIServer, mesh_endpoint, openai_endpoint
+from tandem_cli.load_test.figures import Slo, figures
+from tandem_cli.load_test.jobs import Job
+from tandem_cli.load_test.load import LoadGenerator
+from tandem_cli.load_test.openai import OpenAITarget
+from tandem_cli.load_test.plan import Kind, Plan
+from tandem_cli.load_test.records import Failed, Outcome, Refused, RunFailed
+from tandem_cli.load_test.report import Report
+from tandem_cli.load_test.sweep import Sweep, Watcher
+from tandem_cli.load_test.threads import run_threads
 from tests.fakes.openai_server import (
     BROKEN_OFF,
     ERROR_EVENT,
@@ -123,7 +123,7 @@ async def test_a_burst_is_measured_beside_streams_that_do_not_end() -> None:
         mesh_endpoint(router.address, None, {}) as endpoint,
     ):
         steady = iter(lambda: Job(10_000, token_ids=(1,)), None)
-        run = await run_burst(LoadGenerator(endpoint.target), BurstPlan(steady, 2, JOBS, 0.0))
+        run = await run_burst(LoadGenerator(endpoint.target), steady=steady, num_streams=2, burst=JOBS, lead_s=0.0)
     assert run.marks[ARRIVED] <= run.marks[OVER] <= run.duration_s
     assert sum(record.group == BURST for record in run.records) == len(JOBS)
     assert {record.outcome for record in run.records if record.group == STEADY} <= {Outcome.OK, Outcome.STOPPED}
@@ -136,9 +136,9 @@ async def test_a_burst_without_streams_is_no_measurement() -> None:
         running_router(Script(refusals=deque([broken]))) as router,
         mesh_endpoint(router.address, None, {}) as endpoint,
     ):
-        plan = BurstPlan(iter(JOBS), 1, JOBS, 0.0)
+        generator = LoadGenerator(endpoint.target)
         with pytest.raises(RunFailed, match="a steady stream failed"):
-            await run_burst(LoadGenerator(endpoint.target), plan)
+            await run_burst(generator, steady=iter(JOBS), num_streams=1, burst=JOBS, lead_s=0.0)
 
 
 async def test_a_sweep_measures_every_case_in_every_round() -> None:

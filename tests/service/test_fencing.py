@@ -10,7 +10,7 @@ import pytest
 from kvtransfer.messages import Chunk, Commit, SenderMessage, TransferOpen
 from kvtransfer.transports.base import Payload
 from mesh.domain.request import mint_id
-from tandem.v1 import decode_pb2
+from mesh.v1 import decode_pb2
 from tests.evidence import Evidence
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation
@@ -146,7 +146,7 @@ async def test_injected_kv_faults_are_refused_and_replays_are_right(evidence: Ev
     refused, right = [], []
     for fault in FAULTS:
         async with worker_rig() as rig, fake_router(rig) as router:  # a fresh one: nothing cached
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 was_refused, was_right = await one_fault(rig, router, fault)
         refused += [fault.name] * was_refused
         right += [fault.name] * was_right

@@ -34,10 +34,11 @@ from mesh.domain.errors import (
     Unauthenticated,
     WorkerLost,
 )
+from mesh.domain.shards import Span
 from mesh.rpc.credentials import Credentials, MeshKey
+from mesh.v1 import kvtransfer_pb2 as pb
+from mesh.v1 import kvtransfer_pb2_grpc
 from mesh.wire import duration_to_proto
-from tandem.v1 import kvtransfer_pb2 as pb
-from tandem.v1 import kvtransfer_pb2_grpc
 from tests.fakes.kv_store import TINY, FakeKVStore, InPlaceKVStore
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION
 from tests.fakes.transport import MemoryTransport
@@ -66,7 +67,7 @@ async def test_pushed_from_the_engines_thread_layer_by_layer_in_token_chunks(pai
     def engine() -> None:
         for first, num in ((0, 1), (1, 2)):
             for layer in range(TINY.num_layers):
-                transfer.push(first, num, layer, 1)
+                transfer.push(Span(first, num), Span(layer, 1))
 
     thread = threading.Thread(target=engine)
     thread.start()
@@ -77,7 +78,7 @@ async def test_pushed_from_the_engines_thread_layer_by_layer_in_token_chunks(pai
     assert pair.outcomes.committed == [("transfer", FIRST_TOKEN)]
     assert pair.target.blocks(RESERVATION.block_ids) == pair.source.blocks(SOURCE_IDS)
     await transfer.abort()
-    transfer.push(0, 1, 0, 1)
+    transfer.push(Span(0, 1), Span(0, 1))
     await transfer.ended()
 
 
@@ -94,8 +95,8 @@ async def test_a_bit_that_flips_on_the_way_is_refused_and_never_committed(
     """After the sender has summed it up: on the wire, or in the arena."""
     seal = SendingConversation._fill
 
-    def fill(conversation: SendingConversation, slot: Slot, number: int, place: ChunkRange) -> Any:
-        filled = seal(conversation, slot, number, place)
+    def fill(conversation: SendingConversation, slot: Slot, number: int, chunk_range: ChunkRange) -> Any:
+        filled = seal(conversation, slot, number, chunk_range)
         if number != 4:
             return filled
         request = bytearray(filled.request)
@@ -134,8 +135,8 @@ async def test_bad_specs_and_pushes_are_the_callers_errors(pair: Pair) -> None:
         pair.open(first_block=4)
     transfer = pair.open()
     for piece in ((0, 4, 0, 1), (2, 1, 3, 1), (0, 1, -1, 2)):
-        with pytest.raises(ValueError, match="outside of 3 blocks or 3 layers"):
-            transfer.push(*piece)
+        with pytest.raises(ValueError, match="outside of 3 blocks or the store's layers"):
+            transfer.push(Span(*piece[:2]), Span(*piece[2:]))
     await transfer.abort()
 
 
@@ -171,7 +172,7 @@ async def test_a_layout_mismatch_names_both_values(pair: Pair) -> None:
 async def test_no_common_transport(tmp_path: Path) -> None:
     pair = Pair(tmp_path, "shm")
     async with pair.running(receive=replace(pair.settings, transports=("grpc",))):
-        with pytest.raises(LayoutMismatch, match="the sender offers shm; grpc can be tried here"):
+        with pytest.raises(LayoutMismatch, match="the sender offers shm; the receiver has grpc"):
             await pair.start().commit(11, FIRST_TOKEN)
 
 
@@ -188,15 +189,15 @@ async def test_a_wrong_number_of_tokens_or_a_missing_push_is_refused(pair: Pair)
         await pair.start().commit(12, FIRST_TOKEN)
     pair.receiver.expect(RESERVATION)
     transfer = pair.open()
-    transfer.push(0, 3, 0, 2)
-    with pytest.raises(TransferFailed, match="3 of 9 blocks"):
+    transfer.push(Span(0, 3), Span(0, 2))
+    with pytest.raises(TransferFailed, match="6 of 18 blocks"):
         await transfer.commit(11, FIRST_TOKEN)
     await pair.require_working()
 
 
 async def test_pushed_twice_is_refused(pair: Pair) -> None:
     transfer = pair.start()
-    transfer.push(1, 1, 1, 1)
+    transfer.push(Span(1, 1), Span(1, 1))
     with pytest.raises(TransferCorrupt, match="has arrived before"):
         await transfer.commit(11, FIRST_TOKEN)
     await pair.require_working()
@@ -297,7 +298,7 @@ async def test_receiver_aborts_while_the_sender_computes(pair: Pair) -> None:
     """The sender learns of it without commit, so that it can stop."""
     pair.receiver.expect(RESERVATION)
     transfer = pair.open()
-    transfer.push(0, 1, 0, 1)
+    transfer.push(Span(0, 1), Span(0, 1))
     await until(pair.target.writing.arrived)
     await pair.receiver.abort("transfer")
     with pytest.raises(TransferFailed, match="aborted by its receiver"):
@@ -338,14 +339,14 @@ async def test_a_stuck_receiver_is_given_up_and_a_slow_sender_is_not(tmp_path: P
         pair.receiver.expect(RESERVATION)
         transfer = pair.open()
         conversation = transfer._conversation
-        transfer.push(0, 1, 0, 1)
+        transfer.push(Span(0, 1), Span(0, 1))
         watchdog = conversation._watchdog
-        await turn_until(lambda: conversation._num_chunks == 1 and not watchdog._num_owed)
+        await turn_until(lambda: conversation._num_chunks == 1 and not watchdog._num_unanswered)
         when = watchdog._timeout.when()
         assert when is not None
-        assert when > asyncio.get_running_loop().time() + 5  # nothing is owed: only the lease runs
-        transfer.push(1, 2, 0, 1)
-        transfer.push(0, 3, 1, 2)
+        assert when > asyncio.get_running_loop().time() + 5  # no answer is due: only the lease runs
+        transfer.push(Span(1, 2), Span(0, 1))
+        transfer.push(Span(0, 3), Span(1, 2))
         await transfer.commit(11, FIRST_TOKEN)
 
 
@@ -387,10 +388,10 @@ COMMITTED = pb.PushResponse(committed=pb.TransferCommitted())
         (Misbehaving(granted(lease_s=0)), "no lease"),
         (Misbehaving(COMMITTED), "no credit"),
         (Misbehaving(pb.PushResponse()), "unknown kind"),
-        (Misbehaving(granted(), ack(77), hang=True), "acknowledged what was not sent"),
-        (Misbehaving(granted(), granted(), hang=True), "acknowledged what was not sent"),
-        (Misbehaving(granted(), COMMITTED, hang=True), "committed what was not sent"),
-        (Misbehaving(hang=True), "nothing has come from the receiver"),
+        (Misbehaving(granted(), ack(77), hang=True), "acknowledged a chunk that was not sent"),
+        (Misbehaving(granted(), granted(), hang=True), "acknowledged a chunk that was not sent"),
+        (Misbehaving(granted(), COMMITTED, hang=True), "committed before the sender did"),
+        (Misbehaving(hang=True), "the receiver has sent nothing"),
         (Misbehaving(granted(), hang=True), "has not answered"),
     ],
 )
@@ -399,7 +400,7 @@ async def test_misbehaving_receivers(servicer: Misbehaving, message: str) -> Non
     async with serving(servicer) as server:
         settings = TransferSettings(lease_s=1, progress_timeout_s=0.5, chunk_bytes=1)
         sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(KEY), settings, (transport,))
-        transfer = sender.open(TransferSpec("transfer", 1, server.address, INCARNATION, SOURCE_IDS))
+        transfer = sender.open(TransferSpec("transfer", 1, server.address, INCARNATION, SOURCE_IDS, TINY.whole))
         push_all(transfer)
         with pytest.raises(TransferFailed, match=message):
             await transfer.commit(11, FIRST_TOKEN)
@@ -423,13 +424,14 @@ SENDER_PROGRAM = """
 import asyncio, json, sys
 from kvtransfer import KVSender, TransferSettings, TransferSpec
 from mesh.rpc.credentials import Credentials, MeshKey
-from tests.fakes.kv_store import FakeKVStore
+from mesh.domain.shards import Span
+from tests.fakes.kv_store import TINY, FakeKVStore
 
 async def main():
     spec, settings, key = json.loads(sys.argv[1])
     sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(MeshKey(key)), TransferSettings(**settings))
-    transfer = sender.open(TransferSpec(**spec))
-    transfer.push(0, 3, 0, 2)
+    transfer = sender.open(TransferSpec(**spec, span=TINY.whole))
+    transfer.push(Span(0, 3), Span(0, 2))
     await asyncio.Event().wait()
 
 asyncio.run(main())

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 
 from kvtransfer import TransferSettings
-from tandem.v1 import decode_pb2
+from mesh.v1 import decode_pb2
 from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import VOCAB, fake_continuation
@@ -67,7 +67,7 @@ async def test_replay_abort_and_drain_between_guesses() -> None:
         first = (await router.box("c").get()).step.outputs[0].tokens
         rig.draining.set()
         assert [token.id for token in first] + await router.collect(last) == expected
-        await asyncio.wait_for(rig.decode_service.drained(), 2)
+        await asyncio.wait_for(rig.decode_service.drained(), 60)
         await rig.wait_whole()
 
 

@@ -5,14 +5,14 @@ import asyncio
 import grpc
 import pytest
 
-from tandem.v1 import decode_pb2
+from mesh.v1 import decode_pb2
 from tests.evidence import Evidence
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation
 from tests.service.fake_router import FakeRouter, fake_router
 from tests.service.worker_rig import EngineRig, until, worker_rig
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 NUM_CANCELLED = 10
 LONG = 180
 """Tokens of a long prompt: 12 chunks of at most 16."""

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
 import pytest
 from structlog.testing import capture_logs
 
+from decode_worker.session import Event, Session, Step
 from kvtransfer import TransferSettings
 from mesh.domain.request import Fork, Request
 from mesh.rpc.channel import open_channel
-from tandem.v1 import decode_pb2, decode_pb2_grpc, sampling_pb2
+from mesh.v1 import decode_pb2, decode_pb2_grpc
+from tandem.v1 import sampling_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation, fake_token
 from tests.service.fake_router import fake_router
@@ -149,7 +152,32 @@ async def test_draining_workers_refuse_new_work_and_finish_the_old() -> None:
             await router.prefill(make_request("c", [1]), "t", 0).read()
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         await router.collect(running)
-        await asyncio.wait_for(rig.decode_service.drained(), 2)
+        await asyncio.wait_for(rig.decode_service.drained(), 60)
+
+
+async def test_a_drained_worker_has_sent_its_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it ends before the router has them. Where every worker ends at that time, nobody can replay the request."""
+    has_tokens, may_send, events = asyncio.Event(), asyncio.Event(), Session.events
+
+    async def held_back(session: Session) -> AsyncIterator[Event]:
+        async for event in events(session):
+            if isinstance(event, Step):
+                has_tokens.set()
+                await may_send.wait()
+            yield event
+
+    monkeypatch.setattr(Session, "events", held_back)
+    async with worker_rig() as rig, fake_router(rig) as router:
+        request = make_request("a", [1, 2, 3], max_new_tokens=6)
+        await router.start(request)
+        await asyncio.wait_for(has_tokens.wait(), 60)
+        rig.draining.set()
+        drained = asyncio.create_task(rig.decode_service.drained())
+        await until(lambda: rig.decode_service.num_sequences == 0)
+        assert not (await asyncio.wait([drained], timeout=0.2))[0]
+        may_send.set()
+        await asyncio.wait_for(drained, 60)
+        assert await router.collect(request) == fake_continuation([1, 2, 3], 6)
 
 
 async def test_strangers_and_former_selves_are_refused() -> None:
@@ -174,7 +202,7 @@ async def test_dead_engine_is_reported() -> None:
     async with worker_rig() as rig, fake_router(rig) as router:
         rig.decode.runner.fail_with = RuntimeError("out of luck")
         await router.start(make_request("a", [1, 2, 3]))
-        await asyncio.wait_for(rig.decode.died.wait(), 2)
+        await asyncio.wait_for(rig.decode.died.wait(), 60)
 
 
 async def test_stop_token_ends_the_sequence() -> None:

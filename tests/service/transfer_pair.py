@@ -22,16 +22,18 @@ from kvtransfer import (
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import MeshError
+from mesh.domain.shards import Span
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
-from tandem.v1 import kvtransfer_pb2_grpc
+from mesh.v1 import kvtransfer_pb2_grpc
 from tests.fakes.kv_store import TINY, FakeKVStore
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, Outcomes
+from tests.waiting import LIMIT_S, describe
 
 KEY = MeshKey("a mesh key for tests")
 SOURCE_IDS = (1, 2, 3)
 RESERVATION = Reservation("transfer", 1, (4, 9, 2), 0, 11)
-WAIT_S = 15
+WAIT_S = LIMIT_S
 
 
 def arenas(directory: str | Path) -> list[str]:
@@ -39,16 +41,17 @@ def arenas(directory: str | Path) -> list[str]:
 
 
 async def turn_until(condition: Callable[[], bool]) -> None:
-    """Let the event loop turn."""
-    for _ in range(1_000_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise TimeoutError
+    """Let the event loop turn until `condition` holds."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():  # noqa: ASYNC110 - sees each turn of the loop
+                await asyncio.sleep(0)
+    except TimeoutError:
+        raise TimeoutError(f"not within {WAIT_S:g} s: {describe(condition)}") from None
 
 
 async def until(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, WAIT_S)
+    assert await asyncio.to_thread(event.wait, WAIT_S), f"a thread has not set its event in {WAIT_S:g} s"
 
 
 @asynccontextmanager
@@ -112,6 +115,7 @@ class Pair:
             self.server.address,
             INCARNATION,
             SOURCE_IDS,
+            TINY.whole,
             reservation.first_block,
         )
         return self.sender.open(replace(spec, **change))  # type: ignore[arg-type]
@@ -141,4 +145,4 @@ class Pair:
 
 def push_all(transfer: OutgoingTransfer) -> None:
     for layer in range(TINY.num_layers):
-        transfer.push(0, 3, layer, 1)
+        transfer.push(Span(0, 3), Span(layer, 1))

@@ -1,7 +1,7 @@
 """A prefill and a decode worker around fake runners, with real gRPC between them, in one process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -10,29 +10,24 @@ from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
 from engine.speculation.speculator import Speculator
 from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.rpc.tls import TlsIdentity
+from mesh.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
-from tandem.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner
+from tests.waiting import LIMIT_S, until
 
 MESH_KEY = MeshKey("a-key-for-tests-only")
 NUM_BLOCKS = 64
 INCARNATION = "first-life"
 GRPC_TRANSFERS = TransferSettings(transports=("grpc",))
-
-
-async def until(condition: Callable[[], bool], within_s: float = 2.0) -> None:
-    """Return once `condition` holds; TimeoutError if it does not in time."""
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - conditions of other threads announce nothing
-            await asyncio.sleep(0.005)
 
 
 @dataclass
@@ -57,13 +52,18 @@ class EngineRig:
         scheduler = Scheduler(config, BlockPool(num_blocks))
         return cls(scheduler, FakeRunner(FakeKVStore(num_blocks)), asyncio.Event(), speculator)
 
-    async def wait_whole(self, loop: EngineLoop, within_s: float = 2.0) -> None:
-        """Return once every block is free again; raise if that takes too long."""
+    async def wait_whole(self, loop: EngineLoop, within_s: float = LIMIT_S) -> None:
+        """Return once every block is free again; raise TimeoutError if that takes too long."""
 
         def check(scheduler: Scheduler) -> None:
             scheduler.check_integrity()
 
-        await until(lambda: self.scheduler.pool.num_free == self.scheduler.pool.num_blocks, within_s)
+        pool = self.scheduler.pool
+        await until(
+            lambda: pool.num_free == pool.num_blocks,
+            within_s=within_s,
+            state=lambda: f"{pool.num_free} of {pool.num_blocks} blocks are free",
+        )
         await loop.call(check)
 
 
@@ -84,8 +84,8 @@ class WorkerRig:
     prefill_metrics: PrefillMetrics
     decode_metrics: DecodeMetrics
 
-    async def wait_whole(self, within_s: float = 2.0) -> None:
-        """Both pools are whole again."""
+    async def wait_whole(self, within_s: float = LIMIT_S) -> None:
+        """Return once every block of both pools is free again; raise TimeoutError if that takes too long."""
         await self.prefill.wait_whole(self.prefill_engine, within_s)
         await self.decode.wait_whole(self.decode_engine, within_s)
 
@@ -103,23 +103,39 @@ async def worker_rig(
     draining = asyncio.Event()
     async with AsyncExitStack() as stack:
         prefill_metrics, decode_metrics = PrefillMetrics(), DecodeMetrics()
-        prefill_service = PrefillService(FAKE_LAYOUT.block_size, prefill_metrics)
-        decode_service = DecodeService(FAKE_LAYOUT.block_size, decode_metrics)
         prefill_callbacks = LoopCallbacks(
-            prefill_service.on_step, lambda _: prefill.died.set(), prefill_metrics.stepped
+            lambda result: prefill_service.on_step(result), lambda _: prefill.died.set(), prefill_metrics.stepped
         )
         prefill_engine = EngineLoop(
-            Engine(prefill.scheduler, prefill.runner, prefill_service.on_layers), prefill_callbacks
+            Engine(prefill.scheduler, prefill.runner, lambda *layers: prefill_service.on_layers(*layers)),
+            prefill_callbacks,
         )
-        decode_callbacks = LoopCallbacks(decode_service.on_step, lambda _: decode.died.set(), decode_metrics.stepped)
+        decode_callbacks = LoopCallbacks(
+            lambda result: decode_service.on_step(result), lambda _: decode.died.set(), decode_metrics.stepped
+        )
         decode_engine = EngineLoop(
             Engine(decode.scheduler, decode.runner, speculator=decode.speculator), decode_callbacks
         )
         sender = KVSender(prefill.runner.store, "prefill-0", Credentials(MESH_KEY, tls), settings)
-        receiver_callbacks = ReceiverCallbacks(decode_service.on_committed, decode_service.on_transfer_failed)
+        receiver_callbacks = ReceiverCallbacks(
+            lambda *commit: decode_service.on_committed(*commit),
+            lambda *failure: decode_service.on_transfer_failed(*failure),
+        )
         receiver = KVReceiver(decode.runner.store, INCARNATION, receiver_callbacks, settings)
-        prefill_service.connect(prefill_engine, sender, draining.is_set)
-        decode_service.connect(decode_engine, receiver, draining.is_set)
+        prefill_service = PrefillService(
+            prefill_engine,
+            sender,
+            block_size=FAKE_LAYOUT.block_size,
+            is_draining=draining.is_set,
+            metrics=prefill_metrics,
+        )
+        decode_service = DecodeService(
+            decode_engine,
+            receiver,
+            block_size=FAKE_LAYOUT.block_size,
+            is_draining=draining.is_set,
+            metrics=decode_metrics,
+        )
         prefill_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
         prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(prefill_service), prefill_server.grpc)
         decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
@@ -130,7 +146,7 @@ async def worker_rig(
             stack.push_async_callback(engine.stop)
         stack.push_async_callback(sender.close)
         stack.push_async_callback(receiver.close)
-        for server, name in ((prefill_server, "tandem.v1.Prefill"), (decode_server, "tandem.v1.Decode")):
+        for server, name in ((prefill_server, "mesh.v1.Prefill"), (decode_server, "mesh.v1.Decode")):
             await server.start([name])
             stack.push_async_callback(server.stop, 0)
         rig = WorkerRig(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.figures import (
+from tandem_cli.load_test.figures import (
     Median,
     Slo,
     blended_price_per_million,
@@ -15,7 +15,7 @@ from bench.figures import (
     percentile,
     price_per_million,
 )
-from bench.records import Outcome, Record, Run
+from tandem_cli.load_test.records import Outcome, Record, Run
 
 SLO = Slo(ttft_ms=100, tpot_ms=20, share=0.9)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.jobs import Job, Lengths, random_jobs, read_jobs, read_trace
-from bench.load import poisson_arrivals
-from bench.plan import Case, Kind, Plan
-from bench.presets import PRESETS
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.load_test.jobs import Job, Lengths, random_jobs, read_jobs, read_trace
+from tandem_cli.load_test.load import poisson_arrivals
+from tandem_cli.load_test.plan import Case, Kind, Plan
+from tandem_cli.load_test.presets import PRESETS
 
 LENGTHS = Lengths(4, 9, vocab_size=100)
 

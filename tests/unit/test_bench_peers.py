@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 import tandem
-from bench.load import Workload, run_closed_loop
 from bench.peers import goodput
-from bench.peers.agreement import agreeing
+from bench.peers.agreement import count_agreement
 from bench.peers.arms import Arm, Serving, parse_arm, send_through
 from bench.peers.burst import gaps_ending_in
 from bench.peers.burst import summarise as summarise_burst
 from bench.peers.compare import Row, best_ratios
 from bench.peers.goodput import run_rate
-from bench.peers.install import wanted
+from bench.peers.install import select_requirements
 from bench.peers.process import Command, PeerFailed, running
 from bench.peers.rounds import in_turn
 from bench.peers.wire import Request, Wire
+from tandem_cli.load_test.load import Workload, run_closed_loop
 
 ECHO = """
 import json, sys
@@ -87,7 +87,7 @@ async def test_fewer_tokens_than_asked_for_are_an_error() -> None:
     async def one_token(prompt: object, max_new_tokens: int) -> AsyncIterator[list[int]]:
         yield [7]
 
-    with pytest.raises(PeerFailed, match="1 tokens came, 2 were asked for"):
+    with pytest.raises(PeerFailed, match="received 1 tokens instead of 2"):
         await send_through(one_token)([1], 2, lambda: None)
 
 
@@ -138,12 +138,12 @@ def test_arms_are_read_with_their_budgets() -> None:
 
 
 def test_agreement_counts_tokens_up_to_the_first_that_differs() -> None:
-    assert agreeing([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 9, 6]]) == (1, 4)
+    assert count_agreement([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 9, 6]]) == (1, 4)
 
 
 def test_requirements_of_extras_and_unwanted_ones_are_left_out() -> None:
     listed = ["numpy", "torchvision; platform_machine != 'riscv64'", 'scipy; extra == "bench"', "torch==2.13.0+cpu"]
-    assert wanted(listed, ("torchvision",)) == ["numpy", "torch==2.13.0+cpu"]
+    assert select_requirements(listed, ("torchvision",)) == ["numpy", "torch==2.13.0+cpu"]
 
 
 @pytest.mark.parametrize("error", [None, PeerFailed("out of luck"), tandem.Overloaded("full")])

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.burst import ARRIVED, BEGUN, BURST, OVER, STEADY, burst_figures, disturbed_until_s
-from bench.figures import Slo
-from bench.plan import Case, Kind
-from bench.plots import draw
-from bench.records import Outcome, Record, Run
-from bench.report import Point, Report
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.load_test.burst import ARRIVED, BEGUN, BURST, OVER, STEADY, burst_figures, disturbed_until_s
+from tandem_cli.load_test.figures import Slo
+from tandem_cli.load_test.plan import Case, Kind
+from tandem_cli.load_test.plots import draw
+from tandem_cli.load_test.records import Outcome, Record, Run
+from tandem_cli.load_test.report import Point, Report
 
 SLO = Slo(ttft_ms=100, tpot_ms=20)
 BURST_SHAPE = {"num_streams": 1, "tokens": 100}

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.capacity import WEIGHT_BYTES, Capacity, DeviceRates, ModelSize, Precision, model_size
-from bench.devices import DEVICES, find_device
-from bench.fleet import (
+from engine.models.config import load_config
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.capacity.capacity import WEIGHT_BYTES, Capacity, DeviceRates, ModelSize, Precision, model_size
+from tandem_cli.capacity.devices import DEVICES, find_device
+from tandem_cli.capacity.fleet import (
     Load,
     PassTimes,
+    batches_to_plan,
     blended_price,
     largest_batch,
     predicted_times,
@@ -22,9 +25,9 @@ from bench.fleet import (
     rate_of_users,
     workers_for,
 )
-from bench.shapes import BUNDLED
-from engine.models.config import load_config
-from mesh.domain.errors import ConfigurationError
+from tandem_cli.capacity.planning import PlanRequest, plan_capacity
+from tandem_cli.capacity.shapes import BUNDLED
+from tests.defects import Repaired
 
 LLAMA_3_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,6 +88,71 @@ def test_a_prompt_and_a_step_by_hand() -> None:
     assert capacity.transfer_s(10, link_bytes_per_s=320) == 2
 
 
+MIXTRAL: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+
+
+def test_mixtral_reads_the_experts_that_are_chosen(tmp_path: Path, repaired: Repaired) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    size = model_size(load_config(tmp_path))
+    one_expert = 32 * 3 * 4096 * 14336
+    assert size.expert_params == 8 * one_expert
+    assert size.params == 46_702_792_704
+    assert size.active_params == size.step_params - 6 * one_expert
+    assert size.active_params + size.vocabulary_params == pytest.approx(12.88e9, rel=1e-3)  # as published
+    # Experts that B rows touch, if each row chooses 2 of 8 at random: 2, then 3.5 of them, in the end all.
+    assert size.read_params(1) == pytest.approx(size.active_params)
+    assert size.read_params(2) == pytest.approx(size.step_params - (8 - 3.5) * one_expert)
+    assert size.read_params(10**4) == pytest.approx(size.step_params)
+    int8 = Precision("int8", "bfloat16")
+    capacity = Capacity(size, int8, find_device("h100-sxm").rates(int8))
+    step_ms = 1000 * capacity.decode_step_s(1, 256)
+    assert step_ms == pytest.approx(size.active_params / 3.35e9, rel=0.01)
+    assert capacity.prefill_flops(1000) < 1000 * 2.2 * size.active_params
+    batch = capacity.critical_batch
+    assert 2 * size.active_params * batch / 1978.9e12 == pytest.approx(size.read_params(batch) / 3.35e12)
+    repaired("F7", f"one token on an H100 in int8: {step_ms:.1f} ms, 2 of 8 experts read; all 8 at large batches")
+
+
+def test_a_model_without_experts_reads_everything(llama: ModelSize) -> None:
+    assert llama.active_params == llama.step_params == llama.read_params(1) == llama.read_params(100)
+
+
+LLAMA_2_7B = LLAMA_3_8B | {"intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000}
+
+
+def test_batches_that_do_not_fit_are_not_planned_with(tmp_path: Path, repaired: Repaired) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
+    load = Load(input_tokens=3840, output_tokens=256, requests_per_s=1)
+    capacity = Capacity(model_size(load_config(tmp_path)), HALF, find_device("a10g").rates(HALF), memory_share=1.0)
+    assert capacity.users(4096) == 4
+    assert batches_to_plan(capacity, load, None) == [1, 4]
+    assert batches_to_plan(capacity, load, [1, 32]) == [1, 4, 32]
+    plan = plan_capacity(capacity, PlanRequest(load, [1, 4, 32]), {})
+    assert [row["fits"] for row in plan["predictions"]] == [True, True, True, False]
+    assert plan["batch"] == 4
+    assert plan["workers"]["predicted"]["whole"] == (1, 3)
+    too_small = replace(capacity, memory_share=0.5)
+    assert batches_to_plan(too_small, load, None) == [1]
+    assert [row["fits"] for row in plan_capacity(too_small, PlanRequest(load, [1]), {})["predictions"]] == [
+        False,
+        False,
+    ]
+    repaired("F8", f"Llama 2 7B on an A10G: batches 1 and 4, 32 'does not fit', 1 + 3 workers; {len(DEVICES)} devices")
+
+
 def test_int8_holds_a_tied_embedding_twice() -> None:
     capacity = Capacity(TOY, Precision("int8", "float32"), TOY_DEVICE)
     assert capacity.weights_bytes == 1100 * 1 + 100 * 4 + 10 * 4
@@ -116,8 +184,15 @@ def test_prices_by_hand() -> None:
 def test_devices_know_what_they_multiply_with() -> None:
     assert find_device("h100-sxm").rates(Precision("int8", "float16")).flops_per_s == 1978.9e12
     assert find_device("a100-80gb").rates(Precision("fp8", "bfloat16")).flops_per_s == 312e12  # it has no fp8
-    assert all(device.flops_per_s["bfloat16"] < 3e15 and device.source for device in DEVICES.values())
-    with pytest.raises(ConfigurationError, match="known are: here, h100-sxm"):
+    for device in DEVICES.values():
+        assert device.source
+        assert device.rates(Precision("float16", "float16")).flops_per_s < 3e15
+        assert 1e11 < device.bandwidth_bytes_per_s < 1e13
+    with pytest.raises(ConfigurationError, match="choose --dtype of float32, float16"):
+        find_device("t4").rates(HALF)
+    with pytest.raises(ConfigurationError, match="did you mean a100-80gb or a100-80gb-pcie"):
+        find_device("A100")
+    with pytest.raises(ConfigurationError, match="known devices: here, h100-sxm"):
         find_device("abacus")
 
 

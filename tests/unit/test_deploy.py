@@ -1,12 +1,16 @@
 """What deploy/ asks Prometheus for is what the services tell."""
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.defects import Repaired
+from tests.evidence import Evidence
 from tests.exposition import documented
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -50,8 +54,74 @@ def test_panels_do_not_overlap() -> None:
     assert max(x for x, _ in cells) < 24
 
 
+COMPOSE = yaml.safe_load((DEPLOY.parent / "docker-compose.yml").read_text())
+SERVICES = COMPOSE["services"]
+
+
+def networks_of(name: str) -> set[str]:
+    return set(SERVICES[name]["networks"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_containers_may_and_use_no_more_than_they_need(name: str) -> None:
+    service = SERVICES[name]
+    assert service["cap_drop"] == ["ALL"]
+    assert "cap_add" not in service
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["read_only"] is True
+    assert any(mount.startswith("/tmp:") for mount in service["tmpfs"])
+    assert service["pids_limit"] <= 512
+    assert service["mem_limit"].startswith("${TANDEM_")
+    assert service["ulimits"] == {"nofile": "${TANDEM_NOFILE:-16384}"}
+    assert service["logging"]["options"] == {"max-size": "10m", "max-file": "5"}
+    assert service["restart"] == "unless-stopped"
+
+
+def test_only_what_clients_call_is_on_the_edge(repaired: Repaired) -> None:
+    on_edge = {name for name in SERVICES if "edge" in networks_of(name)}
+    assert on_edge == {"router", "gateway", "grafana"}
+    router = SERVICES["router"]
+    aliases = router["networks"]["mesh"]["aliases"]
+    assert router["environment"]["TANDEM_REGISTRY_HOST"] in aliases
+    assert router["environment"]["TANDEM_METRICS_HOST"] in aliases
+    assert not (router["networks"]["edge"] or {}).get("aliases")
+    assert {name for name, network in COMPOSE["networks"].items() if not (network or {}).get("internal")} == {"edge"}
+    assert SERVICES["redis"]["profiles"] == ["redis"]
+    assert networks_of("redis") == {"mesh"}
+    hung = "a service whose event loop hangs for 60 s ends and is started again"
+    repaired(
+        "S2",
+        f"{len(SERVICES)} of {len(SERVICES)} services without capabilities, read-only, with limits and rotated logs; "
+        f"figures and registry off the edge; Redis by profile, with a password; {hung}",
+    )
+
+
+def test_published_ports_are_on_loopback(evidence: Evidence) -> None:
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert published.keys() == {"router", "gateway", "grafana"}
+    reachable = [port for ports in published.values() for port in ports if not port.startswith("127.0.0.1:")]
+    evidence(
+        "R16", "published ports of the compose cluster beyond loopback", len(reachable), target="0", ok=not reachable
+    )
+
+
+def test_redis_asks_for_a_password_or_does_not_start() -> None:
+    script = SERVICES["redis"]["command"][-1].replace("$$", "$")
+    ran = subprocess.run(
+        ("sh", "-c", script),
+        env={"REDISCLI_AUTH": "", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "TANDEM_REDIS_PASSWORD" in ran.stderr
+    assert "TANDEM_REDIS_PASSWORD" in SERVICES["redis"]["environment"]["REDISCLI_AUTH"]
+    assert re.search(r"^\s*requirepass \$REDISCLI_AUTH$", script, re.MULTILINE)
+
+
 def test_prometheus_scrapes_what_compose_runs() -> None:
-    services = yaml.safe_load((DEPLOY.parent / "docker-compose.yml").read_text())["services"]
+    services = SERVICES
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     targets = {t for job in config["scrape_configs"] for each in job["static_configs"] for t in each["targets"]}
     ports = {

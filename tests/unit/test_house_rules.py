@@ -12,12 +12,12 @@ from tests.evidence import Evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    *("tandem", "router", "prefill_worker", "decode_worker", "kvtransfer", "engine", "mesh"),
-    *("cli", "bench", "models", "gateway"),
+    *("client/tandem", "router", "prefill_worker", "decode_worker", "kvtransfer", "engine", "mesh"),
+    *("checkpoint", "worker", "tandem_cli", "bench", "demo_model", "gateway"),
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
-MAX_PARAMETERS = 5
+MAX_PARAMETERS = 7
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib", "cloudpickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "yaml.load"}
 
@@ -26,10 +26,7 @@ EXCEPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["tande
 
 def sources() -> list[Path]:
     return sorted(
-        path
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if ROOT / "tandem" / "v1" not in path.parents
+        path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if not path.match("v1/*_pb2*.py")
     )
 
 
@@ -75,11 +72,18 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/benchmarking.md",
         "docs/benchmarking-peers.md",
         "docs/capacity.md",
+        "docs/glossary.md",
         "docs/gpu.md",
         "docs/http.md",
+        "docs/kernels.md",
         "docs/models.md",
+        "docs/observability.md",
         "docs/operations.md",
+        "docs/performance.md",
+        "docs/requirements.md",
         "docs/security.md",
+        "docs/speculative.md",
+        "docs/structured-output.md",
         "docs/weights.md",
         "README.md",
         "CONTRIBUTING.md",

@@ -1,6 +1,6 @@
-"""Encoder-decoder models (T5 and its kind): facts, names of weights, and the forward pass.
+"""Encoder-decoder models (T5 and its relatives): configuration, checkpoint tensors, and the forward pass.
 
-A sequence is the prompt, the decoder's start token, and what was generated. It has one KV per layer and position, as
-other models' sequences have, in one block table: at the prompt's positions it is that of cross-attention, projected
-from what the encoder made of the prompt and never written again; at those after it, of the decoder's own tokens.
+A sequence consists of the prompt, the decoder's start token, and the generated tokens. As for other models, it has one
+block table and one KV per layer and position. At the prompt's positions this is the KV of cross-attention, projected
+once from the encoder's output; at later positions it is the KV of the decoder's self-attention.
 """

@@ -1,4 +1,4 @@
-"""EncoderDecoderConfig: the facts of a T5-like checkpoint, read from its config.json."""
+"""EncoderDecoderConfig: the configuration of a T5-like model, read from its config.json."""
 
 from dataclasses import dataclass
 
@@ -10,21 +10,20 @@ ARCHITECTURES = {
     "T5ForConditionalGeneration": "T5, T5 1.1, Flan-T5, UL2, Flan-UL2",
     "MT5ForConditionalGeneration": "mT5",
 }
-"""By what config.json calls `architectures`: which models these are."""
+"""Supported `architectures` of config.json, with the models that use them."""
 
-# Positions are relative, so nothing limits a sequence but memory and time; this much is planned for unless asked.
-_USUAL_LEN = 2048
+# Positions are relative, so only memory and time limit a sequence. This is the default limit.
+_DEFAULT_MODEL_LEN = 2048
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu_new", "gelu_new": "gelu_new", "silu": "silu"}
-"""By the last word of `feed_forward_proj`; its gelu is the one by tanh where it is gated, which is the only way it is
-used."""
+"""Activations by the last word of `feed_forward_proj`. A gated gelu is the tanh approximation."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderDecoderConfig:
-    """RMS norms before each part, no biases, positions as a bias of the scores by distance, scores without a factor.
+    """Configuration of a model with RMS norms before attention and MLP, no biases, relative positions, unscaled scores.
 
-    `num_layers` are the decoder's, which have KV. `num_buckets` of distances up to `max_distance`. `logit_scale` is a
-    factor of hidden states before the output matrix.
+    `num_layers` counts the decoder's layers, which have KV. Distances up to `max_distance` share `num_buckets` position
+    biases. `logit_scale` multiplies the hidden states before the output matrix.
     """
 
     architecture: str
@@ -45,32 +44,31 @@ class EncoderDecoderConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Each head has keys and values of its own."""
         return self.num_heads
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence, prompt and generated tokens, unless the operator asks for another."""
-        return _USUAL_LEN
+        """Default limit on prompt plus generated tokens, without the decoder's start token."""
+        return _DEFAULT_MODEL_LEN
 
     @property
     def max_position_embeddings(self) -> None:
-        """Any position will do."""
+        """None: relative positions have no limit."""
         return None
 
     @property
     def whole_prompts(self) -> bool:
-        """The encoder's tokens see each other, so a prompt is computed at once."""
+        """True: the encoder's tokens attend to each other, so a prompt is computed in one step."""
         return True
 
     @property
     def shareable_prefixes(self) -> bool:
-        """Equal prompts have equal KV."""
+        """True: equal prompts have equal KV. SchedulerConfig.whole_prompts limits sharing to equal prompts."""
         return True
 
 
 def parse_encoder_decoder(raw: RawConfig, architecture: str) -> EncoderDecoderConfig:
-    """ConfigurationError for what is missing or not supported."""
+    """Read a config.json. Raises ConfigurationError if a key is missing or has an unsupported value."""
     activation, gated = _feed_forward(raw, architecture)
     num_layers = integer(raw, "num_layers")
     return EncoderDecoderConfig(
@@ -93,7 +91,7 @@ def parse_encoder_decoder(raw: RawConfig, architecture: str) -> EncoderDecoderCo
 
 
 def _feed_forward(raw: RawConfig, architecture: str) -> tuple[str, bool]:
-    """The activation, and whether it is a gate's."""
+    """The activation, and whether the MLP is gated."""
     default = "gated-gelu" if architecture.startswith("MT5") else "relu"
     words = str(raw.get("feed_forward_proj", default)).split("-")
     gated = words[0] == "gated"
@@ -105,8 +103,10 @@ def _feed_forward(raw: RawConfig, architecture: str) -> tuple[str, bool]:
 
 
 def _logit_scale(raw: RawConfig, architecture: str) -> float:
-    """The first T5 scaled what goes into the output matrix; T5 1.1 does not, nor does mT5. It was known by tied
-    embeddings before it had a key of its own."""
+    """Factor of the hidden states before the output matrix. Only the first T5 has one; T5 1.1 and mT5 do not.
+
+    Old config.json files have no key for it: tied embeddings identify the first T5.
+    """
     scaled = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings", True) is not False)
     if architecture.startswith("MT5") or not scaled:
         return 1.0

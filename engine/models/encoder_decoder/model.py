@@ -1,8 +1,8 @@
-"""The encoder-decoder: it reads a prompt's tokens and its decoder's in one step, and writes the KV of both.
+"""EncoderDecoder: computes the prompt and the decoder's tokens in one step, and writes the KV of both.
 
-It stands where a decoder stands in a ModelRunner and, as that, knows no sequences, blocks or sampling. The encoder's
-layers run first; then the decoder's, each of which first projects what the encoder made of the prompts to this layer's
-keys and values. So KV is complete layer by layer, and leaves a prefill worker while later layers are computed.
+It implements Model, like Decoder, and knows no sequences, blocks or sampling. The encoder's layers run first, then the
+decoder's. Each decoder layer first projects the encoder's output to its own keys and values. So the KV is completed
+layer by layer, and a prefill worker can send it while later layers are computed.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,16 @@ from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.encoder_decoder.position_bias import PositionBias
 from engine.models.encoder_decoder.step import Step, plan_step
 from engine.models.layers import ACTIVATIONS, Norm
+from engine.models.linear import make_linear
+from engine.models.linear_parameters import Parameters
 from engine.models.mlp import DenseMlp
-from engine.models.ops import LinearLayer, Ops, Rows
-from mesh.cores import Cores
+from engine.models.ops import LinearLayer, Rows
+from mesh.domain.cores import Cores
 
 
 @dataclass(frozen=True, slots=True)
 class SelfLayer:
-    """Self-attention of a layer."""
+    """Norm and projections of a layer's self-attention."""
 
     norm: Norm
     qkv: LinearLayer
@@ -34,7 +36,7 @@ class SelfLayer:
 
 @dataclass(frozen=True, slots=True)
 class CrossLayer:
-    """Attention of a decoder's layer to the prompt."""
+    """Norm and projections of a decoder layer's cross-attention to the prompt."""
 
     norm: Norm
     q: LinearLayer
@@ -44,9 +46,9 @@ class CrossLayer:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer; `cross` in the decoder only."""
+    """One layer; `cross` is None in the encoder."""
 
-    own: SelfLayer
+    self_attention: SelfLayer
     cross: CrossLayer | None
     mlp_norm: Norm
     mlp: DenseMlp
@@ -54,7 +56,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The encoder, or the decoder."""
+    """All layers of the encoder or the decoder."""
 
     layers: list[Layer]
     bias: PositionBias
@@ -62,39 +64,39 @@ class Stack:
 
 
 class EncoderDecoder:
-    """Ready to run. It takes the parameters over, emptying the dictionary, as Decoder does."""
+    """An encoder-decoder transformer. The constructor takes all parameters."""
 
-    def __init__(
-        self, config: EncoderDecoderConfig, parameters: dict[str, Tensor], ops: Ops, memory: DecoderMemory
-    ) -> None:
+    def __init__(self, config: EncoderDecoderConfig, parameters: Parameters, memory: DecoderMemory) -> None:
         self.config = config
         self.num_torch_threads = torch.get_num_threads()
         self._cache, self._attention = memory
-        self._ops = ops
-        self._embed = parameters.pop("embed")
-        self._lm_head = ops.linear(parameters.pop("lm_head", self._embed), None)
-        parts = _Parts(config, parameters, ops)
-        self._encoder = parts.stack("encoder", config.num_encoder_layers)
-        self._decoder = parts.stack("decoder", config.num_layers)
+        self._embed = parameters.take("embed")
+        self._residual_dtype = torch.float32 if self._embed.dtype is torch.float16 else self._embed.dtype
+        self._lm_head = make_linear(parameters.take_output(self._embed))
+        builder = _StackBuilder(config, parameters)
+        self._encoder = builder.stack("encoder", config.num_encoder_layers)
+        self._decoder = builder.stack("decoder", config.num_layers)
 
     @property
     def attention_backend(self) -> str:
-        """Name of the backend that does cross-attention."""
+        """Name of the backend for cross-attention."""
         return self._attention.name
 
+    @property
+    def phase_cycles(self) -> None:
+        return None
+
     def use_cores(self, lent: Cores) -> None:
-        """None are used, as by Decoder."""
+        """Ignores lent cores, like Decoder."""
 
     def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] before the final norm, of the decoder's tokens only: rows of the
-        encoder's are zero. All tokens' KV is in the cache afterwards.
-        """
+        """Only the decoder's tokens have hidden states; rows of the encoder's tokens are zero."""
         step = plan_step(metadata, self._cache.layout.block_size)
         prompts = self._encode(token_ids[step.encoder_rows], step.lengths) if step.lengths else None
         masks = [causal_bias(group, self._decoder.bias) for group in step.groups]
-        residual = self._embed[token_ids[step.decoder_rows]]  # [num decoder tokens, hidden_size]
-        for first, end in groups:
-            for index in range(first, end):
+        residual = self._embedded(token_ids[step.decoder_rows])  # [num decoder tokens, hidden_size]
+        for first, stop in groups:
+            for index in range(first, stop):
                 residual = self._decode(index, residual, prompts, step, masks)
         if prompts is None:
             return residual
@@ -103,57 +105,63 @@ class EncoderDecoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [rows, vocab_size] for rows of `forward`'s result."""
-        return self._lm_head(self._ops.norm(hidden, self._decoder.final_norm)).to(torch.float32)
+        return self._lm_head(self._lm_head.ops.norm(hidden, self._decoder.final_norm)).to(torch.float32)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        return self._embed[token_ids].to(self._residual_dtype)
 
     def _encode(self, token_ids: Tensor, lengths: tuple[int, ...]) -> Rows:
-        """What cross-attention projects its keys and values from: [num prompt tokens, hidden_size]."""
-        ops, encoder = self._ops, self._encoder
-        residual = self._embed[token_ids]
+        """The normed encoder output [num prompt tokens, hidden_size], as input rows of the cross-attention's `kv`."""
+        encoder = self._encoder
+        residual = self._embedded(token_ids)
         for layer in encoder.layers:
-            qkv = self._heads(layer.own.qkv(ops.norm(residual, layer.own.norm)), 3)
+            attention = layer.self_attention
+            qkv = self._heads(attention.qkv(attention.qkv.ops.norm(residual, attention.norm)), 3)
             mixed = attend_prompts(qkv.permute(1, 2, 0, 3), lengths, encoder.bias)
-            residual = layer.own.o.add_to(residual, ops.rows(mixed.flatten(1)))
-            residual = layer.mlp.add_to(residual, ops.norm(residual, layer.mlp_norm))
-        return ops.norm(residual, encoder.final_norm)
+            residual = attention.o.add_to(residual, attention.o.ops.rows(mixed.flatten(1)))
+            residual = layer.mlp.add_to(residual, layer.mlp.ops.norm(residual, layer.mlp_norm))
+        cross = self._decoder.layers[0].cross
+        assert cross is not None
+        return cross.kv.ops.norm(residual, encoder.final_norm)
 
     def _decode(self, index: int, residual: Tensor, prompts: Rows | None, step: Step, masks: list[Tensor]) -> Tensor:
-        ops, layer, layer_cache = self._ops, self._decoder.layers[index], self._cache.layer(index)
-        queries, keys, values = self._heads(layer.own.qkv(ops.norm(residual, layer.own.norm)), 3).unbind(1)
+        layer, layer_cache = self._decoder.layers[index], self._cache.layer(index)
+        attention = layer.self_attention
+        qkv = self._heads(attention.qkv(attention.qkv.ops.norm(residual, attention.norm)), 3)
+        queries, keys, values = qkv.unbind(1)
         self._attention.write(keys, values, layer_cache, step.decoder_slots)
         mixed = torch.empty_like(queries)
         for group, mask in zip(step.groups, masks, strict=True):
             mixed[group.rows] = attend_own(queries, layer_cache, group, mask)
-        residual = layer.own.o.add_to(residual, ops.rows(mixed.flatten(1)))
+        residual = attention.o.add_to(residual, attention.o.ops.rows(mixed.flatten(1)))
         assert layer.cross is not None
         residual = self._cross(layer.cross, layer_cache, residual, prompts, step)
-        return layer.mlp.add_to(residual, ops.norm(residual, layer.mlp_norm))
+        return layer.mlp.add_to(residual, layer.mlp.ops.norm(residual, layer.mlp_norm))
 
     def _cross(
         self, cross: CrossLayer, layer_cache: Tensor, residual: Tensor, prompts: Rows | None, step: Step
     ) -> Tensor:
-        (queries,) = self._heads(cross.q(self._ops.norm(residual, cross.norm)), 1).unbind(1)
+        (queries,) = self._heads(cross.q(cross.q.ops.norm(residual, cross.norm)), 1).unbind(1)
         keys = values = queries[:0]
         if prompts is not None:
             keys, values = self._heads(cross.kv(prompts), 2).unbind(1)
         mixed = self._attention.attend(queries, keys, values, layer_cache, None, step.cross)
-        return cross.o.add_to(residual, self._ops.rows(mixed.flatten(1)))
+        return cross.o.add_to(residual, cross.o.ops.rows(mixed.flatten(1)))
 
     def _heads(self, projected: Tensor, count: int) -> Tensor:
         # -> [rows, count, num_heads, head_dim]
         return projected.view(len(projected), count, self.config.num_heads, self.config.head_dim)
 
 
-class _Parts:
-    """Takes layers out of the parameters."""
+class _StackBuilder:
+    """Builds the encoder and the decoder from the parameters."""
 
-    def __init__(self, config: EncoderDecoderConfig, parameters: dict[str, Tensor], ops: Ops) -> None:
+    def __init__(self, config: EncoderDecoderConfig, parameters: Parameters) -> None:
         self._config = config
         self._parameters = parameters
-        self._ops = ops
 
     def stack(self, name: str, num_layers: int) -> Stack:
-        weight = self._parameters.pop(f"{name}.distances")
+        weight = self._parameters.take(f"{name}.distances")
         bias = PositionBias(weight, self._config.max_distance, both_directions=name == "encoder")
         layers = [self._layer(f"{name}.{index}", has_cross=name == "decoder") for index in range(num_layers)]
         return Stack(layers, bias, self._norm(f"{name}.final_norm"))
@@ -161,16 +169,17 @@ class _Parts:
     def _layer(self, name: str, *, has_cross: bool) -> Layer:
         config = self._config
         qkv, o = (self._linear(f"{name}.self.{part}") for part in ("qkv", "o"))
-        own = SelfLayer(self._norm(f"{name}.self.norm"), qkv, o)
+        self_attention = SelfLayer(self._norm(f"{name}.self.norm"), qkv, o)
         up, down = self._linear(f"{name}.mlp.up"), self._linear(f"{name}.mlp.down")
-        mlp = DenseMlp(up, down, ACTIVATIONS[config.activation], self._ops, gated=config.gated)
-        return Layer(own, self._cross(f"{name}.cross") if has_cross else None, self._norm(f"{name}.mlp.norm"), mlp)
+        mlp = DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
+        cross = self._cross(f"{name}.cross") if has_cross else None
+        return Layer(self_attention, cross, self._norm(f"{name}.mlp.norm"), mlp)
 
     def _cross(self, name: str) -> CrossLayer:
         return CrossLayer(self._norm(f"{name}.norm"), *(self._linear(f"{name}.{part}") for part in ("q", "kv", "o")))
 
     def _norm(self, name: str) -> Norm:
-        return Norm(self._parameters.pop(name), None, self._config.norm_eps)
+        return Norm(self._parameters.take(name), None, self._config.norm_eps)
 
     def _linear(self, name: str) -> LinearLayer:
-        return self._ops.linear(self._parameters.pop(name), None)
+        return make_linear(self._parameters.take_linear(name))

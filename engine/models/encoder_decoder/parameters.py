@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint make up which parameters of an encoder-decoder model.
+"""Maps the tensors of a checkpoint to the parameters of an encoder-decoder model.
 
-Query, key and value projections of self-attention become one matrix, key and value projections of cross-attention
-another, and the gate and up projections a third.
+Query, key and value projections of self-attention are merged to one matrix, key and value projections of
+cross-attention to another, and the gate and up projections to a third.
 """
 
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
@@ -9,15 +9,15 @@ from engine.models.parameters import ParameterSpec, Source
 
 
 def encoder_decoder_specs(config: EncoderDecoderConfig, *, own_lm_head: bool) -> list[ParameterSpec]:
-    """Every parameter; without `own_lm_head` the output matrix is the embedding."""
+    """Specs of all parameters; without `own_lm_head` the output matrix is tied to the embedding."""
     hidden, vocab = config.hidden_size, config.vocab_size
-    specs = [_matrix("embed", (vocab, hidden), "shared")]
+    specs = [_table("embed", (vocab, hidden), "shared")]
     if own_lm_head:
         specs.append(_matrix("lm_head", (vocab, hidden), "lm_head"))
     for stack, num_layers in (("encoder", config.num_encoder_layers), ("decoder", config.num_layers)):
         bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias"
         specs += [
-            _matrix(f"{stack}.distances", (config.num_buckets, config.num_heads), bias),
+            _table(f"{stack}.distances", (config.num_buckets, config.num_heads), bias),
             _norm(config, f"{stack}.final_norm", f"{stack}.final_layer_norm", is_last=stack == "decoder"),
         ]
         for layer in range(num_layers):
@@ -36,7 +36,7 @@ def _layer_specs(config: EncoderDecoderConfig, stack: str, layer: int) -> list[P
 def _attention_specs(
     config: EncoderDecoderConfig, source: str, target: str, attention: str, matrices: tuple[str, ...]
 ) -> list[ParameterSpec]:
-    """`matrices`: letters of the projections that become one matrix each."""
+    """Specs of one attention; each entry of `matrices` names, by letters, the projections merged to one matrix."""
     hidden, inner = config.hidden_size, config.num_heads * config.head_dim
     projections = [
         _matrix(
@@ -49,7 +49,7 @@ def _attention_specs(
     return [
         _norm(config, f"{target}.norm", f"{source}.layer_norm"),
         *projections,
-        _matrix(f"{target}.o", (hidden, inner), f"{source}.{attention}.o"),
+        _matrix(f"{target}.o", (hidden, inner), f"{source}.{attention}.o", shard_axis=1),
     ]
 
 
@@ -59,7 +59,7 @@ def _mlp_specs(config: EncoderDecoderConfig, source: str, target: str) -> list[P
     return [
         _norm(config, f"{target}.norm", f"{source}.layer_norm"),
         _matrix(f"{target}.up", (len(ups) * inner, hidden), *ups),
-        _matrix(f"{target}.down", (hidden, inner), f"{source}.DenseReluDense.wo"),
+        _matrix(f"{target}.down", (hidden, inner), f"{source}.DenseReluDense.wo", shard_axis=1, wide=True),
     ]
 
 
@@ -67,10 +67,15 @@ def _norm(config: EncoderDecoderConfig, name: str, source: str, *, is_last: bool
     """The last one brings its result into the output matrix's scale."""
     shape = (config.hidden_size,)
     factor = config.logit_scale if is_last else 1.0
-    return ParameterSpec(name, shape, (Source(f"{source}.weight", shape),), factor)
+    return ParameterSpec(name, shape, (Source(f"{source}.weight", shape),), factor, wide=True)
 
 
-def _matrix(name: str, shape: tuple[int, int], *sources: str) -> ParameterSpec:
-    """Sources of equal size, on top of each other."""
+def _table(name: str, shape: tuple[int, int], source: str) -> ParameterSpec:
+    return ParameterSpec(name, shape, (Source(f"{source}.weight", shape),))
+
+
+def _matrix(name: str, shape: tuple[int, int], *sources: str, shard_axis: int = 0, wide: bool = False) -> ParameterSpec:
+    """A matrix stacked from sources of equal size."""
     part = (shape[0] // len(sources), shape[1])
-    return ParameterSpec(name, shape, tuple(Source(f"{source}.weight", part) for source in sources))
+    stacked = tuple(Source(f"{source}.weight", part) for source in sources)
+    return ParameterSpec(name, shape, stacked, shard_axis=shard_axis, wide=wide)

@@ -1,7 +1,7 @@
-"""Relative position bias: what a head adds to the score of a key, by the key's distance from the query.
+"""Relative position bias: a learned value per head and bucket of distances, added to the score of a key.
 
-Distances up to a half of the buckets (of each direction) have one each, longer ones share them on a logarithmic scale,
-all from `max_distance` on the last one. (Raffel et al. 2020, §2.1)
+In each direction, half of the buckets hold one distance each. The other half covers longer distances on a logarithmic
+scale; the last bucket holds all distances from `max_distance` on. (Raffel et al. 2020, §2.1)
 """
 
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class PositionBias:
-    """Biases of one stack's heads; all its layers share them. `weight` [num_buckets, num_heads]."""
+    """Position biases of the encoder or the decoder, shared by its layers. `weight`: [num_buckets, num_heads]."""
 
     def __init__(self, weight: Tensor, max_distance: int, *, both_directions: bool) -> None:
         distances = torch.arange(-max_distance, max_distance + 1)
@@ -27,7 +27,7 @@ class PositionBias:
 
 
 def _bucket(distances: Tensor, num_buckets: int, max_distance: int, *, both_directions: bool) -> Tensor:
-    """Buckets of distances, key minus query. In one direction, keys after the query are in the bucket of 0."""
+    """Buckets of distances (key minus query). With one direction only, keys after the query get the bucket of 0."""
     buckets = torch.zeros_like(distances)
     if both_directions:
         num_buckets //= 2
@@ -36,7 +36,7 @@ def _bucket(distances: Tensor, num_buckets: int, max_distance: int, *, both_dire
     else:
         distances = -distances.clamp(max=0)
     num_exact = num_buckets // 2
-    # In fp32, and in this order, so that rounding is that of the models' own code.
+    # In fp32, and in this order, to round exactly as transformers does.
     ratio = torch.log(distances.float() / num_exact) / math.log(max_distance / num_exact)
     far = (num_exact + (ratio * (num_buckets - num_exact)).to(torch.long)).clamp(max=num_buckets - 1)
     return buckets + torch.where(distances < num_exact, distances, far)

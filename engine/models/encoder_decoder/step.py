@@ -1,8 +1,8 @@
-"""A step of an encoder-decoder model: what the encoder reads, what the decoder, and who attends to what.
+"""Step: the tokens of a step, split between encoder and decoder, and the groups that attend together.
 
-Tokens of a step are the flattened parts of sequences, as for other models (`engine/batch_inputs.py`). Positions below
-`num_encoded` of a sequence, the prompt's, are the encoder's: a step has all of them or none. The others are the
-decoder's: the start token, and what was generated.
+The tokens of a step are flattened sequences, as for other models (`engine/step_input.py`). In each sequence, the first
+`num_encoded` positions, the prompt, belong to the encoder: a step computes all of them or none. The other positions,
+the start token and the generated tokens, belong to the decoder.
 """
 
 from dataclasses import dataclass
@@ -15,30 +15,32 @@ from engine.attention.metadata import ForwardMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A sequence's tokens in a step: rows `[start, end)` of the step's tokens, of which the encoder reads the first
-    `num_encoding`. Of its `context_len` tokens `num_encoded` are the prompt; `index` is its row in the block tables."""
+class SequenceTokens:
+    """The tokens of one sequence in a step: rows `[start, stop)` of the step's tokens.
+
+    The encoder computes the first `num_encoding` of them. The first `num_encoded` of the sequence's `context_len`
+    tokens are the prompt. `index` is the sequence's row in the block tables.
+    """
 
     index: int
     start: int
-    end: int
+    stop: int
     num_encoding: int
     num_encoded: int
     context_len: int
 
     @property
     def num_decoding(self) -> int:
-        """Tokens for the decoder."""
-        return self.end - self.start - self.num_encoding
+        return self.stop - self.start - self.num_encoding
 
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Sequences with equally many decoder tokens that attend together.
+    """A group of sequences with the same number of decoder tokens, whose self-attention is computed together.
 
-    `rows` [num_seqs, num_queries] of the decoder's tokens; `queries` [num_seqs, num_queries] and `keys` [num_seqs,
-    num_keys] are positions behind the prompt, `slots` [num_seqs, num_keys] where the keys are in the cache. Keys beyond
-    a sequence's last token repeat it; no query may see them.
+    `rows` [num_seqs, num_queries]: rows of the decoder's tokens. `queries` [num_seqs, num_queries] and `keys`
+    [num_seqs, num_keys]: positions relative to the end of the prompt. `slots` [num_seqs, num_keys]: cache slots of
+    the keys. Keys beyond a sequence's last token repeat its slot and must be masked.
     """
 
     rows: Tensor
@@ -49,8 +51,12 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`encoder_rows`, `decoder_rows`: of the step's tokens. `lengths`: of the prompts that the encoder reads, in order.
-    `cross`: every decoder token as a sequence of its own, whose context is the prompt; its slots are the prompts'."""
+    """The plan of one step.
+
+    `encoder_rows`, `decoder_rows`: rows of the step's tokens. `lengths`: lengths of the prompts to encode, in order.
+    `cross`: metadata of cross-attention, in which every decoder token is a sequence whose context is the prompt; its
+    slots are those of the encoded prompts.
+    """
 
     encoder_rows: Tensor
     decoder_rows: Tensor
@@ -61,73 +67,73 @@ class Step:
 
 
 def plan_step(metadata: ForwardMetadata, block_size: int) -> Step:
-    """Take a step's tokens apart. On CUDA it waits for the device once."""
-    parts = _parts(metadata)
+    """Split the step's tokens between encoder and decoder. On CUDA it synchronises with the device once."""
+    sequences = _sequences(metadata)
     device = metadata.positions.device
-    encoder_rows = _rows([(part.start, part.start + part.num_encoding) for part in parts], device)
-    decoder_rows = _rows([(part.start + part.num_encoding, part.end) for part in parts], device)
+    encoder_rows = _rows([(sequence.start, sequence.start + sequence.num_encoding) for sequence in sequences], device)
+    decoder_rows = _rows([(sequence.start + sequence.num_encoding, sequence.stop) for sequence in sequences], device)
     return Step(
         encoder_rows=encoder_rows,
         decoder_rows=decoder_rows,
-        lengths=tuple(part.num_encoding for part in parts if part.num_encoding),
+        lengths=tuple(sequence.num_encoding for sequence in sequences if sequence.num_encoding),
         decoder_slots=metadata.slot_mapping[decoder_rows],
-        groups=tuple(_groups(parts, metadata, block_size)),
-        cross=_cross(parts, metadata, metadata.slot_mapping[encoder_rows]),
+        groups=tuple(_groups(sequences, metadata, block_size)),
+        cross=_cross(sequences, metadata, metadata.slot_mapping[encoder_rows]),
     )
 
 
-def _parts(metadata: ForwardMetadata) -> list[Part]:
+def _sequences(metadata: ForwardMetadata) -> list[SequenceTokens]:
     columns = torch.stack((metadata.context_lens, metadata.prompt_lens)).tolist()
     bounds = pairwise(metadata.query_starts.tolist())
-    parts = []
-    for index, ((start, end), context_len, prompt_len) in enumerate(zip(bounds, *columns, strict=True)):
+    sequences = []
+    for index, ((start, stop), context_len, prompt_len) in enumerate(zip(bounds, *columns, strict=True)):
         num_encoded = prompt_len - 1  # the decoder's start token counts as the prompt's last
-        first_position = context_len - (end - start)
+        first_position = context_len - (stop - start)
         num_encoding = max(0, num_encoded - first_position)
-        if num_encoding not in (0, num_encoded) or end - start <= num_encoding:
+        if num_encoding not in (0, num_encoded) or stop - start <= num_encoding:
             raise ValueError("an encoder's prompt must be computed in one step, with the decoder's first token")
-        parts.append(Part(index, start, end, num_encoding, num_encoded, context_len))
-    return parts
+        sequences.append(SequenceTokens(index, start, stop, num_encoding, num_encoded, context_len))
+    return sequences
 
 
 def _rows(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(*span, device=device) for span in spans])
 
 
-def _groups(parts: list[Part], metadata: ForwardMetadata, block_size: int) -> list[SelfAttention]:
-    """Single tokens together, each longer part by itself."""
+def _groups(sequences: list[SequenceTokens], metadata: ForwardMetadata, block_size: int) -> list[SelfAttention]:
+    """One group for all sequences with a single decoder token, and one for each sequence with more."""
     firsts, num_rows = [], 0
-    for part in parts:
+    for sequence in sequences:
         firsts.append(num_rows)
-        num_rows += part.num_decoding
-    placed = list(zip(parts, firsts, strict=True))
-    single = [(part, first) for part, first in placed if part.num_decoding == 1]
-    longer = [[(part, first)] for part, first in placed if part.num_decoding > 1]
+        num_rows += sequence.num_decoding
+    placed = list(zip(sequences, firsts, strict=True))
+    single = [(sequence, first) for sequence, first in placed if sequence.num_decoding == 1]
+    longer = [[(sequence, first)] for sequence, first in placed if sequence.num_decoding > 1]
     return [_group(group, metadata, block_size) for group in ([single] if single else []) + longer]
 
 
-def _group(placed: list[tuple[Part, int]], metadata: ForwardMetadata, block_size: int) -> SelfAttention:
-    parts, firsts = zip(*placed, strict=True)
-    device, num_queries = metadata.positions.device, parts[0].num_decoding
-    encoded = torch.tensor([part.num_encoded for part in parts], device=device)[:, None]
-    lens = torch.tensor([part.context_len for part in parts], device=device)[:, None] - encoded
+def _group(placed: list[tuple[SequenceTokens, int]], metadata: ForwardMetadata, block_size: int) -> SelfAttention:
+    sequences, firsts = zip(*placed, strict=True)
+    device, num_queries = metadata.positions.device, sequences[0].num_decoding
+    encoded = torch.tensor([sequence.num_encoded for sequence in sequences], device=device)[:, None]
+    lens = torch.tensor([sequence.context_len for sequence in sequences], device=device)[:, None] - encoded
     within = torch.arange(num_queries, device=device)
-    keys = torch.arange(int(max(part.context_len - part.num_encoded for part in parts)), device=device)
+    keys = torch.arange(int(max(sequence.context_len - sequence.num_encoded for sequence in sequences)), device=device)
     positions = encoded + torch.minimum(keys, lens - 1)  # in the sequence
-    tables = metadata.block_tables[torch.tensor([part.index for part in parts], device=device)].long()
+    tables = metadata.block_tables[torch.tensor([sequence.index for sequence in sequences], device=device)].long()
     slots = tables.gather(1, positions // block_size) * block_size + positions % block_size
     return SelfAttention(
         rows=torch.tensor(firsts, device=device)[:, None] + within,
         queries=lens - num_queries + within,
-        keys=keys.expand(len(parts), -1),
+        keys=keys.expand(len(sequences), -1),
         slots=slots,
     )
 
 
-def _cross(parts: list[Part], metadata: ForwardMetadata, encoder_slots: Tensor) -> ForwardMetadata:
+def _cross(sequences: list[SequenceTokens], metadata: ForwardMetadata, encoder_slots: Tensor) -> ForwardMetadata:
     device = metadata.positions.device
-    counts = torch.tensor([part.num_decoding for part in parts])
-    owners = torch.repeat_interleave(torch.arange(len(parts)), counts).to(device)
+    counts = torch.tensor([sequence.num_decoding for sequence in sequences])
+    owners = torch.repeat_interleave(torch.arange(len(sequences)), counts).to(device)
     encoded = metadata.prompt_lens - 1
     num_rows = int(counts.sum())
     none = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -137,9 +143,9 @@ def _cross(parts: list[Part], metadata: ForwardMetadata, encoder_slots: Tensor) 
         slot_mapping=encoder_slots,
         block_tables=metadata.block_tables[owners],
         context_lens=encoded[owners],
-        prompt_lens=none.to(torch.int32),  # all is attended to as generated tokens attend to what is before them
+        prompt_lens=none.to(torch.int32),  # no prompt: every query attends to its complete context
         query_starts=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
         num_decodes=num_rows,
         chunks=(),
-        max_decode_context=max(part.num_encoded for part in parts),
+        max_decode_context=max(sequence.num_encoded for sequence in sequences),
     )

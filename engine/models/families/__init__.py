@@ -54,4 +54,4 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
 }
-"""By what config.json calls `architectures`."""
+"""Families by the names in `architectures` of config.json."""

@@ -1,4 +1,4 @@
-"""Baichuan: Llama with one tensor for queries, keys and values; 13B has ALiBi in place of rotary positions."""
+"""Baichuan: Llama with one tensor for queries, keys and values; 13B uses ALiBi instead of rotary positions."""
 
 from dataclasses import replace
 
@@ -11,8 +11,9 @@ _BAICHUAN2_VOCAB = 125_696
 
 
 def baichuan(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Baichuan 1 and 2. Of 13B, whose positions have no end, config.json has `model_max_length` alone; the second
-    generation, which only its vocabulary tells, multiplies with an output matrix whose rows have length 1.
+    """Baichuan 1 and 2. The config.json of 13B (ALiBi) has `model_max_length` instead of `max_position_embeddings`.
+
+    Baichuan 2 divides the rows of its output matrix by their lengths; only its vocabulary size identifies it.
     """
     has_alibi = raw.get("max_position_embeddings") is None
     return replace(

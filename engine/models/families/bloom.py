@@ -1,4 +1,4 @@
-"""BLOOM: distance counts in the scores (ALiBi), and the embedding has a norm."""
+"""BLOOM: ALiBi positions, and a norm after the embedding."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ _TENSORS = TensorNames(
 
 
 def bloom(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """BLOOM and BLOOMZ."""
+    """BLOOM and BLOOMZ, which have the same architecture."""
     refuse(raw, apply_residual_connection_post_layernorm=True)
     return replace(
         plain,

@@ -1,9 +1,10 @@
-"""ChatGLM and GLM: half of each head is rotated, neighbours together; gate and up projection are one tensor."""
+"""ChatGLM and GLM: half of each head is rotated, with neighbours paired; gate and up projection are one tensor."""
 
 from dataclasses import replace
 
 from engine.models.facts import ModelConfig, RawConfig
 from engine.models.reading import integer, refuse
+from engine.models.rope_config import rotated_dim
 from engine.models.tensor_names import TensorNames
 
 _CHATGLM = TensorNames(
@@ -22,7 +23,7 @@ _GLM4 = replace(_GLM, attn_out_norm="post_self_attn_layernorm", mlp_out_norm="po
 
 
 def chatglm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """ChatGLM 2 and 3, and GLM-4 as first published. `rope_ratio` stretches the base, as in all but ChatGLM2-32K."""
+    """ChatGLM 2 and 3, and GLM-4 in its first format. `rope_ratio` multiplies the base, except in ChatGLM2-32K."""
     refuse(raw, rmsnorm=False, post_layer_norm=False, add_bias_linear=True, original_rope=False)
     refuse(raw, apply_residual_connection_post_layernorm=True)
     multi_query = raw.get("multi_query_attention", False)
@@ -36,10 +37,11 @@ def chatglm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def glm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """GLM-4 9B and GLM-Edge as transformers knows them."""
-    return replace(plain, tensors=_GLM, qkv_bias=bool(raw.get("attention_bias", False)))
+    """GLM-4 9B and GLM-Edge in the format of transformers."""
+    rope = replace(plain.rope, dim=rotated_dim(raw, plain.head_dim, default=0.5))
+    return replace(plain, tensors=_GLM, rope=rope, qkv_bias=bool(raw.get("attention_bias", False)))
 
 
 def glm4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """GLM-4 0414 and GLM-Z1: norms also after attention and MLP."""
+    """GLM-4 0414 and GLM-Z1, with norms after attention and MLP, too."""
     return replace(glm(plain, raw), tensors=_GLM4, block="sandwich")

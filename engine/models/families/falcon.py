@@ -1,4 +1,4 @@
-"""Falcon: layer norms, a plain MLP, attention and MLP side by side; its forms differ in norms and key/value heads."""
+"""Falcon: layer norms, a plain MLP, attention and MLP in parallel; its variants differ in norms and key/value heads."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def falcon(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         norm_bias=True,
         block=block,
         positions="alibi" if raw.get("alibi", False) else "rotary",
-        # Its scores are scaled with the bias already in them.
+        # Falcon adds the ALiBi bias before it scales the scores.
         alibi_scale=plain.head_dim**-0.5,
         activation=str(raw.get("activation", "gelu")),
         gated=False,

@@ -1,4 +1,4 @@
-"""Family: one architecture of decoder-only models, as differences from the plain decoder."""
+"""Family: one architecture of decoder-only models, as differences from the plain decoder (ModelConfig's defaults)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,10 @@ Facts = Callable[[ModelConfig, RawConfig], ModelConfig]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`facts(plain, raw)` turns the plain decoder with this checkpoint's sizes into what the family is, mostly by
-    `dataclasses.replace`; `raw` is its config.json. ConfigurationError for variants that are not supported.
+    """`facts(plain, raw)` returns the family's ModelConfig, usually by `dataclasses.replace`.
+
+    `plain` is the plain decoder with this checkpoint's sizes, `raw` its config.json. It raises ConfigurationError for
+    variants that are not supported.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Gemma: norms that add 1 to their weights, a scaled embedding, GELU; from 2 on, windows, soft caps and more norms."""
+"""Gemma: norms that add 1 to their weights, a scaled embedding, GELU. Gemma 2 adds windows, soft caps and norms."""
 
 from dataclasses import replace
 
@@ -17,18 +17,21 @@ _GEMMA2 = replace(
 
 
 def gemma(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Gemma 1. Its first checkpoints say `gelu` and mean the approximation by tanh."""
+    """Gemma 1. Early checkpoints name the activation `gelu`, but use the tanh approximation."""
+    bias = bool(raw.get("attention_bias", False))
     return replace(
         plain,
         tensors=_GEMMA,
         embed_scale=plain.hidden_size**0.5,
         activation="gelu_pytorch_tanh",
+        qkv_bias=bias,
+        o_bias=bias,
         tied=bool(raw.get("tie_word_embeddings", True)),
     )
 
 
 def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Gemma 2: every second layer has a window, the first one among them."""
+    """Gemma 2: layers with and without a window alternate, beginning with a window."""
     return replace(
         gemma(plain, raw),
         tensors=_GEMMA2,
@@ -41,25 +44,25 @@ def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Gemma 3, text only: norms of queries and keys; layers with a window rotate by angles of their own."""
+    """Gemma 3, text only: norms of queries and keys; layers with a window have separate rotary frequencies."""
     sizes = (plain.max_position_embeddings, plain.head_dim)
     ropes = raw.get("rope_parameters") or {}
-    whole: RawConfig = {"rope_theta": 1_000_000.0, **raw}
+    full: RawConfig = {"rope_theta": 1_000_000.0, **raw}
     local: RawConfig = {"rope_theta": raw.get("rope_local_base_freq")}
     if "full_attention" in ropes:
-        whole, local = ({"rope_parameters": ropes[kind]} for kind in ("full_attention", "sliding_attention"))
+        full, local = ({"rope_parameters": ropes[kind]} for kind in ("full_attention", "sliding_attention"))
     return replace(
         gemma2(plain, raw),
         qk_norm=True,
         counts_scaled_positions=True,
-        rope=parse_rope(whole, *sizes),
+        rope=parse_rope(full, *sizes),
         window_rope=parse_rope(local, *sizes),
         windows=_every(first_of(raw, ("sliding_window_pattern", "_sliding_window_pattern"), 6), plain, raw),
     )
 
 
 def _every(pattern: int, plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
-    """All layers have a window but each `pattern`-th; `layer_types` says so itself in newer files."""
+    """Windows of all layers but every `pattern`-th one. Newer config.json files list them in `layer_types`."""
     window = raw.get("sliding_window", 4096)
     if raw.get("layer_types") is not None:
         return layer_windows(raw, plain.num_layers, window)

@@ -1,4 +1,4 @@
-"""GPT-2 and its kind: learned positions, layer norms, a plain MLP, biases everywhere."""
+"""GPT-2 and its relatives: learned positions, layer norms, a plain MLP, biases everywhere."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def _plain_gpt(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def gpt2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """GPT-2: its matrices are stored as inputs by outputs."""
+    """GPT-2, whose matrices are stored as [inputs, outputs]."""
     refuse(raw, scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False, add_cross_attention=True)
     return replace(_plain_gpt(plain, raw), tensors=replace(_TENSORS, transposed=True))
 

@@ -1,9 +1,9 @@
-"""GPT-NeoX: a part of each head is rotated; attention and MLP read the residual side by side."""
+"""GPT-NeoX: a part of each head is rotated; attention and MLP run in parallel."""
 
 from dataclasses import replace
 
 from engine.models.facts import ModelConfig, RawConfig
-from engine.models.rope_config import parse_rope
+from engine.models.rope_config import parse_rope, rotated_dim
 from engine.models.tensor_names import TensorNames
 
 _TENSORS = TensorNames(
@@ -20,7 +20,7 @@ _TENSORS = TensorNames(
 
 
 def gpt_neox(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """GPT-NeoX 20B, Pythia, Dolly 2, RedPajama-INCITE (whose layers are sequential)."""
+    """GPT-NeoX 20B, Pythia, Dolly 2, and RedPajama-INCITE (with sequential layers)."""
     bias = bool(raw.get("attention_bias", True))
     return replace(
         plain,
@@ -29,9 +29,9 @@ def gpt_neox(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         norm_bias=True,
         block="parallel" if raw.get("use_parallel_residual", True) else "sequential",
         rope=parse_rope(
-            {"rotary_pct": 0.25, "rope_theta": raw.get("rotary_emb_base"), **raw},
+            {"rope_theta": raw.get("rotary_emb_base"), **raw},
             plain.max_position_embeddings,
-            plain.head_dim,
+            rotated_dim(raw, plain.head_dim, default=0.25),
         ),
         activation=str(raw.get("hidden_act", "gelu")),
         gated=False,

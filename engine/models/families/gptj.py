@@ -1,4 +1,4 @@
-"""GPT-J: neighbouring dimensions rotate together; attention and MLP read one norm side by side."""
+"""GPT-J: neighbouring rotary dimensions are paired; attention and MLP run in parallel and share one norm."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ _TENSORS = TensorNames(
 
 
 def gptj(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """GPT-J 6B: only the MLP and the output matrix have biases."""
+    """GPT-J 6B, with biases in the MLP and the output matrix only."""
     return replace(
         plain,
         tensors=_TENSORS,

@@ -1,4 +1,4 @@
-"""Granite: Llama with factors of the embedding, the scores, what layers add, and the logits."""
+"""Granite: Llama with factors of the embedding, the scores, the outputs of attention and MLP, and the logits."""
 
 from dataclasses import replace
 
@@ -7,7 +7,6 @@ from engine.models.families.llama import llama
 
 
 def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Granite 3."""
     return replace(
         llama(plain, raw),
         embed_scale=float(raw.get("embedding_multiplier", 1.0)),

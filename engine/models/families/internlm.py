@@ -1,4 +1,4 @@
-"""InternLM: Llama with biases in attention (1), with one grouped projection (2), or with biases to choose (3)."""
+"""InternLM: Llama with attention biases (1), with one grouped qkv projection (2), or with optional biases (3)."""
 
 from dataclasses import replace
 
@@ -19,18 +19,18 @@ _INTERNLM2 = TensorNames(
 
 
 def internlm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """InternLM 7B and 20B."""
+    """InternLM 7B and 20B, with one switch for all attention biases."""
     bias = bool(raw.get("bias", True))
     return replace(plain, qkv_bias=bias, o_bias=bias)
 
 
 def internlm2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """InternLM 2 and 2.5."""
+    """InternLM 2 and 2.5, with grouped query, key and value rows in one tensor."""
     bias = bool(raw.get("bias", False))
     return replace(plain, tensors=_INTERNLM2, qkv_bias=bias, o_bias=bias)
 
 
 def internlm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """InternLM 3."""
+    """InternLM 3, with a separate switch for the biases of queries, keys and values."""
     bias = bool(raw.get("bias", False))
     return replace(plain, qkv_bias=bool(raw.get("qkv_bias", False)), o_bias=bias, mlp_bias=bias)

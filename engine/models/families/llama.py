@@ -1,4 +1,4 @@
-"""Llama and those of its shape: RMS norms, rotary positions, a gated MLP."""
+"""Llama, Mistral and Qwen: RMS norms, rotary positions, a gated MLP."""
 
 from dataclasses import replace
 
@@ -7,18 +7,21 @@ from engine.models.reading import layer_windows
 
 
 def llama(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Llama 1 to 3, and what is published under its name: Yi, Vicuna, SmolLM, DeepSeek LLM."""
+    """Llama 1 to 3, and models that use its architecture: Yi, Vicuna, SmolLM, DeepSeek LLM."""
     bias = bool(raw.get("attention_bias", False))
     return replace(plain, qkv_bias=bias, o_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False)))
 
 
 def mistral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Mistral: all layers have the same window, or none."""
+    """Mistral, with the same window in all layers, or none."""
     return replace(plain, windows=(raw.get("sliding_window", 4096),) * plain.num_layers)
 
 
 def qwen_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
-    """Off unless `use_sliding_window`; then `layer_types` says which layers, else those from `max_window_layers` on."""
+    """Windows of Qwen models: none unless `use_sliding_window` is set.
+
+    `layer_types` lists the layers with a window; without it these are the layers from `max_window_layers` on.
+    """
     if not raw.get("use_sliding_window", False):
         return plain.windows
     window = raw.get("sliding_window", 4096)
@@ -29,11 +32,11 @@ def qwen_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
 
 
 def qwen2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Qwen 1.5, 2 and 2.5: biases of queries, keys and values."""
+    """Qwen 1.5, 2 and 2.5, with biases of queries, keys and values."""
     return replace(plain, qkv_bias=True, windows=qwen_windows(plain, raw))
 
 
 def qwen3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Qwen 3: norms of queries and keys."""
+    """Qwen 3, with norms of queries and keys."""
     bias = bool(raw.get("attention_bias", False))
     return replace(plain, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=qwen_windows(plain, raw))

@@ -1,4 +1,4 @@
-"""Mixtures of experts around attention that other families have, too."""
+"""Mixtures of experts, with the attention of other families."""
 
 from dataclasses import replace
 
@@ -30,19 +30,21 @@ def mixtral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def qwen2_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Qwen 1.5 MoE and 2 MoE: beside the chosen experts one that sees every token, through a gate."""
+    """Qwen 1.5 MoE and 2 MoE, with a gated shared expert that processes every token."""
     shared = integer(raw, "shared_expert_intermediate_size")
     experts = replace(_qwen_experts(plain, raw), shared_size=shared, shared_gate=True)
     return replace(qwen2(plain, raw), experts=experts)
 
 
 def qwen3_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Qwen 3 MoE."""
     return replace(qwen3(plain, raw), experts=_qwen_experts(plain, raw))
 
 
 def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """DeepSeek-MoE 16B (the first; later ones compress their KV): plain layers first, experts that all tokens share."""
+    """DeepSeek-MoE 16B: MLPs in the first layers, experts and shared experts in the others.
+
+    Later DeepSeek models, which compress KV, are not supported.
+    """
     refuse(raw, scoring_func="sigmoid")
     inner, first = integer(raw, "moe_intermediate_size"), raw.get("first_k_dense_replace", 0)
     step = raw.get("moe_layer_freq", 1)

@@ -1,4 +1,4 @@
-"""OPT: GPT-2's shape with ReLU; its table of positions begins with two rows that are not used."""
+"""OPT: GPT-2's architecture with ReLU; the first two rows of its position table are unused."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ _TENSORS = TensorNames(
 
 
 def opt(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """OPT but for 350M, whose norms come after each addition and whose embedding is narrower than its layers."""
+    """OPT, except 350M, which norms after each addition and has an embedding narrower than its layers."""
     refuse(raw, do_layer_norm_before=False, _remove_final_layer_norm=True, layer_norm_elementwise_affine=False)
     if raw.get("word_embed_proj_dim", plain.hidden_size) != plain.hidden_size:
         raise ConfigurationError("config.json: word_embed_proj_dim other than hidden_size is not supported")

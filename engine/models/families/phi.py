@@ -1,10 +1,10 @@
-"""Phi: 1 and 2 have GPT-J's layers with biases; 3 and 4 are Llama with fused projections."""
+"""Phi: Phi 1 and 2 have GPT-J's layers with biases; Phi 3 and 4 are Llama with fused projections."""
 
 from dataclasses import replace
 
 from engine.models.facts import ModelConfig, RawConfig
 from engine.models.reading import refuse
-from engine.models.rope_config import parse_rope
+from engine.models.rope_config import rotated_dim
 from engine.models.tensor_names import TensorNames
 
 _PHI = TensorNames(
@@ -17,7 +17,7 @@ _PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 
 
 def phi(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Phi 1, 1.5 and 2: half of each head is rotated; biases everywhere."""
+    """Phi 1, 1.5 and 2, with half of each head rotated, and biases everywhere."""
     refuse(raw, qk_layernorm=True)
     return replace(
         plain,
@@ -25,7 +25,7 @@ def phi(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         norm="layer",
         norm_bias=True,
         block="parallel-shared",
-        rope=parse_rope({"partial_rotary_factor": 0.5, **raw}, plain.max_position_embeddings, plain.head_dim),
+        rope=replace(plain.rope, dim=rotated_dim(raw, plain.head_dim, default=0.5)),
         activation=str(raw.get("hidden_act", "gelu_new")),
         gated=False,
         qkv_bias=True,
@@ -36,5 +36,10 @@ def phi(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def phi3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Phi 3, 3.5 and 4."""
-    return replace(plain, tensors=_PHI3, windows=(raw.get("sliding_window"),) * plain.num_layers)
+    """Phi 3, 3.5 and 4, with one window for all layers, or none."""
+    return replace(
+        plain,
+        tensors=_PHI3,
+        rope=replace(plain.rope, dim=rotated_dim(raw, plain.head_dim)),
+        windows=(raw.get("sliding_window"),) * plain.num_layers,
+    )

@@ -9,7 +9,6 @@ _TENSORS = TensorNames(up=("mlp.c_fc",), down="mlp.c_proj")
 
 
 def starcoder2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """StarCoder 2."""
     bias = bool(raw.get("use_bias", True))
     return replace(
         plain,

@@ -7,12 +7,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from starlette.requests import Request
 from starlette.routing import Mount, Route
 
 from gateway.access import Gate
 from gateway.app import build_app
-from gateway.exchange import _discard_rest
 from tests.evidence import Evidence
 from tests.fakes.sdk_router import Script, running_router
 from tests.service.gateway.http import gateway_at, running_gateway
@@ -52,7 +50,7 @@ def endpoints(backend: Any) -> list[tuple[str, str]]:
     ]
 
 
-async def test_every_route_wants_a_key(keyed: Any, evidence: Evidence) -> None:
+async def test_every_route_requires_a_key(keyed: Any, evidence: Evidence) -> None:
     backend, http = keyed
     wanted = [each for each in endpoints(backend) if each not in OPEN]
     assert len(wanted) > 15
@@ -81,14 +79,14 @@ async def test_every_route_wants_a_key(keyed: Any, evidence: Evidence) -> None:
         {"x-api-key": KEYS["alice"]},
     ],
 )
-async def test_the_callers_key_is_the_routers_key(keyed: Any, headers: dict[str, str]) -> None:
+async def test_the_callers_key_is_forwarded_to_the_router(keyed: Any, headers: dict[str, str]) -> None:
     _, http = keyed
     assert (await http.get("/v1/models", headers=headers)).json()["data"][0]["id"] == "tiny"
     tokens = await http.post("/tokenize", json={"inputs": "hello world"}, headers=headers)
     assert "".join(token["text"] for token in tokens.json()) == "hello world"
 
 
-async def test_probes_need_no_key_and_tell_when_there_are_no_workers(keyed: Any) -> None:
+async def test_probes_need_no_key_and_report_missing_workers(keyed: Any) -> None:
     _, http = keyed
     assert (await http.get("/metrics")).status_code == 200
     for path in ("/ping", "/health"):
@@ -107,10 +105,10 @@ async def test_ping_waits_for_a_prefill_and_a_decode_worker(make_mesh: Any) -> N
 
 
 @pytest.mark.parametrize("path", ["/ping", "/health"])
-async def test_probes_answer_in_time_though_the_router_does_not(path: str) -> None:
+async def test_probes_answer_in_time_if_the_router_does_not(path: str) -> None:
     async with running_gateway() as gateway:
         gateway.router.health.hangs = True
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):  # 1 s on an idle machine; the router never answers
             assert (await gateway.http.get(path)).status_code == 503
         assert gateway.router.health.asked.is_set()
 
@@ -131,7 +129,7 @@ async def test_the_gate_asks_the_router_once_for_a_key() -> None:
             return ()
 
     client, now = Counting(), [0.0]
-    gate = Gate(client, open_to_all=True, clock=lambda: now[0])  # type: ignore[arg-type]
+    gate = Gate(client, allow_anonymous=True, clock=lambda: now[0])  # type: ignore[arg-type]
     await asyncio.gather(*(gate.check("a") for _ in range(5)), gate.check("b"))
     assert client.calls == ["a", "b"]
     now[0] = 11.0
@@ -139,7 +137,7 @@ async def test_the_gate_asks_the_router_once_for_a_key() -> None:
     assert client.calls == ["a", "b", "a"]
 
 
-async def test_beyond_loopback_a_router_without_keys_is_not_shown() -> None:
+async def test_beyond_loopback_a_router_without_keys_is_not_exposed() -> None:
     async with running_router() as router:
         async with gateway_at(router.address, host="0.0.0.0") as (url, _, http):
             url = url.replace("0.0.0.0", "127.0.0.1")
@@ -176,11 +174,11 @@ async def test_bodies_are_capped(announced: bool) -> None:
         assert (await gateway.http.post("/v1/completions", json={"prompt": "x" * 900})).status_code == 200
 
 
-async def test_a_body_that_does_not_come_is_given_up() -> None:
+async def test_a_body_that_does_not_arrive_times_out() -> None:
     async with running_gateway(body_timeout_s=0.05) as gateway:
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n\r\n{")
         assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
         assert b'"error_type":"validation"' in await reader.read(), "and the connection is closed"
         writer.close()
@@ -209,16 +207,3 @@ async def test_headers_are_bounded() -> None:
         except httpx2.TransportError:
             return  # it may close the connection before all is sent
         assert response.status_code in (400, 431)
-
-
-async def test_a_body_that_ends_with_the_byte_too_much() -> None:
-    """Read to its end already: there is no rest to read before the answer."""
-
-    sent = iter([{"type": "http.request", "body": b"x" * 9, "more_body": False}])
-
-    async def receive() -> Any:
-        return next(sent)
-
-    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-    assert [chunk async for chunk in request.stream()] == [b"x" * 9, b""]
-    assert await _discard_rest(request)

@@ -85,7 +85,7 @@ async def test_a_stop_string_is_no_part_of_an_openai_answer(http: httpx2.AsyncCl
     assert (usage["completion_tokens"], usage["total_tokens"]) == (2, 8)
 
 
-async def test_what_was_held_back_in_vain_comes_with_its_log_probs(http: httpx2.AsyncClient) -> None:
+async def test_held_back_text_is_released_with_its_log_probs(http: httpx2.AsyncClient) -> None:
     body = {"messages": [{"role": "user", "content": "q"}], "logit_bias": abc(), "stop": ["bcx"], "max_tokens": 6}
     chunks = await events(http, "/v1/chat/completions", body | {"logprobs": True, "stream": True})
     shown = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["logprobs"]]
@@ -108,7 +108,7 @@ async def test_the_end_of_sequence_is_a_token_without_text(http: httpx2.AsyncCli
     assert (choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"]) == ("abc", "stop", ["a", "b", "c"])
 
 
-async def test_an_end_of_sequence_at_the_last_place_allowed(http: httpx2.AsyncClient) -> None:
+async def test_an_end_of_sequence_at_the_token_limit(http: httpx2.AsyncClient) -> None:
     """The end, in all dialects but TGI (see test_tgi.py)."""
     bias = abc() | {str(EOS_ID): 1.0}
     parameters = {"logit_bias": bias, "details": True, "max_new_tokens": 4}
@@ -116,14 +116,14 @@ async def test_an_end_of_sequence_at_the_last_place_allowed(http: httpx2.AsyncCl
     assert answer["details"]["finish_reason"] == "eos_token"
 
 
-async def test_cached_tokens_of_a_prompt_are_told(http: httpx2.AsyncClient) -> None:
+async def test_cached_tokens_of_a_prompt_are_reported(http: httpx2.AsyncClient) -> None:
     answer = (await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, "n": 2})).json()
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
     assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (6, 4)
 
 
 @pytest.mark.parametrize("tokens_per_message", [1, 3])
-async def test_one_event_for_each_token_however_they_come(tokens_per_message: int) -> None:
+async def test_one_event_for_each_token(tokens_per_message: int) -> None:
     """Several tokens of one step are several events, in order; parts of a character have no text."""
     async with running_gateway(Script(tokens_per_message=tokens_per_message)) as gateway:
         body = {"inputs": "One", "parameters": {"details": True}}
@@ -159,7 +159,7 @@ async def test_a_stream_that_ends_exactly_at_its_limit_says_so(num_tokens: int) 
 @pytest.mark.parametrize(
     ("parameters", "has_seed"), [({}, False), ({"do_sample": True}, True), ({"temperature": 0.5, "seed": 3}, True)]
 )
-async def test_tgi_tells_the_seed_if_and_only_if_it_samples(parameters: Json, has_seed: bool) -> None:
+async def test_tgi_reports_the_seed_if_and_only_if_it_samples(parameters: Json, has_seed: bool) -> None:
     async with running_gateway() as gateway:
         body = {"inputs": "One", "parameters": {"details": True, "max_new_tokens": 3} | parameters}
         details = (await gateway.http.post("/generate", json=body)).json()["details"]

@@ -12,7 +12,11 @@ import pytest
 
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
+from tests.captured_log import InstallLog, install_log
+from tests.defects import Repaired
 from tests.service.gateway.http import RunningGateway, running_gateway
+
+__all__ = ["install_log"]
 
 SYNC = """
 import gzip
@@ -150,12 +154,12 @@ async def until_back(gateway: RunningGateway) -> None:
     """Return when the handler answers again."""
     handler = gateway.backend.handler
     assert handler is not None
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(60):
         while (await gateway.post("/invocations", {"kind": "none"})).status_code != 204:
             await handler.ready.wait()
 
 
-async def test_answers_and_failures_are_lmis(
+async def test_answers_and_failures_are_those_of_lmi(
     with_handler: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TANDEM_MESH_KEY", "secret")
@@ -204,8 +208,8 @@ def handle(inputs):
 
 
 @pytest.mark.parametrize("given", ["{", "[]", '{"a": 1}'])
-def test_properties_are_texts(given: str) -> None:
-    with pytest.raises(ConfigurationError, match="JSON object of texts"):
+def test_properties_are_strings(given: str) -> None:
+    with pytest.raises(ConfigurationError, match="JSON object of strings"):
         GatewaySettings(handler_properties=given)
 
 
@@ -215,21 +219,21 @@ async def test_requirements_are_not_installed(
     (tmp_path / "requirements.txt").write_text("nothing")
     async with with_handler(SYNC):
         pass
-    assert "requirements of the custom handler are not installed" in capfd.readouterr().err
+    assert "requirements of the custom handler are not installed" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("decorator", ["init_handler", "prediction_handler"])
-async def test_handlers_of_lmis_own_models_are_refused(
+async def test_handlers_for_models_that_lmi_loads_are_refused(
     with_handler: Make, decorator: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = f"from djl_python.anywhere import {decorator}\n\n@{decorator}\ndef mine(*given):\n    return None\n"
     with pytest.raises(ConfigurationError, match="does not start"):
         async with with_handler(source + SYNC):
             pass
-    assert f"@{decorator} is for models that LMI loads itself" in capfd.readouterr().err
+    assert f"@{decorator} is for models that LMI loads itself" in "".join(capfd.readouterr())
 
 
-async def test_a_handler_that_dies_is_started_again(with_handler: Make) -> None:
+async def test_a_handler_that_dies_is_restarted(with_handler: Make) -> None:
     async with with_handler(SYNC) as gateway:
         died = await gateway.post("/invocations", {"kind": "die"})
         assert (died.status_code, died.json()["type"]) == (503, "WlmException")
@@ -238,7 +242,7 @@ async def test_a_handler_that_dies_is_started_again(with_handler: Make) -> None:
         await until_back(gateway)
 
 
-async def test_a_handler_that_hangs_is_ended(with_handler: Make) -> None:
+async def test_a_handler_that_hangs_is_killed(with_handler: Make) -> None:
     async with with_handler(SYNC, request_timeout_s=1.0) as gateway:
         assert (await gateway.post("/invocations", {"kind": "hang"})).status_code == 504
         assert (await gateway.post("/invocations", {"kind": "none"})).status_code in (503, 204)
@@ -251,7 +255,7 @@ async def test_asynchronous_handlers(with_handler: Make) -> None:
         assert (await gateway.post("/invocations", {"stream": True})).text == "one two"
 
 
-async def test_formatters_around_what_is_built_in(with_handler: Make) -> None:
+async def test_formatters_around_the_built_in_answer(with_handler: Make) -> None:
     async with with_handler(FORMATTERS) as gateway:
         plain = await gateway.post("/generate", {"inputs": "hello", "parameters": {"max_new_tokens": 3}})
         formatted = await gateway.post("/invocations", {"question": "hello"})
@@ -281,7 +285,7 @@ async def test_the_example(with_handler: Make) -> None:
         assert "".join(json.loads(line)["outputs"] for line in lines) == answer["answer"]
 
 
-async def test_requests_are_passed_on_as_they_are(with_handler: Make) -> None:
+async def test_requests_are_forwarded_unchanged(with_handler: Make) -> None:
     """Nothing of theirs replaces the operator's, stays for others, or ends the process."""
     async with with_handler(SYNC) as gateway:
         encoded = await gateway.post("/invocations", {"kind": "encoded"})
@@ -298,7 +302,7 @@ async def test_requests_are_passed_on_as_they_are(with_handler: Make) -> None:
             assert (echo.status_code, echo.json()["model"]) == (201, model)
 
 
-async def test_what_a_client_that_left_has_queued_is_never_called(with_handler: Make) -> None:
+async def test_queued_calls_of_a_disconnected_client_are_dropped(with_handler: Make) -> None:
     async with with_handler(SYNC) as gateway:
         first = asyncio.create_task(gateway.post("/invocations", {"kind": "wait"}))
         await asyncio.sleep(0.25)  # it is being answered when the others come
@@ -310,7 +314,7 @@ async def test_what_a_client_that_left_has_queued_is_never_called(with_handler: 
         assert (await gateway.post("/invocations", {"kind": "wait"})).json() < 6
 
 
-async def test_the_coroutine_of_a_client_that_left_is_cancelled(with_handler: Make) -> None:
+async def test_the_coroutine_of_a_disconnected_client_is_cancelled(with_handler: Make) -> None:
     async with with_handler(ASYNC, request_timeout_s=20.0) as gateway:
         leaving = asyncio.create_task(gateway.post("/invocations", {"wait": True}))
         assert (await gateway.post("/invocations", {"waiting": True, "stream": False})).status_code == 200
@@ -318,7 +322,7 @@ async def test_the_coroutine_of_a_client_that_left_is_cancelled(with_handler: Ma
         assert (await gateway.post("/invocations", {"cancelled": True, "stream": False})).status_code == 200
 
 
-async def test_a_busy_handler_is_not_ended(with_handler: Make) -> None:
+async def test_a_busy_handler_is_not_killed(with_handler: Make) -> None:
     """Some of those that queue wait for too long, while others are answered."""
     async with with_handler(SYNC, request_timeout_s=2.0) as gateway:
         answers = await asyncio.gather(*(gateway.post("/invocations", {"kind": "wait"}) for _ in range(6)))
@@ -327,7 +331,7 @@ async def test_a_busy_handler_is_not_ended(with_handler: Make) -> None:
 
 
 @pytest.mark.parametrize("kind", ["slow stream", "broken stream"])
-async def test_a_stream_that_stays_without_its_end(with_handler: Make, kind: str) -> None:
+async def test_an_incomplete_stream_of_a_handler(with_handler: Make, kind: str) -> None:
     async with with_handler(SYNC, request_timeout_s=1.0) as gateway:
         with pytest.raises(httpx2.RemoteProtocolError):
             await gateway.post("/invocations", {"kind": kind})
@@ -346,7 +350,7 @@ async def test_failures_are_errors_of_sagemakers_model(with_handler: Make, route
         assert json.loads(failed.json()["OriginalMessage"])["error"] == "MemoryError"
 
 
-async def test_a_formatter_that_returns_no_object(with_handler: Make) -> None:
+async def test_a_formatter_that_does_not_return_an_object(with_handler: Make) -> None:
     source = FORMATTERS.replace('{"inputs": payload["question"], "parameters": {"max_new_tokens": 3}}', "[1]")
     async with with_handler(source) as gateway:
         failed = await gateway.post("/invocations", {"question": "hello"})
@@ -364,7 +368,7 @@ async def test_a_handler_may_print_much(with_handler: Make) -> None:
         assert (await gateway.post("/invocations", {"kind": "none"})).status_code == 204
 
 
-async def test_a_start_that_fails_is_tried_again(with_handler: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_start_is_retried(with_handler: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     start, failures = asyncio.create_subprocess_exec, [OSError("too many processes")]
 
     async def start_at_last(*command: str, **options: Any) -> asyncio.subprocess.Process:
@@ -377,3 +381,59 @@ async def test_a_start_that_fails_is_tried_again(with_handler: Make, monkeypatch
         assert (await gateway.post("/invocations", {"kind": "die"})).status_code == 503
         await until_back(gateway)
         assert not failures
+
+
+async def test_the_output_of_a_handler_is_logged(
+    with_handler: Make, install_log: InstallLog, repaired: Repaired
+) -> None:
+    source = """
+import sys
+from djl_python import Output
+
+print("loading")
+
+def handle(inputs):
+    if inputs.is_empty():
+        return None
+    print("asked \x1b[2J " + inputs.get_as_string())
+    sys.stderr.write("a warning of its own\\n")
+    for number in range(20_000):
+        print("number", number)
+    sys.stderr.write('{"event": "made up", "level": "error"}\\n')
+    return Output().add("done")
+"""
+    read = install_log()
+    async with with_handler(source) as gateway:
+        assert (await gateway.post("/invocations", {})).text == "done"
+    lines = [json.loads(line) for line in (await asyncio.to_thread(read)).splitlines()]
+    printed = [(line["stream"], line["line"]) for line in lines if line["event"] == "custom handler printed"]
+    assert printed[0] == ("stdout", "loading")
+    assert ("stdout", "asked \x1b[2J {}") in printed
+    assert ("stderr", "a warning of its own") in printed
+    assert ("stdout", "number 0") in printed
+    left_out = sum(line.get("suppressed", 0) + line.get("num_lines_left_out", 0) for line in lines)
+    assert 20_003 <= len(printed) + left_out <= 20_004
+    assert len(printed) < 1000
+    repaired("M14", f"20,000 lines printed: {len(printed)} in the gateway's log, the others counted")
+
+
+async def test_a_handler_sees_its_properties_and_no_other_secret(
+    with_handler: Make, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    source = """
+import os
+from djl_python import Output
+
+def handle(inputs):
+    if inputs.is_empty():
+        return None
+    own = open("/proc/self/environ").read() + str(os.environ)
+    return Output().add_as_json({"environ": own, "password": inputs.get_property("db_password")})
+"""
+    for name in ("TANDEM_MESH_KEY", "TANDEM_REGISTRY_URL", "TANDEM_HANDLER_PROPERTIES"):
+        monkeypatch.setenv(name, "hunter2")
+    async with with_handler(source, handler_properties='{"db_password": "hunter3"}') as gateway:
+        answer = (await gateway.post("/invocations", {})).json()
+    assert answer["password"] == "hunter3"
+    assert "hunter" not in answer["environ"]
+    repaired("D17", "a custom handler's environment has no mesh key, registry URL or properties")

@@ -34,7 +34,7 @@ async def connection(gateway: RunningGateway) -> AsyncIterator[tuple[asyncio.Str
 
 
 async def status_of(reader: asyncio.StreamReader) -> int:
-    return int((await asyncio.wait_for(reader.readline(), 20)).split()[1])
+    return int((await asyncio.wait_for(reader.readline(), 60)).split()[1])
 
 
 @contextmanager
@@ -67,7 +67,7 @@ async def test_32_mib_are_refused_and_not_kept(announced: bool) -> None:
         assert (await gateway.post("/v1/completions", {"prompt": "x"})).status_code == 200
 
 
-async def test_32_mib_are_taken_where_they_may_be() -> None:
+async def test_32_mib_are_accepted_if_the_limit_allows() -> None:
     async with running_gateway(max_body_bytes=33 * _MIB) as gateway:
         body = json.dumps({"prompt": "x" * 100, "user": "y" * (32 * _MIB)})
         assert (await gateway.http.post("/v1/completions", content=body)).status_code == 200
@@ -87,26 +87,26 @@ async def test_a_flood_of_headers_ends_with_its_connection() -> None:
     async with running_gateway() as gateway:
         for line in (b"x-%d: %s\r\n", b"y"):
             async with connection(gateway) as (reader, writer):
-                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n")
+                writer.write(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n")
                 for number in range(20_000):
                     writer.write(line % (number, b"v" * 50) if b"%" in line else line * 64)
                 assert await status_of(reader) in (400, 431)
         assert (await gateway.http.get("/v1/models")).status_code == 200
 
 
-async def test_requests_that_make_no_sense() -> None:
+async def test_invalid_requests() -> None:
     async with running_gateway() as gateway:
         for raw in (b"\x16\x03\x01\x02\x00" * 20 + b"\r\n\r\n", b"GET\r\n\r\n"):
             async with connection(gateway) as (reader, writer):
                 writer.write(raw)
                 assert await status_of(reader) == 400
-        both = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 9\r\n\r\n{}"
+        both = b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 5\r\ncontent-length: 9\r\n\r\n{}"
         async with connection(gateway) as (reader, writer):
             writer.write(both)
             assert await status_of(reader) == 400
 
 
-async def test_nothing_stays_of_clients_that_leave() -> None:
+async def test_disconnected_clients_leave_nothing_behind() -> None:
     """At every point: while the body comes, before the first token, in the middle of a stream."""
     script = Script(hold_after_messages=3)
     async with running_gateway(script) as gateway:
@@ -118,12 +118,12 @@ async def test_nothing_stays_of_clients_that_leave() -> None:
         assert len(asyncio.all_tasks()) <= tasks
         assert psutil.Process().num_fds() <= files + 1
         metrics = gateway.backend.metrics
-        assert [gauge.collect()[0].samples[0].value for gauge in (metrics.waiting, metrics.running)] == [0, 0]
+        assert (metrics.num_waiting, metrics.num_running) == (0, 0)
 
 
 async def leave_everywhere(gateway: RunningGateway, script: Script, times: int) -> None:
     raw = json.dumps(CHAT).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n"
     for _ in range(times):
         async with connection(gateway) as (_, writer):
             writer.write(head % (len(raw) + 1) + raw)
@@ -133,9 +133,9 @@ async def leave_everywhere(gateway: RunningGateway, script: Script, times: int) 
             script.cancelled.clear()
             async with connection(gateway) as (reader, writer):
                 writer.write(head % len(raw) + raw)
-                await asyncio.wait_for(script.holding.wait(), 20)
+                await asyncio.wait_for(script.holding.wait(), 60)
                 if hold_after:
                     await reader.readuntil(b"data: ")
-            await asyncio.wait_for(script.cancelled.wait(), 20)
+            await asyncio.wait_for(script.cancelled.wait(), 60)
     open_requests = gateway.backend.metrics.open_requests
-    await until(lambda: open_requests.collect()[0].samples[0].value == 0, 20)
+    await until(lambda: open_requests.collect()[0].samples[0].value == 0)

@@ -22,8 +22,8 @@ BODIES = {
 async def json_lines(gateway: RunningGateway) -> AsyncIterator[asyncio.StreamReader]:
     """What comes back when a stream has been asked for."""
     body = json.dumps(BODIES["/invocations"]).encode()
-    async with asyncio.timeout(20), connection(gateway) as (reader, writer):
-        head = f"POST /invocations HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with asyncio.timeout(60), connection(gateway) as (reader, writer):
+        head = f"POST /invocations HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         yield reader
 
@@ -39,7 +39,7 @@ async def read_chunk(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize("num_before", [0, 2], ids=["before the first token", "between tokens"])
-async def test_silence_is_not_padded(num_before: int) -> None:
+async def test_json_lines_have_no_pings(num_before: int) -> None:
     """While events of another stream get their pings, for as long a time."""
     script = Script(hold_after_messages=num_before)
     async with running_gateway(script, ping_interval_s=0.01) as gateway, json_lines(gateway) as reader:
@@ -59,7 +59,7 @@ async def test_silence_is_not_padded(num_before: int) -> None:
             await anything
 
 
-async def test_each_line_leaves_at_once_in_a_chunk_of_its_own() -> None:
+async def test_each_line_is_sent_at_once_in_its_own_chunk() -> None:
     """The next token is only generated when the line of the one before has been read."""
     script = Script(hold_after_messages=0)
     async with running_gateway(script) as gateway, json_lines(gateway) as reader:

@@ -20,14 +20,14 @@ BODY = json.dumps(CHAT).encode()
 MUCH = json.dumps(CHAT | {"logprobs": True, "top_logprobs": 20, "n": 4}).encode()  # more than sockets hold
 
 
-async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
     script = Script(story="x" * 4000, tokens_per_message=100, max_total_tokens=10_000)
     async with running_gateway(script, slow_reader_s=0.2, grace_s=1.0) as gateway:
-        monkeypatch.setattr(gateway.backend.metrics, "ended", lambda outcome, **_: ended.set_result(outcome))
+        monkeypatch.setattr(gateway.backend.metrics, "observe_request", lambda outcome, **_: ended.set_result(outcome))
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(MUCH)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(MUCH)}\r\n\r\n"
         writer.write(head.encode() + MUCH)
         assert (await ended).failure == "dropped"
         writer.transport.abort()

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.defects import Repaired
 from tests.fakes.sdk_router import STORY, Refusal
 from tests.service.gateway.http import RunningGateway, running_gateway
 
@@ -60,7 +61,7 @@ async def test_the_async_format() -> None:
         body = invocation(stream=True, details=True, seed=3)
         lines = [json.loads(line) for line in await newest.lines("/invocations", body)]
         assert newest.script.requests[-1].sampling.temperature == 1.0
-    token = {"id": ord(" "), "text": " ", "logprob": -0.5}
+    token = {"id": ord(" "), "text": " ", "logprob": -0.5, "log_prob": -0.5}
     assert lines[0] == {"index": 0, "token": token, "generated_text": None, "details": None}
     assert lines[-1]["details"] == {"finish_reason": "stop", "generated_tokens": 22, "seed": 3, "input_length": 12}
 
@@ -74,7 +75,7 @@ async def test_tgi_compat_is_an_array_and_events() -> None:
     assert json.loads(lines[-1].removeprefix("data: "))["generated_text"] == STORY
 
 
-async def test_chat_and_completions_by_their_members(gateway: RunningGateway) -> None:
+async def test_the_members_select_chat_or_completions(gateway: RunningGateway) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     assert (await gateway.post("/invocations", chat)).json()["choices"][0]["message"]["content"] == STORY
     lines = [json.loads(line) for line in await gateway.lines("/invocations", chat | {"stream": True})]
@@ -188,19 +189,19 @@ async def test_n_and_best_of(
         (b'{"inputs": "a", "parameters": {"temperature": "hot"}}', "temperature"),
     ],
 )
-async def test_what_cannot_be_parsed_is_424(gateway: RunningGateway, body: bytes, said: str) -> None:
+async def test_unparsable_bodies_are_424(gateway: RunningGateway, body: bytes, said: str) -> None:
     response = await gateway.http.post("/invocations", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 424
     assert response.json()["code"] == 424
     assert said in response.json()["error"]
 
 
-async def test_an_adapter_is_refused_not_left_out(gateway: RunningGateway) -> None:
+async def test_an_adapter_is_refused_not_ignored(gateway: RunningGateway) -> None:
     header = {"x-amzn-sagemaker-adapter-identifier": "mine"}
     assert (await gateway.http.post("/invocations", json=invocation(), headers=header)).status_code == 424
 
 
-async def test_refusals_have_lmis_bodies(gateway: RunningGateway) -> None:
+async def test_error_bodies_are_those_of_lmi(gateway: RunningGateway) -> None:
     full = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("retry-after-ms", "100"),))
     gateway.script.refusals.extend([full, full, Refusal(grpc.StatusCode.INTERNAL)])
     for stream in (False, True):
@@ -221,3 +222,38 @@ async def test_a_failed_stream_ends_with_an_error_line(gateway: RunningGateway) 
     assert len(lines) == 3
     assert lines[-1]["token"]["id"] == -1
     assert lines[-1]["details"]["finish_reason"] == "error"
+
+
+async def test_max_seq_len_bounds_prompt_and_answer(gateway: RunningGateway, repaired: Repaired) -> None:
+    """As FasterTransformer's handler had it. The fake's prompts have a token for each byte."""
+
+    async def asked(**parameters: Any) -> int:
+        body = {"inputs": "One fine day", "parameters": parameters}
+        assert (await gateway.post("/invocations", body)).status_code == 200
+        most: int = gateway.script.requests[-1].sampling.max_new_tokens
+        return most
+
+    assert await asked(max_seq_len=50) == 50 - 12
+    assert await asked(max_seq_len=500) == 500 - 12
+    assert await asked(max_seq_len=50, max_new_tokens=5) == 5
+    assert await asked(max_seq_len=14, max_new_tokens=5) == 2
+    assert await asked(max_seq_len=14, truncate=8) == 6
+    body = {"inputs": ["One fine day", "One"], "parameters": {"max_seq_len": 20}}
+    assert len((await gateway.post("/invocations", body)).json()) == 2
+    assert {each.sampling.max_new_tokens for each in gateway.script.requests[-2:]} == {8, 17}
+    refused = await gateway.post("/invocations", {"inputs": "One fine day", "parameters": {"max_seq_len": 12}})
+    assert refused.status_code == 424
+    assert "max_seq_len (12) must be greater than the prompt's tokens (12)" in refused.json()["error"]
+    repaired("F12", "max_seq_len 50 with a prompt of 12 tokens: 38 new tokens at most")
+    repaired("M13", "max_seq_len bounds prompt and new tokens together")
+
+
+async def test_parameters_without_effect_are_named_with_the_reason(
+    gateway: RunningGateway, capsys: pytest.CaptureFixture[str], repaired: Repaired
+) -> None:
+    await gateway.post("/invocations", invocation(length_penalty=2.0, early_stopping=True, watermark=True))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "have no effect" in line]
+    for name in ("length_penalty", "early_stopping"):
+        assert f"'{name}': 'there is no beam search'" in line
+    assert "'watermark': 'unknown'" in line
+    repaired("M13", "length_penalty, early_stopping: one line of the log names them and why they have no effect")

@@ -91,7 +91,7 @@ async def test_completions_echo_with_logprobs_for_several_prompts(gateway: Runni
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3 + 8, 4 * 4)
 
 
-async def test_no_tokens_but_the_scores_of_the_prompt(gateway: RunningGateway) -> None:
+async def test_scoring_a_prompt_generates_no_tokens(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         answer = await client.completions.create(model="fake", prompt="One", max_tokens=0, echo=True, logprobs=1)
         with pytest.raises(openai.BadRequestError):
@@ -139,7 +139,7 @@ async def test_token_ids_continue_an_answer(gateway: RunningGateway) -> None:
     assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[each] for each in b" day "]
 
 
-async def test_tools_and_what_they_gave_reach_the_template(gateway: RunningGateway) -> None:
+async def test_tools_and_their_results_reach_the_template(gateway: RunningGateway) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
     turns = [
@@ -161,7 +161,7 @@ async def test_tools_and_what_they_gave_reach_the_template(gateway: RunningGatew
 
 
 @pytest.mark.parametrize("model", ["", "tgi", "dummy"])
-async def test_names_that_are_none_mean_the_served_model(gateway: RunningGateway, model: str) -> None:
+async def test_placeholder_names_mean_the_default_model(gateway: RunningGateway, model: str) -> None:
     assert (await gateway.post("/v1/chat/completions", {"model": model, "messages": MESSAGES})).status_code == 200
     assert gateway.script.requests[-1].model == ""
 
@@ -201,7 +201,7 @@ async def test_errors_before_the_first_token_have_their_status(
         assert caught.value.response.headers["retry-after-ms"] == "2500"
 
 
-async def test_an_error_later_is_one_event_and_the_stream_is_closed_properly(gateway: RunningGateway) -> None:
+async def test_a_late_error_is_one_event_and_the_stream_ends_properly(gateway: RunningGateway) -> None:
     for _ in range(2):
         gateway.script.refusals.append(Refusal(grpc.StatusCode.INTERNAL, "10.1.2.3 fell over", after_messages=3))
     async with client_of(gateway) as client:
@@ -231,7 +231,7 @@ async def test_an_error_later_is_one_event_and_the_stream_is_closed_properly(gat
         ("chat/completions", {"messages": MESSAGES, "use_beam_search": True}, "use_beam_search"),
     ],
 )
-async def test_what_is_not_supported_is_refused_and_named(
+async def test_unsupported_parameters_are_refused_by_name(
     gateway: RunningGateway, path: str, body: dict[str, object], named: str
 ) -> None:
     response = await gateway.post(f"/v1/{path}", body)
@@ -273,7 +273,7 @@ async def test_every_parameter_reaches_the_router(gateway: RunningGateway) -> No
     assert (output.skip_special_tokens, output.spaces_between_special_tokens) == (False, False)
 
 
-async def test_best_of_is_the_routers_to_judge(gateway: RunningGateway) -> None:
+async def test_best_of_is_checked_by_the_router(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         answer = await client.completions.create(model="fake", prompt=["One", "Two"], n=2, best_of=4, max_tokens=3)
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
@@ -293,13 +293,13 @@ async def test_a_top_p_of_zero_leaves_the_likeliest_token(gateway: RunningGatewa
     assert (asked.top_k, asked.top_p) == (40, 0.5)
 
 
-async def test_members_nobody_knows_are_left_alone(gateway: RunningGateway) -> None:
+async def test_unknown_members_are_ignored(gateway: RunningGateway) -> None:
     body = {"model": "fake", "messages": MESSAGES, "metadata": {"a": 1}, "top_p": 1, "user": "me", "new_thing": []}
     assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_cancels_its_request(stream: bool) -> None:
+async def test_a_disconnect_cancels_the_request(stream: bool) -> None:
     script = Script(hold_after_messages=0)
     async with running_gateway(script) as gateway, client_of(gateway) as client:
         call = asyncio.create_task(
@@ -310,7 +310,7 @@ async def test_a_client_that_leaves_cancels_its_request(stream: bool) -> None:
         await script.cancelled.wait()
 
 
-async def test_leaving_in_the_middle_of_a_stream_cancels_it() -> None:
+async def test_a_disconnect_in_a_stream_cancels_it() -> None:
     script = Script(hold_after_messages=3)
     async with running_gateway(script) as gateway, client_of(gateway) as client:
         stream = await client.chat.completions.create(model="fake", messages=MESSAGES, stream=True)

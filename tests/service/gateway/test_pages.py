@@ -16,7 +16,7 @@ SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Fu
 
 
 @pytest.mark.parametrize("path", ["/", "/mesh", *(f"/pages/{file.name}" for file in FILES)])
-async def test_every_page_and_file_comes_under_the_policy(path: str) -> None:
+async def test_every_page_and_file_has_the_security_policy(path: str) -> None:
     async with running_gateway() as gateway:
         response = await gateway.http.get(path, headers={"accept": "text/html"})
     assert response.status_code == 200
@@ -28,7 +28,7 @@ async def test_every_page_and_file_comes_under_the_policy(path: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_files_bring_nothing_from_elsewhere_and_make_no_markup_of_text(file: Path) -> None:
+def test_files_load_nothing_foreign_and_make_no_markup_of_text(file: Path) -> None:
     text = file.read_text()
     assert re.findall(SINKS, text) == []
     assert set(re.findall(r"(?:https?:)?//[a-z][\w.-]+", text)) <= {"http://www.w3.org"}
@@ -40,7 +40,7 @@ def test_files_bring_nothing_from_elsewhere_and_make_no_markup_of_text(file: Pat
         assert (PAGES / local).is_file()
 
 
-async def test_the_state_of_the_mesh_is_for_operators(make_mesh: Any, tmp_path: Path) -> None:
+async def test_the_state_of_the_mesh_needs_an_operators_key(make_mesh: Any, tmp_path: Path) -> None:
     mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
     await mesh.decode(settle=False)
     async with gateway_at(mesh.router.public.address) as (_, _, http):
@@ -53,7 +53,7 @@ async def test_the_state_of_the_mesh_is_for_operators(make_mesh: Any, tmp_path: 
         assert (await http.get("/mesh/state")).status_code == 401
 
 
-async def test_ids_of_a_streamed_chat_are_what_continues_it() -> None:
+async def test_token_ids_of_a_streamed_chat_continue_it() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "stream": True, "return_token_ids": True}
     async with running_gateway() as gateway:
         whole = (await gateway.post("/v1/chat/completions", body | {"stream": False})).json()

@@ -70,16 +70,47 @@ async def test_invoke_endpoint_with_response_stream(runtime: Any) -> None:
     assert lines[-1]["generated_text"] == REST
 
 
-async def test_an_answer_that_is_no_stream_is_one_part(runtime: Any) -> None:
+@pytest.mark.parametrize(
+    "payload",
+    [PAYLOAD | {"stream": False}, PAYLOAD | {"inputs": ["One fine day"]}],
+    ids=["the body says so", "a list cannot be streamed"],
+)
+async def test_an_answer_that_is_not_a_stream_is_one_line(runtime: Any, payload: Any) -> None:
     def ask() -> bytes:
-        response = runtime.invoke_endpoint_with_response_stream(**arguments())
+        response = runtime.invoke_endpoint_with_response_stream(**arguments(payload))
         with closing(response["Body"]) as body:
             return b"".join(event["PayloadPart"]["Bytes"] for event in body)
 
-    assert json.loads(await asyncio.to_thread(ask))["generated_text"] == REST
+    content = await asyncio.to_thread(ask)
+    assert content.endswith(b"\n")
+    answer = json.loads(content)
+    assert (answer[0] if isinstance(answer, list) else answer)["generated_text"] == REST
 
 
-async def test_errors_of_the_model_are_inside_a_model_error(gateway: RunningGateway, runtime: Any) -> None:
+@pytest.mark.parametrize(
+    ("payload", "text_of"),
+    [
+        ({"prompt": "One fine day", "max_tokens": 100}, lambda line: line["choices"][0]["text"]),
+        ({"messages": [{"role": "user", "content": "One fine day"}]}, lambda line: delta_of(line).get("content", "")),
+    ],
+    ids=["prompt", "messages"],
+)
+async def test_a_body_without_stream_is_streamed(runtime: Any, payload: Any, text_of: Any) -> None:
+    def ask() -> list[Any]:
+        response = runtime.invoke_endpoint_with_response_stream(**arguments(payload))
+        with closing(response["Body"]) as body:
+            return list(map(json.loads, b"".join(event["PayloadPart"]["Bytes"] for event in body).splitlines()))
+
+    lines = await asyncio.to_thread(ask)
+    assert len(lines) > 5
+    assert "".join(map(text_of, lines)) in (REST, STORY)
+
+
+def delta_of(line: Any) -> Any:
+    return line["choices"][0]["delta"]
+
+
+async def test_errors_of_the_model_are_wrapped_in_a_model_error(gateway: RunningGateway, runtime: Any) -> None:
     gateway.script.refusals.append(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full"))
     with pytest.raises(ClientError) as caught:
         await asyncio.to_thread(lambda: runtime.invoke_endpoint(**arguments()))
@@ -108,7 +139,7 @@ async def test_a_failed_stream_raises(gateway: RunningGateway, runtime: Any) -> 
         await asyncio.to_thread(ask)
 
 
-def test_messages_may_be_cut_anywhere() -> None:
+def test_messages_may_be_split_anywhere() -> None:
     contents = [b"", b"x", bytes(range(256)) * 9]
     stream = b"".join(map(payload_part, contents))
     buffer = EventStreamBuffer()

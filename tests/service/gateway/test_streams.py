@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,14 @@ import tandem
 from gateway.errors import Problem
 from gateway.feed import Feed
 from gateway.lmi.formats import FORMATS
-from gateway.lmi.render import Lines
-from gateway.lmi.render import Shape as LmiShape
+from gateway.lmi.render import Lines, LmiShape
 from gateway.lmi.schemas import InvocationBody
-from gateway.openai.chat import ChatChunks
+from gateway.openai.chat import ChatChunks, Reading
 from gateway.openai.envelope import Envelope
 from gateway.openai.schemas import ChatBody
+from gateway.openai.validation import ClientFieldNames
 from gateway.streaming import JSON_LINES, SSE, SSE_DONE, Streamer
-from gateway.tgi.render import Shape, StreamEvents
+from gateway.tgi.render import StreamEvents, TgiShape
 from tandem import FinishReason, Token, TokenEvent, Usage
 from tests.evidence import Evidence
 
@@ -47,11 +48,13 @@ async def events(num_tokens: int, fault: Exception | None) -> AsyncGenerator[Tok
 
 
 def chat() -> Any:
-    return ChatChunks(ChatBody(messages=[]), Envelope.new("chat.completion", "chatcmpl", "m"), None)
+    body = ChatBody(messages=[])
+    envelope = Envelope.new("chat.completion", "chatcmpl", "m")
+    return ChatChunks(body, envelope, Reading(None, "none"), ClientFieldNames.of(body))
 
 
 def tgi() -> Any:
-    shape = Shape(details=True, prefill=False, prefix="", seed=None, top_tokens=False, max_new_tokens=None)
+    shape = TgiShape(details=True, prefill=False, prefix="", seed=None, top_tokens=False, max_new_tokens=None)
     return StreamEvents(shape)
 
 
@@ -79,7 +82,7 @@ def ends_well_lmi(lines: list[bytes], faulted: bool) -> bool:
     [(SSE_DONE, chat, ends_well_chat), (SSE, tgi, ends_well_tgi), (JSON_LINES, lmi, ends_well_lmi)],
     ids=["openai", "tgi", "lmi"],
 )
-async def test_no_stream_ends_barely(
+async def test_every_stream_ends_properly(
     framing: Any, renderer: Callable[[], Any], ends_well: Callable[[list[bytes], bool], bool], evidence: Evidence
 ) -> None:
     draw = random.Random(22)
@@ -87,7 +90,7 @@ async def test_no_stream_ends_barely(
     for _ in range(NUM_STREAMS // 3):
         fault = draw.choice([None, *FAULTS])
         error = None if fault is None else fault("broken")
-        feed = Feed([events(draw.randint(1, 4), error)])
+        feed = Feed([partial(events, draw.randint(1, 4), error)])
         response = await Streamer(framing, exchange()).respond(feed, renderer())
         assert isinstance(response, StreamingResponse)
         body = b"".join([chunk async for chunk in _chunks(response)])
@@ -104,7 +107,7 @@ def _chunks(response: StreamingResponse) -> AsyncIterator[bytes]:
 
 async def test_an_early_error_is_raised_and_a_late_one_is_not() -> None:
     with pytest.raises(tandem.NoWorkers):
-        await Streamer(SSE_DONE, exchange()).respond(Feed([events(0, tandem.NoWorkers("none"))]), chat())
+        await Streamer(SSE_DONE, exchange()).respond(Feed([partial(events, 0, tandem.NoWorkers("none"))]), chat())
 
 
 def test_every_sdk_error_is_in_the_table() -> None:
@@ -116,6 +119,6 @@ def test_every_sdk_error_is_in_the_table() -> None:
     assert below(tandem.TandemError) <= TABLE.keys()
 
 
-def test_errors_that_could_name_addresses_have_a_text_of_their_own() -> None:
+def test_errors_that_could_name_addresses_have_a_fixed_text() -> None:
     for kind in (tandem.ConnectionFailed, tandem.Cancelled, tandem.InternalError, tandem.DeadlineExceeded, ValueError):
         assert "10.1.2.3" not in Problem.of(kind("10.1.2.3")).message

@@ -54,7 +54,7 @@ SCHEMA_ASKED = ("json_schema", list(SCHEMA.items()))
         ({"structured_outputs": {"grammar": 'start: "a"'}}, ("grammar", 'start: "a"')),
     ],
 )
-async def test_on_the_way_to_the_router(gateway: RunningGateway, members: dict[str, Any], expected: Any) -> None:
+async def test_structures_reach_the_router(gateway: RunningGateway, members: dict[str, Any], expected: Any) -> None:
     for path, body in [
         ("/v1/chat/completions", {"messages": MESSAGES, **members}),
         ("/v1/completions", {"prompt": "p", **members}),
@@ -74,7 +74,7 @@ async def test_on_the_way_to_the_router(gateway: RunningGateway, members: dict[s
         {"guided_choice": ["a"], "structured_outputs": {"regex": "a"}},
     ],
 )
-async def test_what_makes_no_sense_is_refused(gateway: RunningGateway, members: dict[str, Any]) -> None:
+async def test_contradictory_structures_are_refused(gateway: RunningGateway, members: dict[str, Any]) -> None:
     assert (await gateway.post("/v1/chat/completions", {"messages": MESSAGES, **members})).status_code == 400
     assert not gateway.script.requests
 

@@ -120,7 +120,7 @@ async def test_hub_asks_for_info_and_health(gateway: RunningGateway) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_hub_raises_what_went_wrong(gateway: RunningGateway, stream: bool) -> None:
+async def test_hub_raises_the_error(gateway: RunningGateway, stream: bool) -> None:
     async def ask(**arguments: Any) -> None:
         answer = await client.text_generation("x", stream=stream, **arguments)
         if stream:
@@ -214,7 +214,7 @@ TIMES = {"x-validation-time": "1", "x-queue-time": "1", "x-inference-time": "33"
 
 
 @pytest.mark.parametrize("path", ["/", "/generate"])
-async def test_headers_tell_where_the_time_went(gateway: RunningGateway, path: str) -> None:
+async def test_headers_have_the_time_of_each_phase(gateway: RunningGateway, path: str) -> None:
     """As the router measured it: 35 ms, of which it took 1 to prepare and 1 in the queue."""
     headers = (await gateway.post(path, {"inputs": "Öne", "parameters": {"max_new_tokens": 5}})).headers
     assert {name: headers[name] for name in TIMES} == TIMES
@@ -231,7 +231,7 @@ async def test_headers_of_a_stream_are_those_known_before_it(gateway: RunningGat
         assert not TIMES.keys() & headers.keys()
 
 
-async def test_top_p_of_one_is_taken(gateway: RunningGateway) -> None:
+async def test_top_p_of_one_is_accepted(gateway: RunningGateway) -> None:
     assert (await gateway.post("/generate", {"inputs": "x", "parameters": {"top_p": 1.0}})).status_code == 200
 
 

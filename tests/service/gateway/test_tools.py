@@ -34,7 +34,7 @@ def client_of(gateway: RunningGateway) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0)
 
 
-async def test_calls_and_what_comes_of_them(gateway: RunningGateway) -> None:
+async def test_calls_and_their_results(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         answer = await client.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
         choice = answer.choices[0]

@@ -12,19 +12,20 @@ from structlog.testing import capture_logs
 from mesh import wire
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerState
-from mesh.registry import redis_registry
-from mesh.registry.membership import Membership, WorkerView
-from mesh.registry.redis_agent import BEATS, WORKERS, RedisAgent, record_key
+from mesh.registry.redis_keys import BEATS, WORKERS, record_key
 from mesh.registry.redis_records import RecordSeal
-from mesh.registry.redis_registry import RedisRegistry
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
-from mesh.worker.agent import RegistryAgent
-from mesh.worker.servicer import WorkerServicer
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from mesh.v1 import worker_pb2, worker_pb2_grpc
+from router.workers import redis_registry
+from router.workers.membership import Membership, WorkerView
+from router.workers.redis_registry import RedisRegistry
 from tests.fakes.redis_server import RedisServer
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.mesh.test_membership import INFO
+from worker.agent import RegistryAgent
+from worker.redis_agent import RedisAgent
+from worker.servicer import WorkerServicer
 
 
 def beat(**load: Any) -> worker_pb2.RegisterRequest:
@@ -73,7 +74,7 @@ class Worker:
         self._redis = RedisAgent(url, KEY, self.agent)
 
     async def start(self) -> None:
-        await self.server.start(["tandem.v1.Worker"])
+        await self.server.start(["mesh.v1.Worker"])
         await self.server.set_serving(True)
         self.task = asyncio.create_task(self.run())
 
@@ -89,7 +90,7 @@ class Worker:
 @pytest.fixture
 async def router(redis_server: RedisServer) -> AsyncIterator[Router]:
     router = Router(redis_server.url)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await router.registry.connected.wait()
     yield router
     assert not router.task.done()
@@ -163,11 +164,11 @@ async def test_an_expired_record_disappears(
         await redis.zadd(WORKERS, {info.worker_id: 0})
         await router.until(lambda view: view.load.num_running == 1)
         await router.until(lambda view: view.state is WorkerState.LOST)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await redis.zcard(WORKERS):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     later = Router(redis_server.url)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await later.registry.connected.wait()
     assert later.membership.workers() == []
     later.task.cancel()

@@ -10,15 +10,15 @@ import pytest
 
 from mesh.domain.errors import LayoutMismatch, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerState
-from mesh.registry.membership import Membership
-from mesh.registry.redis_agent import RedisAgent
-from mesh.registry.redis_registry import RedisRegistry
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Server
-from mesh.worker.agent import RegistryAgent
+from router.workers.membership import Membership
+from router.workers.redis_registry import RedisRegistry
 from tests.fakes.redis_server import RedisServer
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine, Watch, start_registry
 from tests.unit.mesh.test_membership import INFO
+from worker.agent import RegistryAgent
+from worker.redis_agent import RedisAgent
 
 
 class InProcess:
@@ -50,7 +50,7 @@ class InRedis:
     async def start(self, membership: Membership) -> None:
         registry = RedisRegistry(self._url, membership, MEMBER)
         self._task = asyncio.create_task(registry.run())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await registry.connected.wait()
 
     async def stop(self) -> None:

@@ -8,14 +8,16 @@ import pytest
 
 from mesh.domain.errors import LayoutMismatch, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
-from mesh.registry.membership import Membership
-from mesh.registry.servicer import RegistryServicer
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
-from mesh.worker.agent import RegistryAgent, Report, Snapshot
-from tandem.v1 import worker_pb2_grpc
+from mesh.v1 import worker_pb2_grpc
+from router.workers.membership import Membership
+from router.workers.registry_servicer import RegistryServicer
+from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.unit.mesh.test_membership import INFO
+from tests.waiting import LIMIT_S
+from worker.agent import RegistryAgent, Report, Snapshot
 
 KEY = MeshKey("a-key-for-tests-only")
 MEMBER = Credentials(KEY)
@@ -54,8 +56,8 @@ class Watch:
         self._changed = asyncio.Event()
         membership.on_change(self._changed.set)
 
-    async def until(self, condition) -> None:
-        async with asyncio.timeout(5):
+    async def until(self, condition, timeout_s: float = LIMIT_S) -> None:
+        async with asyncio.timeout(timeout_s):
             while not (self.membership.workers() and condition(self.membership.workers()[0])):
                 self._changed.clear()
                 await self._changed.wait()
@@ -64,7 +66,7 @@ class Watch:
 async def start_registry(membership: Membership, port: int = 0) -> Server:
     server = Server(Listen("127.0.0.1", port, KEY))
     worker_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(membership), server.grpc)
-    await server.start(["tandem.v1.Registry"])
+    await server.start(["mesh.v1.Registry"])
     return server
 
 
@@ -104,6 +106,40 @@ async def test_agent_comes_back_after_the_router_restarts() -> None:
     await server.stop(0)
 
 
+class HugeEngine(FakeEngine):
+    """Its prefix cache is larger than what one gRPC message can say."""
+
+    num_blocks = 900_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hashes = [number.to_bytes(32, "big") for number in range(self.num_blocks)]
+        self.events = [CacheEvent(block_hash, False) for block_hash in self.hashes]
+
+    async def snapshot(self) -> Snapshot:
+        await super().snapshot()
+        return Snapshot(WorkerLoad(num_running=3), self.next_number, self.hashes)
+
+
+async def test_a_huge_prefix_cache_does_not_break_the_registration(repaired: Repaired) -> None:
+    membership = Membership(asyncio.get_running_loop().time)
+    watch = Watch(membership)
+    server = await start_registry(membership)
+    engine = HugeEngine()
+    running = asyncio.create_task(RegistryAgent(INFO, engine, MEMBER).run(server.address))
+    await watch.until(lambda view: bool(view.cached))
+    num_known = len(membership.workers()[0].cached)
+    assert 0 < num_known <= 1 << 16
+    assert engine.hashes[-1] in membership.workers()[0].cached
+    engine.events = [CacheEvent(b"new", False)]
+    await watch.until(lambda view: b"new" in view.cached)
+    assert membership.workers()[0].state is WorkerState.READY
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await server.stop(0)
+    repaired("S4", f"a worker with {engine.num_blocks:,} cached blocks stays registered; {num_known:,} are told")
+
+
 async def test_refusals_are_final() -> None:
     membership = Membership(asyncio.get_running_loop().time)
     membership.join(INFO)
@@ -124,7 +160,7 @@ async def test_worker_of_another_model_or_tokenizer_is_refused_at_the_handshake(
     server = await start_registry(Membership(asyncio.get_running_loop().time, require_fits))
     started_s = time.monotonic()
     with pytest.raises(LayoutMismatch, match="x at the router, t at worker"):
-        await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address), 10)
+        await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address), 60)
     waited_s = time.monotonic() - started_s
     is_fast = waited_s <= 1
     evidence("R14", "misfit refused, both values named", f"{waited_s:.2f} s", target="<= 1 s", ok=is_fast, is_time=True)

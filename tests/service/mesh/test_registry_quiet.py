@@ -5,11 +5,11 @@ from collections import Counter
 
 import structlog
 
-from mesh.registry.membership import Membership
-from mesh.worker.agent import RegistryAgent, Report
+from router.workers.membership import Membership
 from tests.evidence import Evidence
 from tests.service.mesh.test_registry import MEMBER, FakeEngine, start_registry
 from tests.unit.mesh.test_membership import INFO
+from worker.agent import RegistryAgent, Report
 
 
 class BrokenEngine(FakeEngine):

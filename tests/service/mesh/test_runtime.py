@@ -10,24 +10,24 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from engine.loop import Engine, EngineLoop, LoopCallbacks
-from engine.reports import EngineReports
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from mesh.domain.worker import WorkerState
-from mesh.registry.membership import Membership, WorkerView
 from mesh.rpc.channel import open_channel
-from mesh.worker import runtime as runtime_module
-from mesh.worker.runtime import RoleParts, WorkerRuntime
-from mesh.worker.settings import WorkerSettings
+from router.workers.membership import Membership, WorkerView
 from tests.evidence import Evidence
 from tests.fakes.requests import make_request
 from tests.service.mesh.test_registry import KEY, start_registry
 from tests.service.worker_rig import EngineRig
 from tests.unit.mesh.test_membership import INFO
+from worker import runtime as runtime_module
+from worker.reports import EngineReports
+from worker.runtime import WorkerRuntime
+from worker.settings import WorkerSettings
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 STALL_S = 0.3
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 def clock() -> float:
@@ -57,7 +57,7 @@ class Worker:
     async def serve(self) -> None:
         self.engine.start()
         try:
-            await self.runtime.serve(RoleParts((), self.drained, self.engine, self.rig.died))
+            await self.runtime.serve(services=(), drained=self.drained, engine=self.engine, engine_died=self.rig.died)
         finally:
             await self.engine.stop(within_s=0.1)
 
@@ -76,7 +76,9 @@ class Worker:
     async def stall(self) -> None:
         """Let the engine get stuck in a step."""
         self.rig.runner.gate.clear()
-        await self.engine.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1, 2], max_new_tokens=2))))
+        await self.engine.call(
+            lambda scheduler: scheduler.add(SequenceState(make_request("a", [1, 2], max_new_tokens=2)))
+        )
         assert await asyncio.to_thread(self.rig.runner.in_step.wait, WAIT_S)
 
 

@@ -12,7 +12,7 @@ from mesh.rpc.credentials import MeshKey
 from mesh.rpc.probe import main as probe
 from mesh.rpc.server import Listen, Server
 from mesh.rpc.status import STATUS_BY_ERROR, error_from_rpc
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from mesh.v1 import worker_pb2, worker_pb2_grpc
 
 
 def all_errors(base: type[MeshError] = MeshError) -> list[type[MeshError]]:
@@ -30,7 +30,7 @@ class Failing(worker_pb2_grpc.WorkerServicer):
 async def call(error: Exception) -> grpc.aio.AioRpcError:
     server = Server(Listen("127.0.0.1", 0))
     worker_pb2_grpc.add_WorkerServicer_to_server(Failing(error), server.grpc)
-    await server.start(["tandem.v1.Worker"])
+    await server.start(["mesh.v1.Worker"])
     async with open_channel(server.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await worker_pb2_grpc.WorkerStub(channel).GetWorker(worker_pb2.GetWorkerRequest(), timeout=5)
@@ -65,9 +65,9 @@ async def test_bug_is_internal_and_shows_nothing() -> None:
 async def test_garbage_is_an_invalid_request() -> None:
     server = Server(Listen("127.0.0.1", 0))
     worker_pb2_grpc.add_WorkerServicer_to_server(Failing(KeyError()), server.grpc)
-    await server.start(["tandem.v1.Worker"])
+    await server.start(["mesh.v1.Worker"])
     async with open_channel(server.address) as channel:
-        send = channel.unary_unary("/tandem.v1.Worker/GetWorker", request_serializer=None, response_deserializer=None)
+        send = channel.unary_unary("/mesh.v1.Worker/GetWorker", request_serializer=None, response_deserializer=None)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await send(b"\xff\xff\xff\xff", timeout=5)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 
 from mesh.domain.errors import Overloaded
-from mesh.registry.permits import SharedPermits
-from mesh.registry.redis_permits import LeaseTimes
+from router.admission.permit_leases import LeaseTimes
+from router.admission.shared_limiter import SharedPermits
+from tests.defects import Repaired
 from tests.fakes.redis_server import RedisServer
+from tests.waiting import LIMIT_S, until
 
 CAP = 6
 TIMES = LeaseTimes(lease_s=0.8, renew_s=0.2)
@@ -39,12 +40,6 @@ class Routers:
     async def num_leased(self) -> int:
         async with self.server.client() as redis:
             return int(await redis.zcard("tandem:permits"))
-
-
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def until_acquired(permits: SharedPermits, count: int, timeout_s: float) -> None:
@@ -98,7 +93,7 @@ async def test_two_routers_never_pass_the_cap_in_a_storm_with_cancellations(rout
         assert all(permits.num_held == 0 for permits in both)
     assert 0 < most <= CAP
     assert min(outcomes.values()) > 0
-    await until_acquired(both[0], CAP, 1)  # all of them are there again
+    await until_acquired(both[0], CAP, LIMIT_S)  # all of them are there again
     for _ in range(CAP):
         both[0].release()
 
@@ -106,7 +101,7 @@ async def test_two_routers_never_pass_the_cap_in_a_storm_with_cancellations(rout
 async def test_held_permits_outlive_their_lease_and_a_dead_routers_do_not(routers: Routers) -> None:
     alive, dying = await routers.start(2)
     await dying.acquire(CAP)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(LIMIT_S):
         for _ in range(12):  # longer than a lease
             started_s = time.monotonic()
             with pytest.raises(Overloaded, match="6 of 6"):
@@ -211,3 +206,70 @@ async def test_a_router_that_stops_gives_everything_back_at_once(routers: Router
     await routers.kill(first)
     await first.leave()
     await second.acquire(CAP)
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_an_hour_without_redis_heals(redis_server: RedisServer, repaired: Repaired) -> None:
+    num_seconds, num_each = 3600, 100
+    clock = Clock()
+    permits = SharedPermits(redis_server.url, "router", num_each, LeaseTimes(), clock=clock)
+    run = asyncio.create_task(permits.run())
+    await until(permits.connected.is_set)
+    await permits.acquire(2)
+    redis_server.stop()
+    await until(lambda: not permits.connected.is_set())
+    for _ in range(num_seconds):
+        for _ in range(num_each):
+            await permits.acquire(1)
+            permits.release()
+        clock.now_s += 1
+        await asyncio.sleep(0)
+    assert permits._holdings.num_released <= 6 * num_each
+    loop_stops, stop = [0.0], asyncio.Event()
+
+    async def watch_loop() -> None:
+        while not stop.is_set():
+            begun_s = time.monotonic()
+            await asyncio.sleep(0.001)
+            loop_stops.append(time.monotonic() - begun_s)
+
+    watch = asyncio.create_task(watch_loop())
+    begun_s = time.monotonic()
+    await redis_server.start()
+    await until(permits.connected.is_set)
+    took_s = time.monotonic() - begun_s
+    await until(lambda: not permits._holdings.num_released)
+    stop.set()
+    await watch
+    async with redis_server.client() as redis:
+        assert await redis.zcard("tandem:permits") == permits.num_held == 2
+    await permits.acquire(num_each - 2)
+    with pytest.raises(Overloaded):
+        await permits.acquire(1)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    repaired(
+        "D13",
+        f"{num_seconds * num_each:,} permits given back in an hour without Redis: {took_s:.1f} s after its return they "
+        f"are shared again, event loop stopped for {max(loop_stops) * 1000:.0f} ms at most",
+    )
+
+
+async def test_what_is_given_back_goes_in_batches(routers: Routers, redis_server: RedisServer) -> None:
+    permits = SharedPermits(redis_server.url, "router", 5000, TIMES)
+    routers.tasks[permits] = asyncio.create_task(permits.run())
+    await until(permits.connected.is_set)
+    for number in range(3000):
+        await permits.acquire(1, f"tenant-{number % 7}")
+    for number in range(3000):
+        permits.release(f"tenant-{number % 7}")
+    assert max(len(keep.released) for keep in permits._holdings.keeps(renew=True)) <= 1024
+    async with asyncio.timeout(60):
+        while await routers.num_leased():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
-from mesh.model_source import ModelSource
 from tests.fakes.hub_server import COMMIT, HubServer
 from tests.fakes.s3_server import S3Server
 

@@ -12,7 +12,6 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.metrics import MetricsSettings, serving_metrics
-from mesh.worker.metrics import WorkerMetrics
 from tests.evidence import Evidence
 from tests.exposition import Samples, changed, documented, fetch, names_of, parse, scrape
 from tests.fakes.requests import make_request as make_sequence
@@ -23,6 +22,7 @@ from tests.service.fake_router import fake_router
 from tests.service.gateway.http import running_gateway
 from tests.service.router.conftest import make_request
 from tests.service.worker_rig import EngineRig, until, worker_rig
+from worker.metrics import WorkerMetrics
 
 CONSTANT = {"tandem_max_requests", "tandem_engine_max_num_seqs", "tandem_engine_kv_blocks"}
 
@@ -72,11 +72,11 @@ async def while_one_waits(mesh: Any, registry: CollectorRegistry, prefill: Any, 
     prefill.scripts = [PrefillScript(hold=hold)]
     request = make_request(token_ids=[70] * 8, max_new_tokens=4)
     calls = [mesh.stub.Generate(request, timeout=20) for _ in range(2)]
-    await mesh.until(lambda: mesh.model.queue.num_queued == 1 and mesh.model.ledger.num_transferring == 1)
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1 and mesh.model.in_flight.num_transferring == 1)
     samples = await scrape(registry)
     for call in calls:
         call.cancel()
-    await mesh.until(lambda: mesh.model.permits.num_held == 0)
+    await mesh.until(lambda: mesh.model.limiter.num_held == 0)
     hold.set()
     return samples
 
@@ -165,7 +165,7 @@ async def test_metrics_of_a_gateway(evidence: Evidence) -> None:
         body = {"messages": [{"role": "user", "content": "One fine"}], "max_tokens": 6}
         call = asyncio.create_task(gateway.post("/v1/chat/completions", body))
         await script.holding.wait()
-        await until(lambda: gateway.backend.metrics.running._value.get() == 1)
+        await until(lambda: gateway.backend.metrics.num_running == 1)
         scrapes.append(await fetch(f"{gateway.url}/metrics"))
         script.release.set()
         assert (await call).status_code == 200

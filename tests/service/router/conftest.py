@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
+from checkpoint.model_files import read_model_facts
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.model_files import read_model_facts
 from mesh.rpc.channel import open_channel
 from router.__main__ import RouterProcess
 from router.model_router import ModelRouter
-from router.proving import Proof
 from router.settings import RouterSettings
+from router.workers.health import Trust
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_workers import FakeDecodeWorker, FakePrefillWorker, FakeWorker
+from tests.waiting import LIMIT_S, until
 
 
 @pytest.fixture(scope="session")
@@ -76,24 +77,26 @@ class Mesh:
         usable = self.model.mesh.usable()
         roles = {info.role for info in usable}
         best = {
-            WorkerRole.PREFILL: Proof.FULL if WorkerRole.DECODE in roles else Proof.NONE,
-            WorkerRole.DECODE: Proof.FULL if WorkerRole.PREFILL in roles else Proof.LOCAL,
+            WorkerRole.PREFILL: Trust.FULL if WorkerRole.DECODE in roles else Trust.NONE,
+            WorkerRole.DECODE: Trust.FULL if WorkerRole.PREFILL in roles else Trust.LOCAL,
         }
-        return worker.info in usable and all(self.proof(info) is best[info.role] for info in usable)
+        return worker.info in usable and all(self.trust(info) is best[info.role] for info in usable)
 
-    def proof(self, worker: FakeWorker | WorkerInfo) -> Proof:
+    def trust(self, worker: FakeWorker | WorkerInfo) -> Trust:
         """What the router holds of a worker."""
-        return self.model.proving.proof(worker.info if isinstance(worker, FakeWorker) else worker)
+        return self.model.health.trust(worker.info if isinstance(worker, FakeWorker) else worker)
 
-    async def until(self, condition: Any, *, timeout_s: float = 5.0) -> None:
-        """Return when the condition holds: for inner states that nobody announces."""
-        async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+    async def until(self, condition: Any, *, timeout_s: float = LIMIT_S) -> None:
+        """Return when the condition holds: for inner states that announce no change."""
+        await until(condition, within_s=timeout_s, state=self._state)
+
+    def _state(self) -> str:
+        usable = [info.worker_id for info in self.model.mesh.usable()]
+        return f"{self.model.queue.num_queued} queued, usable workers {usable}"
 
     async def generate(self, **request: Any) -> "Result":
         result = Result()
-        await result.read(self.stub.Generate(make_request(**request), timeout=20))
+        await result.read(self.stub.Generate(make_request(**request), timeout=LIMIT_S))
         return result
 
     async def stop(self) -> None:
@@ -102,9 +105,9 @@ class Mesh:
         await asyncio.gather(*(worker.kill() for worker in self.workers))
 
     def assert_at_rest(self) -> None:
-        assert self.model.permits.num_held == 0
+        assert self.model.limiter.num_held == 0
         assert self.model.queue.num_queued == 0
-        assert not self.model.ledger.in_flight([])
+        assert not self.model.in_flight.by_worker([])
 
 
 class Result:

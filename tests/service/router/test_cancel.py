@@ -22,7 +22,7 @@ async def read_all(call: Any) -> None:
 
 
 async def assert_all_gone(mesh: Mesh) -> None:
-    await mesh.until(lambda: mesh.model.permits.num_held == 0, timeout_s=1)
+    await mesh.until(lambda: mesh.model.limiter.num_held == 0, timeout_s=1)
     await mesh.until(lambda: not any(worker.num_running for worker in mesh.workers), timeout_s=1)
     mesh.assert_at_rest()
 

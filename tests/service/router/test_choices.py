@@ -114,7 +114,7 @@ async def test_cancelling_while_a_prompt_waits_leaves_nothing(make_mesh: Any) ->
     await mesh.until(lambda: mesh.model.queue.num_queued == 1)
     waiting.cancel()
     running.cancel()
-    await mesh.until(lambda: mesh.model.permits.num_held == 0)
+    await mesh.until(lambda: mesh.model.limiter.num_held == 0)
     await mesh.until(lambda: mesh.model.queue.num_queued == 0)
     mesh.assert_at_rest()
 

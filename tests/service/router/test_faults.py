@@ -216,7 +216,7 @@ async def test_no_room_for_ever_is_overload(make_mesh: Any) -> None:
     mesh = await make_mesh(max_attempts=2)
     decode = await mesh.decode()
     decode.scripts = [DecodeScript(refuse=SequenceFailure.NO_CAPACITY)] * 2
-    error = await assert_refused(mesh, grpc.StatusCode.RESOURCE_EXHAUSTED, "no worker had room")
+    error = await assert_refused(mesh, grpc.StatusCode.RESOURCE_EXHAUSTED, "no worker had capacity")
     assert dict(error.trailing_metadata() or ())["retry-after-ms"]
 
 

@@ -6,10 +6,11 @@ import grpc
 import pytest
 
 from router.text.tokenizer import Tokenizer
-from tandem.v1 import generation_pb2, sampling_pb2, worker_pb2, worker_pb2_grpc
+from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc, sampling_pb2
+from tests.defects import Repaired
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
 from tests.fakes.router_workers import PrefillScript, expected_tokens
-from tests.service.router.conftest import Mesh, make_request
+from tests.service.router.conftest import Mesh, Result, make_request
 
 PROMPT = [65, 66, 67, 68, 69, 70]
 TOKENIZER = Tokenizer(byte_level_tokenizer(), frozenset({EOS_ID}))
@@ -161,6 +162,41 @@ async def test_log_probs_of_prompt_and_alternatives(make_mesh: Any, separated: b
         assert token.top[0].text == TOKENIZER.text_of(token.top[0].id)
 
 
+@pytest.mark.parametrize("separated", [True, False])
+async def test_log_probs_of_a_long_prompt_come_in_parts(make_mesh: Any, separated: bool, repaired: Repaired) -> None:
+    """Each message is small, none is a worker's failure, and the tokens come behind them."""
+    mesh = await make_mesh(model_positions=8192)
+    room = {"num_blocks": 4096, "max_model_len": 8192}
+    if separated:
+        await mesh.prefill(**room)
+    await mesh.decode(**room)
+    prompt = [60 + place % 200 for place in range(2500)]
+    output = {"prompt_logprobs": True, "top_logprobs": 20}
+    result = Result()
+    await result.read(mesh.stub.Generate(make_request(token_ids=prompt, max_new_tokens=4, output=output)))
+    parts = [message for message in result.messages if message.HasField("prompt")]
+    tokens = [token for message in parts for token in message.prompt.tokens]
+    assert [token.id for token in tokens] == prompt
+    assert [token.HasField("logprob") for token in tokens] == [False] + [True] * (len(prompt) - 1)
+    assert all(len(token.top) == 20 for token in tokens)
+    assert result.ids() == expected_tokens(prompt, 4)
+    assert not any(message.tokens for message in parts[:-1])
+    largest = max(message.ByteSize() for message in result.messages)
+    assert largest < 256 << 10
+    assert [attempt.backoff_ms for attempt in result.messages[-1].timing.attempts] == [0.0]
+    repaired("D10", f"router: 2,500 tokens with 20 each come in {len(parts)} messages of {largest >> 10} KiB at most")
+
+
+async def test_more_log_probs_than_can_be_kept_are_refused(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.api.validation.MAX_PROMPT_LOGPROBS", 100)
+    mesh = await make_mesh()
+    await mesh.decode()
+    output = {"prompt_logprobs": True, "top_logprobs": 9}
+    assert (await mesh.generate(token_ids=[60] * 10, max_new_tokens=1, output=output)).finish()
+    with pytest.raises(grpc.aio.AioRpcError, match="must be <= 100"):
+        await mesh.generate(token_ids=[60] * 11, max_new_tokens=1, output=output)
+
+
 async def test_cached_tokens_are_reported(make_mesh: Any) -> None:
     mesh = await make_mesh()
     prefill = await mesh.prefill()
@@ -211,9 +247,9 @@ async def test_workers_are_listed(make_mesh: Any) -> None:
     decode.gate.close()
     call = mesh.stub.Generate(make_request(token_ids=PROMPT, max_new_tokens=2), timeout=10)
     await call.read()
-    listed = await worker_pb2_grpc.MeshStub(mesh.channel).ListWorkers(worker_pb2.ListWorkersRequest())
+    listed = await mesh_pb2_grpc.MeshStub(mesh.channel).ListWorkers(mesh_pb2.ListWorkersRequest())
     assert [status.record.worker_id for status in listed.workers] == ["decode-0", "prefill-0"]
-    assert {status.state for status in listed.workers} == {worker_pb2.WORKER_STATE_READY}
+    assert {status.state for status in listed.workers} == {mesh_pb2.WORKER_STATE_READY}
     assert (listed.active_requests, listed.queued_requests) == (1, 0)
     decode.gate.open()
     assert await call.read()

@@ -72,11 +72,11 @@ async def at_capacity(mesh: Any, count: int) -> list[Outcome]:
 async def at_rate(mesh: Any, per_second: float, count: int) -> list[Outcome]:
     """Requests that come when they come, whatever became of those before."""
     begin_s = time.monotonic()
-    asked: list[Awaitable[Outcome]] = []
+    tasks: list[Awaitable[Outcome]] = []
     for number in range(count):
         await asyncio.sleep(max(0.0, begin_s + number / per_second - time.monotonic()))
-        asked.append(asyncio.create_task(ask(mesh, number)))
-    return await asyncio.gather(*asked)
+        tasks.append(asyncio.create_task(ask(mesh, number)))
+    return await asyncio.gather(*tasks)
 
 
 async def beat(workers: list[FakeWorker]) -> None:

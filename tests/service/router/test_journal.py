@@ -7,15 +7,15 @@ import pytest
 
 from mesh.domain.tokens import SequenceFailure
 from tandem._mesh_responses import mesh as mesh_values
-from tandem.v1 import worker_pb2, worker_pb2_grpc
+from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_workers import DecodeScript
 from tests.service.router.conftest import make_request
 
 
 async def told(mesh: Any) -> Any:
     """The operators' view, as the SDK gives it."""
-    stub = worker_pb2_grpc.MeshStub(mesh.channel)
-    return mesh_values(await stub.ListWorkers(worker_pb2.ListWorkersRequest(), timeout=5))
+    stub = mesh_pb2_grpc.MeshStub(mesh.channel)
+    return mesh_values(await stub.ListWorkers(mesh_pb2.ListWorkersRequest(), timeout=5))
 
 
 async def test_a_replayed_request_is_told_with_its_workers(make_mesh: Any) -> None:

@@ -13,9 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from mesh.domain.errors import ConfigurationError
-from tandem.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from mesh.v1 import worker_pb2, worker_pb2_grpc
+from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
 from tests.service.router.conftest import Mesh, make_request
+from tests.waiting import LIMIT_S
 
 PROMPT = [65, 66, 67]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -31,7 +33,7 @@ async def health(mesh: Mesh, service: str = "") -> int:
 
 async def watch_until(mesh: Mesh, wanted: int, service: str = "tandem.v1.Generation") -> None:
     stub = health_pb2_grpc.HealthStub(mesh.channel)
-    call = stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=5)
+    call = stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=LIMIT_S)
     async for response in call:
         if response.status == wanted:
             call.cancel()
@@ -76,7 +78,7 @@ async def test_the_first_health_waits_for_a_prefill_worker_where_one_is_expected
 
 
 async def test_a_broken_link_is_opened_again(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.decode_links._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("router.workers.decode_link._FIRST_RETRY_S", 0.01)
     mesh = await make_mesh()
     decode = await mesh.decode()
     decode.break_links()
@@ -84,6 +86,25 @@ async def test_a_broken_link_is_opened_again(make_mesh: Any, monkeypatch: pytest
     decode.beat()
     await mesh.until(lambda: mesh.router._links.find(decode.info) is not None)
     assert (await mesh.generate(token_ids=PROMPT, max_new_tokens=3)).ids() == expected_tokens(PROMPT, 3)
+
+
+async def test_a_broken_link_leaves_no_task(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that awaits the next command for ever is destroyed some day, with an error in the log."""
+    monkeypatch.setattr("router.workers.decode_link._FIRST_RETRY_S", 0.01)
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    num_writers = num_tasks("_consume_request_iterator")
+    assert num_writers > 0
+    for _ in range(3):
+        decode.break_links()
+        await mesh.until(lambda: mesh.router._links.find(decode.info) is None)
+        decode.beat()
+        await mesh.until(lambda: mesh.router._links.find(decode.info) is not None)
+    await mesh.until(lambda: num_tasks("_consume_request_iterator") == num_writers)
+
+
+def num_tasks(name: str) -> int:
+    return sum(name in repr(task.get_coro()) for task in asyncio.all_tasks())
 
 
 async def test_reflection(make_mesh: Any) -> None:
@@ -126,14 +147,14 @@ async def test_stop_lets_streams_end_and_refuses_new_ones(make_mesh: Any) -> Non
     decode.gate.close()
     running = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=5))
     await decode.started.wait_len(1)
-    stopping = asyncio.create_task(mesh.router.stop(10))
+    stopping = asyncio.create_task(mesh.router.stop(4 * LIMIT_S))
     await watch_until(mesh, NOT_SERVING)
     await mesh.until(lambda: mesh.model.service._stopping)
-    refused = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=5)
+    refused = mesh.stub.Generate(make_request(token_ids=PROMPT), timeout=LIMIT_S)
     assert await refused.code() is grpc.StatusCode.UNAVAILABLE
     decode.gate.open()
     assert (await running).ids() == expected_tokens(PROMPT, 5)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(LIMIT_S):  # once its streams have ended, not after its grace
         await stopping
 
 
@@ -157,13 +178,13 @@ async def test_the_process(model_dir: Path) -> None:
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    listening = json.loads(await asyncio.wait_for(process.stdout.readline(), 20))
+    listening = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
     assert listening["event"] == "listening"
     async with grpc.aio.insecure_channel(listening["address"]) as channel:
-        stub = worker_pb2_grpc.MeshStub(channel)
-        assert list((await stub.ListWorkers(worker_pb2.ListWorkersRequest(), timeout=5)).workers) == []
+        stub = mesh_pb2_grpc.MeshStub(channel)
+        assert list((await stub.ListWorkers(mesh_pb2.ListWorkersRequest(), timeout=5)).workers) == []
     process.send_signal(signal.SIGTERM)
-    _, errors = await asyncio.wait_for(process.communicate(), 10)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0
     assert b"Traceback" not in errors
 
@@ -175,7 +196,7 @@ async def test_a_wrong_setting_is_one_line(model_dir: Path) -> None:
         *("--max-input-length", "9999"),
         stderr=asyncio.subprocess.PIPE,
     )
-    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert errors.splitlines()[-1].startswith(b"router: max_input_length must be < max_total_tokens, got 9999 and")
 

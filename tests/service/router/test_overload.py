@@ -37,7 +37,7 @@ async def test_past_the_cap_requests_are_refused_at_once(make_mesh: Any, evidenc
     p99_ms = 1000 * sorted(delays_s)[-1]
     evidence("R11", "slowest of 50 refusals", f"{p99_ms:.1f} ms", target="<= 50 ms", ok=p99_ms <= 50, is_time=True)
     assert statistics.median(delays_s) < 0.5
-    assert mesh.model.permits.num_held == 4
+    assert mesh.model.limiter.num_held == 4
     decode.gate.open()
     await asyncio.gather(*readers)
     for n, result in enumerate(results):
@@ -52,11 +52,11 @@ async def test_every_choice_counts(make_mesh: Any) -> None:
     decode.gate.close()
     call = mesh.stub.Generate(make_request(token_ids=PROMPT, num_choices=3), timeout=10)
     await decode.forked.wait_len(2)
-    assert mesh.model.permits.num_held == 3
+    assert mesh.model.limiter.num_held == 3
     await refused_in_s(mesh, num_choices=2)
-    assert mesh.model.permits.num_held == 3
+    assert mesh.model.limiter.num_held == 3
     call.cancel()
-    await mesh.until(lambda: mesh.model.permits.num_held == 0)
+    await mesh.until(lambda: mesh.model.limiter.num_held == 0)
 
 
 async def test_invalid_requests_hold_no_permit(make_mesh: Any) -> None:
@@ -65,7 +65,7 @@ async def test_invalid_requests_hold_no_permit(make_mesh: Any) -> None:
     for _ in range(3):
         call = mesh.stub.Generate(make_request(token_ids=[9999]), timeout=5)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert mesh.model.permits.num_held == 0
+    assert mesh.model.limiter.num_held == 0
 
 
 async def test_a_full_queue_refuses(make_mesh: Any) -> None:

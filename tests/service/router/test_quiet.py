@@ -9,7 +9,7 @@ import structlog
 from tests.evidence import Evidence
 from tests.fakes.router_workers import FakeWorker, expected_tokens
 from tests.service.router.conftest import Mesh
-from tests.service.router.test_proving import SICK, fails
+from tests.service.router.test_canaries import SICK, fails
 
 PROMPT = [65, 66, 67, 68, 69]
 WATCHED_S = 12.0

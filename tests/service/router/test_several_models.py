@@ -9,7 +9,7 @@ import pytest
 
 from mesh.domain.errors import ConfigurationError
 from router.settings import RouterSettings
-from tandem.v1 import generation_pb2, worker_pb2, worker_pb2_grpc
+from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_workers import FakeDecodeWorker, FakePrefillWorker
 from tests.service.router.conftest import Mesh, make_request
@@ -47,8 +47,8 @@ async def test_requests_go_to_the_model_they_name(pair: Mesh) -> None:
         ("a", 256, True),
         ("b", 64, True),
     ]
-    mesh_stub = worker_pb2_grpc.MeshStub(pair.channel)
-    workers = (await mesh_stub.ListWorkers(worker_pb2.ListWorkersRequest())).workers
+    mesh_stub = mesh_pb2_grpc.MeshStub(pair.channel)
+    workers = (await mesh_stub.ListWorkers(mesh_pb2.ListWorkersRequest())).workers
     assert [each.record.model for each in workers] == ["a", "b", "b"]
 
 
@@ -75,7 +75,7 @@ async def test_caps_queues_and_losses_are_each_models_own(pair: Mesh) -> None:
     a, b = await add(pair, "a"), await add(pair, "b")
     a.gate.close()
     running = asyncio.create_task(pair.generate(prompt="hello", model="a", max_new_tokens=3))
-    await pair.until(lambda: pair.router.models[0].permits.num_held == 1)
+    await pair.until(lambda: pair.router.models[0].limiter.num_held == 1)
     with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
         await pair.generate(prompt="hello", model="a")
     assert len((await pair.generate(prompt="hello", model="b", max_new_tokens=3)).ids()) == 3

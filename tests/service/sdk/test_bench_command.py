@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cli.main import main
+from tandem_cli.main import main
 from tests.fakes.sdk_router import FakeRouter, Refusal
 
 Run = Callable[..., tuple[int, str, str]]
@@ -99,7 +99,7 @@ def test_errors_are_shown_and_nothing_but_errors_is_a_failure(bench: Run, thread
         (("--rate", "0"), "rate must be > 0, got 0"),
         (("--openai", "http://127.0.0.1:1"), "--openai needs --model"),
         (("--openai", "127.0.0.1", "--model", "m"), "--openai must be a URL"),
-        (("--up", "", "--address", "127.0.0.1:1"), "give one of --address, --up"),
+        (("--up", "", "--address", "127.0.0.1:1"), "use only one of --address, --up"),
         (("--trace", "/nowhere"), "cannot read /nowhere"),
         (("--plot-from", "/nowhere"), "holds no results of tandem bench"),
         (("--preset", "bogus"), "invalid choice"),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from cli.main import main
+from tandem_cli.main import main
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, interrupt_main_thread
 
 Run = Callable[..., tuple[int, str, str]]

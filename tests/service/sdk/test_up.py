@@ -1,5 +1,6 @@
 """`tandem up` as a process of its own, with fake services."""
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,9 @@ import psutil
 import pytest
 
 import tandem
+from tests.defects import Repaired
+from tests.fakes.redis_server import RedisServer
+from tests.waiting import LIMIT_S
 
 
 class Up:
@@ -36,7 +40,7 @@ class Up:
         """The address of the ready line."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        match = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", line)
+        match = re.fullmatch(r"ready ((127\.0\.0\.1:\d+,?)+)\n", line)
         assert match, (line, self.stderr())
         return match[1]
 
@@ -44,7 +48,7 @@ class Up:
         """Wait for the end, after a signal if one is given; returns the status."""
         if number is not None:
             self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(LIMIT_S)
 
     def stderr(self) -> str:
         return (self.folder / "stderr").read_text()
@@ -52,6 +56,11 @@ class Up:
     def flags(self, name: str) -> dict[str, str]:
         flags: dict[str, str] = json.loads((self.folder / f"{name}.flags").read_text())
         return flags
+
+    def secrets(self, name: str) -> dict[str, str]:
+        """What a child was handed besides its environment."""
+        secrets: dict[str, str] = json.loads((self.folder / f"{name}.secrets").read_text())
+        return secrets
 
     def pids(self) -> list[tuple[str, int]]:
         """Names and process ids of all children so far, oldest first."""
@@ -76,7 +85,7 @@ def wait_gone(pids: list[tuple[str, int]]) -> None:
         try:
             process = psutil.Process(pid)
             if process.status() != psutil.STATUS_ZOMBIE:
-                process.wait(15)
+                process.wait(LIMIT_S)
         except psutil.NoSuchProcess:
             continue
 
@@ -87,6 +96,14 @@ def started(tmp_path: Path) -> Iterator[list[Up]]:
     yield ups
     for up in ups:
         up.close()
+
+
+@pytest.fixture
+def redis_server() -> Iterator[RedisServer]:
+    server = RedisServer()
+    asyncio.run(server.start())
+    yield server
+    server.stop()
 
 
 def test_it_serves_until_asked_to_stop(tmp_path: Path, started: list[Up]) -> None:
@@ -155,9 +172,42 @@ def test_keys_nobody_knows_are_for_the_handler(tmp_path: Path, started: list[Up]
     started.append(up)
     up.wait_ready()
     assert "option.my_key (serving.properties) is for the handler" in up.stderr()
-    (gateway,) = [pid for name, pid in up.pids() if name == "gateway"]
-    assert json.loads(psutil.Process(gateway).environ()["TANDEM_HANDLER_PROPERTIES"]) == {"my_key": "1"}
+    properties = json.loads(up.secrets("gateway")["TANDEM_HANDLER_PROPERTIES"])
+    assert properties == {"my_key": "1", "model_id": str(tmp_path / "model")}
     assert up.end(signal.SIGINT) == 0
+
+
+def test_each_process_gets_its_own_secrets_and_not_in_its_environment(
+    tmp_path: Path,
+    started: list[Up],
+    redis_server: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    repaired: Repaired,
+) -> None:
+    asyncio.run(redis_server.add_user("u", "hunter2"))
+    given = {
+        "TANDEM_MESH_KEY": "a-mesh-key-of-the-operator",
+        "TANDEM_REGISTRY_URL": redis_server.url.replace("redis://", "redis://u:hunter2@"),
+        "TANDEM_HANDLER_PROPERTIES": '{"db_password": "hunter3"}',
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    up = Up(tmp_path, "--http-port=0")
+    started.append(up)
+    up.wait_ready()
+    for name, pid in up.pids():
+        environ = "".join(psutil.Process(pid).environ().values())
+        assert not re.search("a-mesh-key|hunter", environ), name
+    names = {name: set(up.secrets(name)) for name, _ in up.pids()}
+    member = {"TANDEM_MESH_KEY", "TANDEM_REGISTRY_URL"}
+    assert names.pop("gateway") == {"TANDEM_HANDLER_PROPERTIES"}
+    assert names.pop("router") == member | {"TANDEM_TRIAL_KEY_SHA256"}
+    assert list(names.values()) == [member, member]
+    assert up.secrets("router")["TANDEM_MESH_KEY"] == given["TANDEM_MESH_KEY"]
+    assert up.end(signal.SIGINT) == 0
+    repaired(
+        "D17", "`tandem up`: no mesh key for the gateway, no handler properties for the mesh, none in environments"
+    )
 
 
 def test_ctrl_c_reaches_the_whole_group_and_children_stop_in_order(tmp_path: Path, started: list[Up]) -> None:
@@ -240,12 +290,64 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path, started: list[Up]) 
     (victim,) = [pid for name, pid in up.pids() if name == "decode-0"]
     os.kill(victim, signal.SIGKILL)
     wait_for_text(up, "decode-0: ready again")
-    assert "decode-0: was killed by SIGKILL; starting it again in 0.5 s" in up.stderr()
+    assert "decode-0: was killed by SIGKILL; restarting it in 0.5 s" in up.stderr()
     assert up.end(signal.SIGINT) == 0
     assert sorted(up.stopped()) == ["decode-0", "prefill-0", "router"]
 
 
-def test_the_routers_end_is_the_end(tmp_path: Path, started: list[Up]) -> None:
+def test_a_router_that_dies_is_started_again_where_it_was(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, "--http-port=0")
+    started.append(up)
+    address = up.wait_ready()
+    before = up.flags("router")
+    with tandem.Client(address, timeout=60) as client:
+        assert client.generate(prompt="").finish_reason == "eos_token"
+        for name in ("router", "gateway"):
+            (victim,) = [pid for service, pid in up.pids() if service == name]
+            os.kill(victim, signal.SIGKILL)
+            wait_for_text(up, f"{name}: ready again")
+        assert up.flags("router") == before | {"port": address.rpartition(":")[2], "registry-port": "1"}
+        assert up.flags("gateway")["port"] == "2", "the address that was announced"
+        client.wait_ready(60)
+        assert client.generate(prompt="").finish_reason == "eos_token"
+    assert [name for name, _ in up.pids()].count("decode-0") == 1, "the workers lived on"
+    assert up.end(signal.SIGINT) == 0
+
+
+def test_a_router_that_cannot_start_again_ends_nothing(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, plan={"router": "broken at times"})
+    started.append(up)
+    address = up.wait_ready()
+    (tmp_path / "broken").touch()
+    (victim,) = [pid for name, pid in up.pids() if name == "router"]
+    os.kill(victim, signal.SIGKILL)
+    wait_for_text(up, "router: exited with status 1; restarting it in 1 s")
+    (tmp_path / "broken").unlink()
+    wait_for_text(up, "router: ready again")
+    with tandem.Client(address, timeout=60) as client:
+        assert client.generate(prompt="").finish_reason == "eos_token"
+    assert up.end(signal.SIGINT) == 0
+
+
+def test_several_routers_share_redis(tmp_path: Path, started: list[Up], redis_server: RedisServer) -> None:
+    up = Up(tmp_path, "--routers=2", f"--registry-url={redis_server.url}", "--http-port=0", "--metrics-port=9464")
+    started.append(up)
+    addresses = up.wait_ready()
+    assert len(set(addresses.split(","))) == 2
+    assert up.flags("gateway")["router"] == addresses
+    routers = ["router-9464", "router-9465"]
+    assert up.flags("prefill-0")["metrics-port"] == "9466"
+    assert sorted(name for name, _ in up.pids()) == ["decode-0", "gateway", "prefill-0", *routers]
+    with tandem.Client(addresses, timeout=60) as client:
+        (victim,) = [pid for name, pid in up.pids() if name == routers[0]]
+        os.kill(victim, signal.SIGKILL)
+        assert client.generate(prompt="").finish_reason == "eos_token"
+        wait_for_text(up, "router-0: ready again")
+    assert up.flags(routers[0])["port"] == addresses.split(",")[0].rpartition(":")[2]
+    assert up.end(signal.SIGINT) == 0
+
+
+def test_without_restarts_the_last_routers_end_is_the_end(tmp_path: Path, started: list[Up]) -> None:
     up = Up(tmp_path, "--no-restart", plan={"router": "dies later"})
     started.append(up)
     os.mkfifo(tmp_path / "die")
@@ -262,6 +364,10 @@ def test_the_routers_end_is_the_end(tmp_path: Path, started: list[Up]) -> None:
         (["--model=m=/nowhere", "--model=n=/nowhere"], "there is no model folder /nowhere"),
         (["--model=/nowhere", "--model=n=/nowhere"], "several models need names"),
         (["--decode=0"], "decode must be >= 1"),
+        (["--routers=2"], "--routers 2 needs --registry-url redis://HOST:PORT/0"),
+        (["--registry-url=redis://127.0.0.1:9/0"], "the Redis of registry_url does not answer"),
+        (["--registry-url=http://x"], "registry_url cannot be used"),
+        (["--registry-url=redis://:secret@127.0.0.1:9/0"], "--registry-url contains a password"),
         (["--dtype=int3"], "dtype must be one of"),
         (["--bogus"], "unrecognized arguments: --bogus"),
         (["--set=router"], "ROLE.KEY=VALUE"),
@@ -271,7 +377,7 @@ def test_the_routers_end_is_the_end(tmp_path: Path, started: list[Up]) -> None:
 def test_wrong_configurations_are_one_line(
     flags: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from cli.main import main
+    from tandem_cli.main import main
 
     (tmp_path / "config.json").write_text("{}")
     status: object
@@ -290,13 +396,13 @@ def test_wrong_configurations_are_one_line(
 def test_tgis_api_key_is_not_taken_for_protection(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cli.main import main
+    from tandem_cli.main import main
 
     monkeypatch.setenv("API_KEY", "tgi-secret")
     (tmp_path / "config.json").write_text("{}")
     assert main(["up", f"--model={tmp_path}"]) == 2
     said = capsys.readouterr().err
-    assert "give --api-keys-file" in said
+    assert "set --api-keys-file" in said
     assert "tgi-secret" not in said
 
 
@@ -312,7 +418,7 @@ def test_tgis_api_key_beside_a_choice_of_ones_own(
 
 
 def test_a_port_in_use_is_said_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from cli.main import main
+    from tandem_cli.main import main
 
     (tmp_path / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -14,17 +14,18 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+import mesh.v1
 import tandem.v1
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.rpc.channel import open_channel
-from mesh.worker.runtime import WorkerRuntime
-from mesh.worker.settings import WorkerSettings
 from tests.evidence import Evidence
 from tests.fakes.runner import FAKE_LAYOUT
 from tests.service.security.keys import KEYS, MESH_KEY, bearer, write_keys
 from tests.service.worker_rig import worker_rig
+from worker.runtime import WorkerRuntime
+from worker.settings import WorkerSettings
 
-OPEN = ("grpc.health.v1.Health.Check", "grpc.health.v1.Health.Watch")
+OPEN = tuple(f"grpc.health.v1.Health.{name}" for name in ("Check", "List", "Watch"))
 BAD_CREDENTIALS: list[tuple[tuple[str, str], ...]] = [
     (),
     (("authorization", "Bearer wrong-wrong-wrong-wrong"),),
@@ -38,11 +39,12 @@ BAD_CREDENTIALS: list[tuple[tuple[str, str], ...]] = [
 
 def own_methods() -> Iterator[MethodDescriptor]:
     """All methods of all services that protos/ defines."""
-    for module in pkgutil.iter_modules(tandem.v1.__path__):
-        if module.name.endswith("_pb2"):
-            file = importlib.import_module(f"tandem.v1.{module.name}").DESCRIPTOR
-            for service in file.services_by_name.values():
-                yield from service.methods
+    for package in (tandem.v1, mesh.v1):
+        for module in pkgutil.iter_modules(package.__path__):
+            if module.name.endswith("_pb2"):
+                file = importlib.import_module(f"{package.__name__}.{module.name}").DESCRIPTOR
+                for service in file.services_by_name.values():
+                    yield from service.methods
 
 
 def foreign_methods() -> Iterator[MethodDescriptor]:
@@ -89,7 +91,7 @@ async def worker_server(model_dir: Path) -> AsyncIterator[str]:
         "w", "w-1", WorkerRole.DECODE, "", "tiny", "t", FAKE_LAYOUT, 16, 4, num_blocks=16, max_model_len=64
     )
     runtime = WorkerRuntime(settings, info, NoReports())
-    await runtime.server.start(["tandem.v1.Worker"])
+    await runtime.server.start(["mesh.v1.Worker"])
     try:
         yield runtime.info.address
     finally:
@@ -104,11 +106,11 @@ async def all_services(make_mesh: Any, tmp_path: Path, model_dir: Path) -> Async
         yield {
             "tandem.v1.Generation": mesh.router.public.address,
             "tandem.v1.Mesh": mesh.router.public.address,
-            "tandem.v1.Registry": mesh.router.internal.address,
-            "tandem.v1.Prefill": rig.prefill_address,
-            "tandem.v1.Decode": rig.decode_address,
-            "tandem.v1.KvTransfer": rig.decode_address,
-            "tandem.v1.Worker": worker_address,
+            "mesh.v1.Registry": mesh.router.internal.address,
+            "mesh.v1.Prefill": rig.prefill_address,
+            "mesh.v1.Decode": rig.decode_address,
+            "mesh.v1.KvTransfer": rig.decode_address,
+            "mesh.v1.Worker": worker_address,
         }
 
 

@@ -18,21 +18,19 @@ from kvtransfer import KVSender, TransferSettings
 from kvtransfer.sending import TransferSpec
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.tokens import SampledToken
-from mesh.registry.membership import Membership
-from mesh.registry.redis_probe import DirectChecks
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.probe import main as probe
 from mesh.rpc.server import Listen, Server
 from mesh.rpc.status import error_from_rpc
 from mesh.rpc.tls import TlsIdentity
-from mesh.worker.agent import RegistryAgent
-from mesh.worker.servicer import WorkerServicer
+from mesh.v1 import worker_pb2_grpc
 from router.settings import RouterSettings
-from tandem.v1 import worker_pb2_grpc
+from router.workers.membership import Membership
+from router.workers.redis_probe import DirectChecks
 from tests.evidence import Evidence
 from tests.fakes.certificates import Authority
-from tests.fakes.kv_store import FakeKVStore
+from tests.fakes.kv_store import TINY, FakeKVStore
 from tests.fakes.requests import make_request
 from tests.fakes.router_workers import expected_tokens
 from tests.fakes.runner import fake_continuation
@@ -40,6 +38,8 @@ from tests.service.fake_router import fake_router
 from tests.service.mesh.test_registry import FakeEngine
 from tests.service.worker_rig import MESH_KEY, worker_rig
 from tests.unit.mesh.test_membership import INFO
+from worker.agent import RegistryAgent
+from worker.servicer import WorkerServicer
 
 SOON_S = 5.0
 PROMPT = [65, 66, 67]
@@ -84,7 +84,7 @@ async def test_bad_callers_are_refused_and_told_in_words(
     await server.start([])
     await ask(server, member)
     started_s = time.monotonic()
-    with pytest.raises(MeshError, match=r"have both sides TLS, with certificates of one CA"):
+    with pytest.raises(MeshError, match=r"do both sides use TLS, with certificates of the same CA"):
         await ask(server, make_caller(authority, stranger))
     took_s = time.monotonic() - started_s
     await server.stop(0)
@@ -96,7 +96,7 @@ async def test_bad_callers_are_refused_and_told_in_words(
 async def test_tls_to_a_server_without_it_is_refused(authority: Authority) -> None:
     server = Server(Listen("127.0.0.1", 0))
     await server.start([])
-    with pytest.raises(MeshError, match="have both sides TLS"):
+    with pytest.raises(MeshError, match="do both sides use TLS"):
         await ask(server, authority.issue("member").identity)
     await server.stop(0)
 
@@ -118,8 +118,8 @@ async def test_kv_moves_between_workers_over_tls(authority: Authority) -> None:
         sender = KVSender(
             FakeKVStore(seed=1), "stranger", Credentials(MESH_KEY), TransferSettings(transports=("grpc",))
         )
-        transfer = sender.open(TransferSpec("t", 0, rig.decode_address, "first-life", (0, 1)))
-        with pytest.raises(MeshError, match="have both sides TLS"):
+        transfer = sender.open(TransferSpec("t", 0, rig.decode_address, "first-life", (0, 1), TINY.whole))
+        with pytest.raises(MeshError, match="do both sides use TLS"):
             async with asyncio.timeout(2 * SOON_S):
                 await transfer.commit(5, SampledToken(1, 0.0))
         await sender.close()
@@ -244,7 +244,7 @@ def test_the_documents_tell_how_to_make_certificates(tmp_path: Path, authority: 
 
 def test_every_channel_of_the_mesh_takes_part() -> None:
     found = []
-    for package in ("mesh", "router", "kvtransfer", "prefill_worker", "decode_worker"):
+    for package in ("mesh", "router", "kvtransfer", "prefill_worker", "decode_worker", "worker"):
         for path in (ROOT / package).rglob("*.py"):
             calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
             names = [(ast.unparse(call.func), [ast.unparse(each) for each in call.args]) for call in calls]

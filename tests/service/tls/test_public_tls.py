@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import tandem
-from cli.main import main
+from tandem_cli.main import main
 from tests.fakes.certificates import Authority
 
 PROMPT = [65, 66, 67]

@@ -7,7 +7,7 @@ import pytest
 from rich.color import Color
 from rich.console import Console
 
-from cli.colours import SCALE, Painter, colour_of, harmless
+from tandem_cli.colours import SCALE, Painter, colour_of, strip_controls
 
 
 def test_surer_is_greener() -> None:
@@ -37,5 +37,5 @@ def test_only_terminals_get_colours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_cannot_drive_the_terminal() -> None:
-    assert harmless("a\x1b[2Jb\n\tc\u00a0é") == "a\ufffd[2Jb\n\tc\u00a0é"
+    assert strip_controls("a\x1b[2Jb\n\tc\u00a0é") == "a\ufffd[2Jb\n\tc\u00a0é"
     assert Painter(is_terminal=False, use_colour=False).paint("\x1b", None) == "\x1b"

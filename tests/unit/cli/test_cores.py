@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.cores import CorePlan, assign_cores
+from tandem_cli.cores import CorePlan, assign_cores
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_partners_lend_each_other_their_cores_unless_they_share_them() -> None:
 
 def test_who_runs_where_is_said_in_a_line() -> None:
     assert assign_cores([0, 1], num_prefill=1, num_decode=1).describe() == (
-        "cores: prefill-0 on 0, decode-0 on 1 (so prompts delay no stream; partners lend theirs while they rest); "
-        "router on any"
+        "cores: prefill-0 on 0, decode-0 on 1 "
+        "(so prefill does not delay decode; partners lend their cores while idle); router on any"
     )
     assert "fewer cores than workers" in assign_cores([0], num_prefill=1, num_decode=1).describe()

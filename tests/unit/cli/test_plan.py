@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cli.main import main
+from tandem_cli.main import main
 
 ON_H100 = ("plan", "--device", "h100-sxm")
 
@@ -43,6 +43,23 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
         "start",
     ):
         assert said in out
+
+
+def test_a_batch_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--memory", "0.02", "--bandwidth", "1", "--flops", "1", "--batch", "1", "100000")
+    assert main(["plan", *flags, "--price-per-hour", "1"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("decode step")]
+    assert [("does not fit" in row) for row in rows] == [False, False, True]
+
+
+def test_an_encoder_decoder_model_is_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = {"architectures": ["T5ForConditionalGeneration"], "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2}
+    config |= {"num_layers": 1, "vocab_size": 32, "feed_forward_proj": "relu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main([*ON_H100, str(tmp_path)]) == 2
+    assert "has an encoder, whose output the decoder attends to" in capsys.readouterr().err
 
 
 def test_for_machines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from cli.cores import CorePlan, assign_cores
-from cli.model_plans import Overrides, plan_models
-from cli.services import MeshPlan, ModelPlan, Service, passed_on, split_by_role
-from cli.up_settings import UpSettings, find_model
+from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
-from mesh.model_source import ModelSource
+from tandem_cli.cores import CorePlan, assign_cores
+from tandem_cli.model_plans import Overrides, plan_models
+from tandem_cli.services import MeshPlan, ModelPlan, Service, passed_on, split_by_role
+from tandem_cli.up_settings import UpSettings, find_model
 
 
 def flags_of(service: Service) -> dict[str, str]:
@@ -82,11 +82,11 @@ def test_services_accept_their_flags(tmp_path: Path) -> None:
 def test_the_gateway_knows_where_its_router_is(tmp_path: Path) -> None:
     plan = plan_of(UpSettings(http_port=0), str(tmp_path), gateway={"grace_s": "3"})
     router = plan.resolve(plan.router(), {})
-    gateway = plan.gateway("0.0.0.0:7", router)
+    gateway = plan.gateway(["0.0.0.0:7"], router)
     assert gateway is not None
     settings = plan.resolve(gateway, {"PORT": "9"})
     assert (settings.router, settings.host, settings.port, settings.grace_s) == ("127.0.0.1:7", "127.0.0.1", 0, 3.0)
-    assert plan_of(UpSettings(), str(tmp_path)).gateway("0.0.0.0:7", router) is None
+    assert plan_of(UpSettings(), str(tmp_path)).gateway(["0.0.0.0:7"], router) is None
 
 
 def test_where_cores_cannot_be_had_workers_are_not_pinned(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_colocated_starts_no_prefill_workers() -> None:
 
 
 def test_each_model_has_workers_and_cores_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.model_plans.available_cores", lambda: range(8))
+    monkeypatch.setattr("tandem_cli.model_plans.available_cores", lambda: range(8))
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")
@@ -169,12 +169,12 @@ def test_models_that_share_cores_lend_none() -> None:
 @pytest.mark.parametrize(
     ("settings", "override", "said"),
     [
-        ({"model": "a=x,b=y", "name": "c"}, [], "--name is for one model"),
+        ({"model": "a=x,b=y", "name": "c"}, [], "--name works with one model only"),
         ({"model": "a=x,b=y"}, ["c/decode.device=cpu"], "no model has this name; there are a, b"),
-        ({"model": "a=x,b=y"}, ["a/router.grace-s=1"], "all models share the router"),
+        ({"model": "a=x,b=y"}, ["a/router.grace-s=1"], "the router serves all models"),
         ({"model": "a=x,b=y"}, ["a/up.host=1"], "want one of prefill, decode, colocated"),
         ({"model": "a=x,b=y"}, ["a/up.decode=0"], "decode must be >= 1"),
-        ({"model": "a=x,b=y"}, ["a/up.colocated=yess"], "up.colocated=yess: want true or false"),
+        ({"model": "a=x,b=y"}, ["a/up.colocated=yess"], "up.colocated=yess: expected true or false"),
     ],
 )
 def test_wrong_settings_of_models(settings: dict[str, str], override: list[str], said: str) -> None:

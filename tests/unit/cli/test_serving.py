@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.services import passed_on, roles_of
-from cli.serving import LowCode, read_low_code
-from cli.serving.knobs import KNOBS
-from cli.up_settings import UpSettings
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.services import passed_on, roles_of
+from tandem_cli.serving import LowCode, read_low_code
+from tandem_cli.serving.knobs import KNOBS
+from tandem_cli.up_settings import UpSettings
 
 PROPERTIES = r"""
 # a model of LMI
@@ -103,11 +103,62 @@ def test_the_compiled_decoder_and_the_type_of_kv_are_the_workers(tmp_path: Path)
         "LORA_ADAPTERS",
         "SERVING_BATCH_SIZE",
         "TGI_V1",
+        "VALIDATION_WORKERS",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "SHARD_UDS_PATH",
+        "USAGE_STATS",
+        "TOKENIZER_CONFIG_PATH",
+        "ENABLE_PREFILL_LOGPROBS",
+        "ATTENTION",
     ],
 )
 def test_variables_without_effect_are_warned_about(tmp_path: Path, name: str) -> None:
     (warning,) = read(tmp_path, **{name: "1"}).warnings
     assert warning.startswith(f"{name}=1 ({name}) has no effect: ")
+
+
+def test_lmis_own_variables_that_are_not_known_are_warned_about(tmp_path: Path) -> None:
+    assert read(tmp_path, SERVING_LOAD_MODELS="all").warnings == [
+        "SERVING_LOAD_MODELS is not known here and has no effect"
+    ]
+
+
+MEMBERS = ("router", "prefill", "decode")
+
+
+@pytest.mark.parametrize(
+    ("properties", "environ", "name", "value", "roles"),
+    [
+        ("option.gpu_memory_utilization=0.9", {}, "memory_utilization", "0.9", ("prefill", "decode")),
+        ("", {"CUDA_MEMORY_FRACTION": "0.8"}, "memory_utilization", "0.8", ("prefill", "decode")),
+        ("option.max_seq_len=512", {}, "max_model_len", "512", ("prefill", "decode")),
+        ("", {"OPTION_MAX_MODEL_LEN": "512"}, "max_model_len", "512", ("prefill", "decode")),
+        ("option.rope_theta=1e6", {}, "rope_theta", "1e6", MEMBERS),
+        (
+            'option.rope_scaling={"type":"linear","factor":2}',
+            {},
+            "rope_scaling",
+            '{"type":"linear","factor":2}',
+            MEMBERS,
+        ),
+        ("", {"ROPE_FACTOR": "2"}, "rope_scaling", '{"rope_type": "linear", "factor": 2.0}', MEMBERS),
+        ("", {"ROPE_SCALING": "yarn"}, "rope_scaling", '{"rope_type": "yarn", "factor": 1.0}', MEMBERS),
+        ("", {"GRACEFUL_TERMINATION_TIMEOUT": "90"}, "grace_s", "90", ("router", "gateway")),
+        ("", {"PROMETHEUS_PORT": "9000"}, "metrics_port", "9000", ("up",)),
+        ("", {"OTLP_ENDPOINT": "http://c:4317"}, "otlp_endpoint", "http://c:4317", (*MEMBERS, "gateway")),
+        ("", {"PREFIX_CACHING": "false"}, "prefix_caching", "false", ("prefill", "decode")),
+        ("option.s3url=s3://b/flan/", {}, "model", "s3://b/flan/", ("up",)),
+    ],
+)
+def test_mappings(
+    tmp_path: Path, properties: str, environ: dict[str, str], name: str, value: str, roles: tuple[str, ...]
+) -> None:
+    found = read(tmp_path, properties, **environ)
+    assert found.warnings == []
+    assert {role: values for role, values in found.values.items() if values} == {role: {name: value} for role in roles}
+    (named,) = {origins[name] for origins in found.origins.values()}
+    assert next(iter(environ), properties.partition("=")[0]) in named
 
 
 def test_a_key_is_never_shown(tmp_path: Path) -> None:
@@ -124,7 +175,7 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
         ("option.enable_lora=true", {}, "not supported"),
         ("option.output_formatter=3p", {}, "jsonlines"),
         ("option.dtype=int8", {}, "option.quantize=int8"),
-        ("", {"KV_CACHE_DTYPE": "fp8_e5m2"}, "there is no fp8 KV"),
+        ("", {"KV_CACHE_DTYPE": "fp8_e5m2"}, "fp8 KV is not supported"),
         ("", {"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "contradict each other"),
         ("", {"MAX_INPUT_TOKENS": "9", "MAX_TOTAL_TOKENS": "9"}, "`max_input_tokens` must be < `max_total_tokens`"),
         (
@@ -134,6 +185,9 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
         ),
         ("", {"MAX_TOTAL_TOKENS": "9", "MAX_BATCH_TOTAL_TOKENS": "8"}, "`max_total_tokens` must be <="),
         ("option.a=\\u12", {}, "cannot read"),
+        ("", {"SHARDED": "true"}, "one device"),
+        ("", {"ROPE_SCALING": "linear", "ROPE_FACTOR": "x"}, "ROPE_FACTOR: expected a number, got 'x'"),
+        ("option.max_seq_len=5\noption.max_model_len=6", {}, "contradict each other"),
     ],
 )
 def test_contradictions_are_refused(tmp_path: Path, properties: str, environ: dict[str, str], said: str) -> None:

@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 import tandem
-from cli.answer import Answer
-from cli.chat import Conversation, command
-from cli.workers import Sample, render, tokens_per_s
+from tandem_cli.answer import StreamedAnswer
+from tandem_cli.chat import Conversation, command
+from tandem_cli.workers import MeshSnapshot, render, tokens_per_s
 
 
 def worker(role: str, num_tokens: int) -> tandem.Worker:
@@ -28,8 +28,8 @@ def worker(role: str, num_tokens: int) -> tandem.Worker:
     )
 
 
-def sample(at_s: float, num_tokens: int) -> Sample:
-    return Sample(at_s, tandem.Mesh((worker("prefill", num_tokens), worker("decode", num_tokens)), 1, 2))
+def sample(at_s: float, num_tokens: int) -> MeshSnapshot:
+    return MeshSnapshot(at_s, tandem.Mesh((worker("prefill", num_tokens), worker("decode", num_tokens)), 1, 2))
 
 
 def test_speed_is_what_was_done_since_the_last_look() -> None:
@@ -39,7 +39,7 @@ def test_speed_is_what_was_done_since_the_last_look() -> None:
 def test_a_restarted_worker_has_no_speed_yet() -> None:
     now = sample(3.0, 0)
     restarted = replace(now.mesh.workers[1], incarnation="new")
-    now = Sample(3.0, replace(now.mesh, workers=(now.mesh.workers[0], restarted)))
+    now = MeshSnapshot(3.0, replace(now.mesh, workers=(now.mesh.workers[0], restarted)))
     assert tokens_per_s(sample(1.0, 0), now) == {"prefill": 0.0}
 
 
@@ -54,28 +54,28 @@ def test_the_workers_table() -> None:
 
 
 def test_facts_of_an_answer() -> None:
-    answer = Answer(started_s=0.0)
-    assert answer.facts() == "interrupted · 0 tokens"
+    answer = StreamedAnswer(started_s=0.0)
+    assert answer.summary() == "interrupted · 0 tokens"
     for number in range(3):
         last = number == 2
         reason = tandem.FinishReason.LENGTH if last else None
         answer.add(tandem.TokenEvent(0, tandem.Token(1, "a", 0.0), "r", finish_reason=reason))
     answer.first_s, answer.last_s = 0.25, 1.25
-    assert answer.facts() == "length · 3 tokens · confidence 1.00 · first token 250 ms · 2.0 tokens/s"
+    assert answer.summary() == "length · 3 tokens · confidence 1.00 · first token 250 ms · 2.0 tokens/s"
 
 
 def test_a_conversation_alternates() -> None:
     conversation = Conversation(system="be brief")
-    conversation.ask("hi")
-    conversation.answered("hello")
-    conversation.ask("lost")
-    conversation.answered("")
+    conversation.add_question("hi")
+    conversation.add_answer("hello")
+    conversation.add_question("lost")
+    conversation.add_answer("")
     assert [turn["role"] for turn in conversation.messages()] == ["system", "user", "assistant"]
 
 
 def test_commands_of_the_conversation(capsys: pytest.CaptureFixture[str]) -> None:
     conversation = Conversation()
-    conversation.ask("hi")
+    conversation.add_question("hi")
     assert command("/system be kind ", conversation)
     assert command("/reset", conversation)
     assert conversation.messages() == [{"role": "system", "content": "be kind"}]

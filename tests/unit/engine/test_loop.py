@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks, StepResult
-from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import Sequence
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
+from engine.sequence import SequenceState
 from mesh.domain.errors import WorkerLost
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_continuation
@@ -34,13 +35,13 @@ class LendingCores:
         lent, self._next = self._next, ()
         return lent
 
-    def are_wanted_back(self) -> bool:
+    def must_yield(self) -> bool:
         return self.wanted_back and self.num_ended == 0
 
     def end_step(self) -> None:
         self.num_ended += 1
 
-    def rest(self) -> None:
+    def set_idle(self) -> None:
         self._next = (7,)
         self._loop.call_soon_threadsafe(self.is_resting.set)
 
@@ -68,7 +69,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 
 async def test_tokens_come_one_step_at_a_time(rig: Rig) -> None:
-    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1, 2, 3], max_new_tokens=4))))
+    await rig.loop.call(lambda scheduler: scheduler.add(SequenceState(make_request("a", [1, 2, 3], max_new_tokens=4))))
     ids = [(await rig.steps.get()).outputs[0].tokens[0].id for _ in range(4)]
     assert ids == fake_continuation([1, 2, 3], 4)
 
@@ -77,8 +78,8 @@ async def test_the_runner_hears_before_each_step_which_cores_are_lent(rig: Rig) 
     for request_id in ("a", "b"):
         rig.cores.is_resting.clear()
         request = make_request(request_id, [1, 2, 3], max_new_tokens=3)
-        await rig.loop.call(lambda scheduler, request=request: scheduler.add(Sequence(request)))
-        await asyncio.wait_for(rig.cores.is_resting.wait(), 5)
+        await rig.loop.call(lambda scheduler, request=request: scheduler.add(SequenceState(request)))
+        await asyncio.wait_for(rig.cores.is_resting.wait(), 60)
     assert rig.runner.lent_cores == [(7,), (), ()] * 2
     assert rig.cores.num_ended == 6
 
@@ -91,7 +92,7 @@ async def test_lent_cores_go_back_between_layers_if_they_are_wanted(rig: Rig) ->
         rig.cores.wanted_back = True
 
     engine = Engine(rig.scheduler, rig.runner, on_layers, rig.cores)
-    rig.scheduler.add(Sequence(make_request("a", [1, 2, 3], max_new_tokens=3)))
+    rig.scheduler.add(SequenceState(make_request("a", [1, 2, 3], max_new_tokens=3)))
     engine.step()
     assert rig.runner.lent_cores == [(7,), ()]
     assert len(announced) > 1
@@ -99,16 +100,16 @@ async def test_lent_cores_go_back_between_layers_if_they_are_wanted(rig: Rig) ->
 
 
 async def test_engine_that_cannot_go_on_waits_instead_of_spinning(rig: Rig) -> None:
-    holder = Sequence(make_request("holder", range(1, 25)))
+    holder = SequenceState(make_request("holder", range(1, 25)))
     await rig.loop.call(lambda scheduler: scheduler.reserve(holder))
-    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("waits", range(40, 60)))))
+    await rig.loop.call(lambda scheduler: scheduler.add(SequenceState(make_request("waits", range(40, 60)))))
     assert rig.scheduler.has_work
     used, started = time.process_time(), time.monotonic()
     while time.monotonic() < started + 0.3:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     assert time.process_time() - used < 0.15
     rig.loop.abort(holder)
-    assert (await asyncio.wait_for(rig.steps.get(), 2)).outputs[0].request_id == "waits"
+    assert (await asyncio.wait_for(rig.steps.get(), 60)).outputs[0].request_id == "waits"
 
 
 async def test_failed_call_is_the_callers_alone(rig: Rig) -> None:
@@ -123,7 +124,7 @@ async def test_failed_call_is_the_callers_alone(rig: Rig) -> None:
 @pytest.mark.parametrize("way", ["step", "command"])
 async def test_death_is_heard_of_once_and_nothing_hangs(rig: Rig, way: str) -> None:
     rig.runner.gate.clear()
-    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1]))))
+    await rig.loop.call(lambda scheduler: scheduler.add(SequenceState(make_request("a", [1]))))
     await asyncio.to_thread(rig.runner.in_step.wait, 5)  # what is posted from now on comes after this step
     if way == "step":
         rig.runner.fail_with = RuntimeError("boom")
@@ -131,24 +132,26 @@ async def test_death_is_heard_of_once_and_nothing_hangs(rig: Rig, way: str) -> N
     waiting = asyncio.create_task(rig.loop.call(Scheduler.load))
     await asyncio.sleep(0)
     rig.runner.gate.set()
-    assert isinstance(await asyncio.wait_for(rig.death, 2), RuntimeError if way == "step" else ValueError)
+    assert isinstance(await asyncio.wait_for(rig.death, 60), RuntimeError if way == "step" else ValueError)
     with pytest.raises(WorkerLost):
-        await asyncio.wait_for(waiting, 2)
+        await asyncio.wait_for(waiting, 60)
     with pytest.raises(WorkerLost):
         await rig.loop.call(Scheduler.load)
-    rig.loop.abort(Sequence(make_request("a", [1])))
+    rig.loop.abort(SequenceState(make_request("a", [1])))
 
 
 async def test_call_after_stop_does_not_hang(rig: Rig) -> None:
     await rig.loop.stop()
     with pytest.raises(WorkerLost):
-        await asyncio.wait_for(rig.loop.call(Scheduler.load), 2)
+        await asyncio.wait_for(rig.loop.call(Scheduler.load), 60)
 
 
 async def test_a_long_step_shows_from_outside(rig: Rig) -> None:
     assert rig.loop.busy() is None
     rig.runner.gate.clear()
-    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", range(1, 8), max_new_tokens=1))))
+    await rig.loop.call(
+        lambda scheduler: scheduler.add(SequenceState(make_request("a", range(1, 8), max_new_tokens=1)))
+    )
     await asyncio.to_thread(rig.runner.in_step.wait, 5)
     busy = rig.loop.busy()
     assert busy is not None
@@ -160,14 +163,14 @@ async def test_a_long_step_shows_from_outside(rig: Rig) -> None:
     rig.runner.gate.set()
     await rig.steps.get()
     await rig.loop.call(Scheduler.load)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while rig.loop.busy() is not None:  # noqa: ASYNC110 - the thread announces nothing
             await asyncio.sleep(0)
 
 
 async def test_stop_does_not_wait_for_ever_for_a_step(rig: Rig) -> None:
     rig.runner.gate.clear()
-    await rig.loop.call(lambda scheduler: scheduler.add(Sequence(make_request("a", [1]))))
+    await rig.loop.call(lambda scheduler: scheduler.add(SequenceState(make_request("a", [1]))))
     await asyncio.to_thread(rig.runner.in_step.wait, 5)
     with capture_logs() as logs:
         await rig.loop.stop(within_s=0.1)

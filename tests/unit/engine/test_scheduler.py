@@ -1,21 +1,23 @@
-"""Scheduler and block pool under random life: nothing leaks, no budget is passed, abort works at every moment."""
+"""Scheduler and block pool under random histories: no block leaks, no budget is exceeded, abort works at any time."""
 
 from dataclasses import replace
 from itertools import takewhile
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler, SchedulerConfig
-from engine.sequence import Sequence, SequenceStatus
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
+from engine.sequence import SequenceState, SequenceStatus
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import InvalidRequest, WorkerBusy
 from mesh.domain.tokens import FinishReason, SampledToken
+from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 
@@ -39,7 +41,7 @@ def new_scheduler(**changes: object) -> Scheduler:
 def run_step(
     scheduler: Scheduler, token_id: int = 1, speculator: Speculator | None = None
 ) -> tuple[ScheduledBatch, list]:
-    """Every token is sampled to be `token_id`."""
+    """Sample `token_id` for every token of the item."""
     batch = scheduler.schedule()
     if speculator is not None:
         batch = speculator.extend(batch, scheduler)
@@ -51,7 +53,7 @@ def run_step(
 
 def _sampled(item: ScheduledSequence, token_id: int) -> tuple[SampledToken, ...]:
     num_right = len(list(takewhile(token_id.__eq__, item.drafts)))
-    return (SampledToken(token_id, -0.5),) * (1 + num_right) if item.samples else ()
+    return (SampledToken(token_id, -0.5),) * (1 + num_right) if item.needs_sampling else ()
 
 
 class SchedulerLife(RuleBasedStateMachine):
@@ -59,22 +61,24 @@ class SchedulerLife(RuleBasedStateMachine):
 
     live = Bundle("live")
     whole_prompts = False
+    max_in_flight = 1
 
     def __init__(self) -> None:
         super().__init__()
+        self.in_flight: list[tuple[ScheduledBatch, list[list[int]]]] = []
         self.scheduler = new_scheduler(whole_prompts=self.whole_prompts)
         self.speculator = eager_speculator(NgramDrafter(), 3)
         self.count = 0
 
-    def new_sequence(self, tokens: list[int], max_new: int, hand_over: bool = False) -> Sequence:
+    def new_sequence(self, tokens: list[int], max_new: int, hand_over: bool = False) -> SequenceState:
         self.count += 1
         request = make_request(f"r{self.count}", tokens, max_new_tokens=max_new, eos_token_ids=frozenset({EOS}))
-        return Sequence(request, hand_over=hand_over)
+        return SequenceState(request, hand_over=hand_over)
 
-    def give_forks(self, sequence: Sequence, num_forks: int):
+    def give_forks(self, sequence: SequenceState, num_forks: int):
         request = sequence.request
         sequence.forks = [
-            Sequence(replace(request, request_id=f"{request.request_id}-{place}")) for place in range(num_forks)
+            SequenceState(replace(request, request_id=f"{request.request_id}-{place}")) for place in range(num_forks)
         ]
         return multiple(sequence, *sequence.forks)
 
@@ -109,7 +113,7 @@ class SchedulerLife(RuleBasedStateMachine):
         return self.give_forks(sequence, num_forks)
 
     @rule(sequence=live)
-    def commit(self, sequence: Sequence) -> None:
+    def commit(self, sequence: SequenceState) -> None:
         was_waiting, forks = sequence.status is SequenceStatus.WAITING_FOR_KV, sequence.forks
         self.scheduler.commit(sequence.key, SampledToken(1, -0.1))
         assert not was_waiting or sequence.num_uncomputed_tokens == 1
@@ -118,14 +122,27 @@ class SchedulerLife(RuleBasedStateMachine):
             assert not [fork for fork in forks if fork.status is SequenceStatus.WAITING]
 
     @rule(sequence=consumes(live))
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: SequenceState) -> None:
         self.scheduler.abort(sequence)
         self.scheduler.abort(sequence)
-        assert sequence.block_table == []
+        is_computed = any(item.sequence is sequence for batch, _ in self.in_flight for item in batch.items)
+        assert is_computed or sequence.block_table == []
 
-    @rule(token_id=st.sampled_from([EOS, 1, 2]), guess=st.booleans())
-    def step(self, token_id: int, guess: bool) -> None:
-        batch, outputs = run_step(self.scheduler, token_id, self.speculator if guess else None)
+    @rule(token_id=st.sampled_from([EOS, 1, 2]), guess=st.booleans(), place=st.integers(0, 2))
+    def step(self, token_id: int, guess: bool, place: int) -> None:
+        """Plan a batch; once as many are in flight as may be, any one of them is computed."""
+        batch = self.scheduler.schedule()
+        if guess and self.max_in_flight == 1:
+            batch = self.speculator.extend(batch, self.scheduler)
+        self.check_planned(batch)
+        if batch.items:
+            self.in_flight.append((batch, [list(item.sequence.block_table) for item in batch.items]))
+        if len(self.in_flight) >= self.max_in_flight or (self.in_flight and not batch.items):
+            self.finish(place % len(self.in_flight), token_id)
+
+    def check_planned(self, batch: ScheduledBatch) -> None:
+        computing = {item.sequence.key for other, _ in self.in_flight for item in other.items}
+        assert computing.isdisjoint(item.sequence.key for item in batch.items)
         over = batch.num_tokens > MAX_BATCH_TOKENS
         assert not over or (self.whole_prompts and sum(item.num_tokens > 1 for item in batch.items) == 1)
         for item in batch.items if self.whole_prompts else ():
@@ -134,6 +151,13 @@ class SchedulerLife(RuleBasedStateMachine):
         sizes = [item.num_tokens for item in batch.items]
         assert all(size == 1 for size in sizes[: batch.num_decodes])
         assert all(size > 1 for size in sizes[batch.num_decodes :])
+
+    def finish(self, place: int, token_id: int) -> None:
+        batch, _ = self.in_flight.pop(place)
+        tokens = [RunnerOutput(_sampled(item, token_id)) for item in batch.items]
+        if any(item.drafts for item in batch.items):
+            self.speculator.learn(batch, tokens)
+        outputs = self.scheduler.update(batch, tokens)
         most = {item.sequence.key: 1 + len(item.drafts) for item in batch.items}
         for output in outputs:
             assert 1 <= len(output.tokens) <= most[output.request_id, output.attempt]
@@ -142,22 +166,28 @@ class SchedulerLife(RuleBasedStateMachine):
             assert sequence.num_tokens <= sequence.request.max_total_tokens
             assert len(sequence.block_table) <= -(-sequence.num_tokens // BLOCK)
             assert sequence.is_over or sequence.num_uncomputed_tokens >= 1
+            assert sequence.status is not SequenceStatus.FINISHED or sequence.block_table == []
         for sequence in self.scheduler.take_preempted():
             assert sequence.status is SequenceStatus.FINISHED
 
     @invariant()
     def whole(self) -> None:
         self.scheduler.check_integrity()
+        for batch, tables in self.in_flight:  # nobody takes blocks away while they are written
+            for item, table in zip(batch.items, tables, strict=True):
+                assert item.sequence.block_table[: len(table)] == table
         load = self.scheduler.load()
         assert load.num_running <= MAX_NUM_SEQS
 
     def teardown(self) -> None:
-        """Whatever happened, running to the end frees everything."""
+        """After any history, running to the end frees all blocks."""
+        while self.in_flight:
+            self.finish(0, EOS)
         for _ in range(500):
             if not self.scheduler.has_work:
                 break
             run_step(self.scheduler, EOS)
-        for table in (self.scheduler._held, self.scheduler._seated, self.scheduler._waiting):
+        for table in (self.scheduler._held, self.scheduler._slots, self.scheduler._waiting):
             for sequence in list(table.values()):
                 self.scheduler.abort(sequence)
         self.scheduler.check_integrity()
@@ -169,7 +199,7 @@ TestSchedulerLife = SchedulerLife.TestCase
 
 
 class WholePromptsLife(SchedulerLife):
-    """The same where an encoder reads prompts."""
+    """The same state machine for encoder-decoder models (`whole_prompts`)."""
 
     whole_prompts = True
 
@@ -178,9 +208,59 @@ WholePromptsLife.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestWholePromptsLife = WholePromptsLife.TestCase
 
 
+class PipelinedLife(SchedulerLife):
+    """The same state machine with several batches in flight, updated in any order."""
+
+    max_in_flight = 3
+
+
+PipelinedLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPipelinedLife = PipelinedLife.TestCase
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 4])
+def test_tokens_do_not_depend_on_how_many_batches_are_in_flight(max_in_flight: int) -> None:
+    scheduler, in_flight = new_scheduler(max_batch_tokens=5, max_num_seqs=4), []
+    sequences = [SequenceState(make_request(f"r{n}", range(1, 4 + n), max_new_tokens=6)) for n in range(4)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    while True:
+        batch = scheduler.schedule()
+        if batch.items:
+            in_flight.append(batch)
+        if not in_flight:
+            break
+        if len(in_flight) == max_in_flight or not batch.items:
+            done = in_flight.pop(-1)
+            assert done.number > 0
+            tokens = [_sampled(item, 1 + sum(item.sequence.token_ids) % 97) for item in done.items]
+            scheduler.update(done, [RunnerOutput(each) for each in tokens])
+    for sequence in sequences:
+        expected = list(sequence.request.token_ids)
+        while len(expected) < sequence.num_prompt_tokens + 6:
+            expected.append(1 + sum(expected) % 97)
+        assert sequence.token_ids == expected
+    assert scheduler.pool.num_free == NUM_BLOCKS
+
+
+def test_an_aborted_sequence_keeps_its_blocks_until_its_batch_is_computed() -> None:
+    scheduler = new_scheduler()
+    sequence = SequenceState(make_request("a", range(1, 6), max_new_tokens=3))
+    scheduler.add(sequence)
+    batch = scheduler.schedule()
+    scheduler.abort(sequence)
+    assert sequence.block_table
+    with pytest.raises(InvalidRequest, match="is already on this worker"):
+        scheduler.add(sequence)
+    assert scheduler.update(batch, [RunnerOutput(_sampled(item, 1)) for item in batch.items]) == []
+    assert scheduler.pool.num_free == NUM_BLOCKS
+    with pytest.raises(ValueError, match="is not in flight"):
+        scheduler.update(batch, [RunnerOutput()])
+
+
 def test_prompt_is_computed_in_chunks_then_decoded() -> None:
     scheduler = new_scheduler()
-    sequence = Sequence(make_request("a", range(1, 18), max_new_tokens=3))
+    sequence = SequenceState(make_request("a", range(1, 18), max_new_tokens=3))
     scheduler.add(sequence)
     chunks = []
     while scheduler.has_work:
@@ -194,7 +274,7 @@ def test_prompt_is_computed_in_chunks_then_decoded() -> None:
 def test_second_prompt_takes_cached_blocks_but_computes_its_last_token() -> None:
     scheduler = new_scheduler()
     for name in ("a", "b"):
-        scheduler.add(Sequence(make_request(name, range(1, 9), max_new_tokens=1)))
+        scheduler.add(SequenceState(make_request(name, range(1, 9), max_new_tokens=1)))
         while scheduler.has_work:
             batch, outputs = run_step(scheduler)
     assert batch.items[0].start == BLOCK
@@ -204,7 +284,7 @@ def test_second_prompt_takes_cached_blocks_but_computes_its_last_token() -> None
 def test_namespaces_do_not_share_blocks() -> None:
     scheduler = new_scheduler(max_batch_tokens=40)
     for name in ("tenant-a", "tenant-b"):
-        scheduler.add(Sequence(make_request(name, range(1, 9), max_new_tokens=1, cache_namespace=name)))
+        scheduler.add(SequenceState(make_request(name, range(1, 9), max_new_tokens=1, cache_namespace=name)))
         while scheduler.has_work:
             batch, _ = run_step(scheduler)
     assert batch.items[0].start == 0
@@ -212,19 +292,19 @@ def test_namespaces_do_not_share_blocks() -> None:
 
 def test_reservation_with_everything_cached_needs_no_kv() -> None:
     scheduler = new_scheduler()
-    scheduler.add(Sequence(make_request("a", range(1, 9), max_new_tokens=1)))
+    scheduler.add(SequenceState(make_request("a", range(1, 9), max_new_tokens=1)))
     while scheduler.has_work:
         run_step(scheduler)
-    assert scheduler.reserve(Sequence(make_request("b", range(1, 9), max_new_tokens=4))) == 8
+    assert scheduler.reserve(SequenceState(make_request("b", range(1, 9), max_new_tokens=4))) == 8
 
 
 def test_youngest_is_preempted_when_blocks_run_out() -> None:
     scheduler = new_scheduler(max_batch_tokens=40)
-    old = Sequence(make_request("old", range(1, 20), max_new_tokens=20))
-    young = Sequence(make_request("young", range(30, 50), max_new_tokens=20))
+    old = SequenceState(make_request("old", range(1, 20), max_new_tokens=20))
+    young = SequenceState(make_request("young", range(30, 50), max_new_tokens=20))
     scheduler.add(old)
     scheduler.add(young)
-    preempted: list[Sequence] = []
+    preempted: list[SequenceState] = []
     while not preempted:
         run_step(scheduler)
         preempted = scheduler.take_preempted()
@@ -234,7 +314,7 @@ def test_youngest_is_preempted_when_blocks_run_out() -> None:
 
 def test_too_large_is_refused() -> None:
     scheduler = new_scheduler()
-    sequence = Sequence(make_request("a", range(1, 41), max_new_tokens=1))
+    sequence = SequenceState(make_request("a", range(1, 41), max_new_tokens=1))
     for command in (scheduler.add, scheduler.reserve):
         with pytest.raises(InvalidRequest, match="do not fit"):
             command(sequence)
@@ -242,7 +322,7 @@ def test_too_large_is_refused() -> None:
 
 def test_handed_over_sequence_holds_its_blocks_until_released() -> None:
     scheduler = new_scheduler()
-    sequence = Sequence(make_request("a", range(1, 7), max_new_tokens=5), hand_over=True)
+    sequence = SequenceState(make_request("a", range(1, 7), max_new_tokens=5), hand_over=True)
     scheduler.add(sequence)
     run_step(scheduler)
     assert sequence.status is SequenceStatus.HELD
@@ -253,8 +333,8 @@ def test_handed_over_sequence_holds_its_blocks_until_released() -> None:
 
 def test_whole_prompts_go_over_the_budget_one_by_one() -> None:
     scheduler = new_scheduler(whole_prompts=True)
-    first, second = (Sequence(make_request(name, range(1, 11), max_new_tokens=3)) for name in "ab")
-    third = Sequence(make_request("c", range(1, 4), max_new_tokens=3))
+    first, second = (SequenceState(make_request(name, range(1, 11), max_new_tokens=3)) for name in "ab")
+    third = SequenceState(make_request("c", range(1, 4), max_new_tokens=3))
     for sequence in (first, second, third):
         scheduler.add(sequence)
     steps = []
@@ -270,26 +350,26 @@ def test_whole_prompts_share_blocks_with_equal_prompts_only() -> None:
     scheduler = new_scheduler(whole_prompts=True, max_batch_tokens=40)
     prompt = list(range(1, 10))  # two blocks are the encoder's, one token is the decoder's first
     for name, ids, start in (("a", prompt, 0), ("same", prompt, 8), ("longer", [*prompt[:8], 99, 9], 0)):
-        scheduler.add(Sequence(make_request(name, ids, max_new_tokens=1)))
+        scheduler.add(SequenceState(make_request(name, ids, max_new_tokens=1)))
         batch, _ = run_step(scheduler)
         assert batch.items[0].start == start
     # A part of an encoder's prompt is of no use here; over there it need not be sent again.
     unaligned = [*prompt, 10]
-    scheduler.add(Sequence(make_request("b", unaligned, max_new_tokens=1)))
+    scheduler.add(SequenceState(make_request("b", unaligned, max_new_tokens=1)))
     run_step(scheduler)
-    scheduler.add(Sequence(make_request("c", unaligned, max_new_tokens=1)))
+    scheduler.add(SequenceState(make_request("c", unaligned, max_new_tokens=1)))
     assert scheduler.schedule().items[0].start == 0
-    assert scheduler.reserve(Sequence(make_request("d", unaligned))) == 8
+    assert scheduler.reserve(SequenceState(make_request("d", unaligned))) == 8
 
 
 def test_a_replay_after_preemption_need_not_encode_again() -> None:
     scheduler = new_scheduler(whole_prompts=True)
-    scheduler.add(first := Sequence(make_request("a", range(1, 8), max_new_tokens=9)))
+    scheduler.add(first := SequenceState(make_request("a", range(1, 8), max_new_tokens=9)))
     for _ in range(4):
         run_step(scheduler)
     scheduler.abort(first)
     ids = [*range(1, 8), 1, 1, 1, 1]
-    scheduler.add(Sequence(make_request("a", ids, max_new_tokens=9, attempt=1, num_prompt_tokens=7)))
+    scheduler.add(SequenceState(make_request("a", ids, max_new_tokens=9, attempt=1, num_prompt_tokens=7)))
     assert [(item.start, item.num_tokens) for item in scheduler.schedule().items] == [(8, 3)]
 
 
@@ -306,19 +386,19 @@ def test_cache_log_leaves_a_gap_instead_of_growing() -> None:
 
 def test_reservations_do_not_starve_a_waiting_prompt() -> None:
     scheduler = new_scheduler(max_batch_tokens=40)
-    holder = Sequence(make_request("holder", range(1, 25)))
+    holder = SequenceState(make_request("holder", range(1, 25)))
     scheduler.reserve(holder)  # 6 of 12 blocks
-    scheduler.add(Sequence(make_request("local", range(60, 88))))  # needs 7
+    scheduler.add(SequenceState(make_request("local", range(60, 88))))  # needs 7
     assert scheduler.schedule().items == ()
     with pytest.raises(WorkerBusy):
-        scheduler.reserve(Sequence(make_request("newcomer", range(30, 38))))
+        scheduler.reserve(SequenceState(make_request("newcomer", range(30, 38))))
     scheduler.abort(holder)
     assert scheduler.schedule().items[0].sequence.key == ("local", 0)
 
 
 def test_an_attempt_is_accepted_once_and_an_old_abort_does_not_hit_a_new_one() -> None:
     scheduler = new_scheduler()
-    first, second = (Sequence(make_request("a", range(1, 7))) for _ in range(2))
+    first, second = (SequenceState(make_request("a", range(1, 7))) for _ in range(2))
     scheduler.add(first)
     with pytest.raises(InvalidRequest, match="already"):
         scheduler.add(second)
@@ -332,18 +412,18 @@ def test_prompt_that_is_handed_over_may_fill_the_pool() -> None:
     scheduler = new_scheduler(max_batch_tokens=60, max_model_len=100)
     prompt = range(1, 1 + NUM_BLOCKS * BLOCK)
     with pytest.raises(InvalidRequest):
-        scheduler.add(Sequence(make_request("stays", prompt)))
-    scheduler.add(Sequence(make_request("goes", prompt), hand_over=True))
+        scheduler.add(SequenceState(make_request("stays", prompt)))
+    scheduler.add(SequenceState(make_request("goes", prompt), hand_over=True))
     run_step(scheduler)
     assert scheduler.pool.num_free == 0
 
 
-def test_guesses_end_where_the_sequence_does_and_leave_room_to_others() -> None:
+def test_drafts_end_with_the_sequence_and_leave_capacity_to_others() -> None:
     scheduler = new_scheduler(max_batch_tokens=40)
     drafter = FakeDrafter(lambda _, length: [1] * length)
     speculator = eager_speculator(drafter, 8)
-    scheduler.add(Sequence(make_request("a", range(1, 10), max_new_tokens=4)))
-    scheduler.add(Sequence(make_request("b", range(1, 30), max_new_tokens=20)))
+    scheduler.add(SequenceState(make_request("a", range(1, 10), max_new_tokens=4)))
+    scheduler.add(SequenceState(make_request("b", range(1, 30), max_new_tokens=20)))
     run_step(scheduler)
     batch, outputs = run_step(scheduler, 1, speculator)
     # a: of 4 tokens one is there, and one is sampled behind the guesses; b: its last block has room for 2
@@ -354,24 +434,27 @@ def test_guesses_end_where_the_sequence_does_and_leave_room_to_others() -> None:
 def test_tokens_after_the_one_that_ends_a_sequence_are_dropped() -> None:
     scheduler = new_scheduler(max_batch_tokens=40)
     request = make_request("a", range(10, 15), max_new_tokens=20, sampling={"stop_token_ids": (3,)})
-    sequence = Sequence(request)
+    sequence = SequenceState(request)
     scheduler.add(sequence)
     run_step(scheduler)
-    [item] = scheduler.schedule().items
-    assert scheduler.make_room(sequence, 4) == 4
+    batch = scheduler.schedule()
+    [item] = batch.items
+    assert scheduler.allocate_for_drafts(sequence, 4) == 4
     sampled = tuple(SampledToken(token_id, -0.5) for token_id in (2, 3, 4, 5, 6))
-    guessing = replace(item, num_tokens=5, drafts=(2, 3, 4, 5))
-    [output] = scheduler.update(ScheduledBatch((guessing,)), [RunnerOutput(sampled)])
+    drafted = replace(item, num_tokens=5, drafts=(2, 3, 4, 5))
+    [output] = scheduler.update(replace(batch, items=(drafted,)), [RunnerOutput(sampled)])
     assert ([token.id for token in output.tokens], output.finish_reason) == ([2, 3], FinishReason.STOP_SEQUENCE)
     assert scheduler.pool.num_free == NUM_BLOCKS
     assert scheduler.load().generated_tokens == 3
 
 
-def forked(prompt_length: int, num_forks: int = 2, **changes: object) -> tuple[Scheduler, Sequence, list[Sequence]]:
+def forked(
+    prompt_length: int, num_forks: int = 2, **changes: object
+) -> tuple[Scheduler, SequenceState, list[SequenceState]]:
     """A scheduler right after the step that has computed a prompt, which others have waited for."""
     scheduler = new_scheduler(max_batch_tokens=40, **changes)
-    sequence = Sequence(make_request("a", range(1, 1 + prompt_length), max_new_tokens=9))
-    forks = [Sequence(make_request(f"f{i}", sequence.token_ids, max_new_tokens=9)) for i in range(num_forks)]
+    sequence = SequenceState(make_request("a", range(1, 1 + prompt_length), max_new_tokens=9))
+    forks = [SequenceState(make_request(f"f{i}", sequence.token_ids, max_new_tokens=9)) for i in range(num_forks)]
     sequence.forks = list(forks)
     scheduler.add(sequence)
     run_step(scheduler)
@@ -391,7 +474,8 @@ def test_forks_hold_the_prompts_full_blocks_and_copy_the_rest(length: int, num_s
     copied = [(origin[num_shared], fork.block_table[num_shared]) for fork in forks]
     assert batch.copies == (tuple(copied) if copies else ())
     scheduler.update(batch, [RunnerOutput(_sampled(item, 1)) for item in batch.items])
-    assert scheduler.schedule().copies == ()
+    again, _ = run_step(scheduler)
+    assert again.copies == ()
     for each in (sequence, *forks):
         scheduler.check_integrity()
         scheduler.abort(each)
@@ -406,7 +490,7 @@ def test_what_is_copied_stays_until_it_is() -> None:
     assert (held, fork.block_table[1]) in scheduler.schedule().copies
 
 
-def test_forks_without_a_seat_are_given_back() -> None:
+def test_forks_without_a_slot_are_preempted() -> None:
     scheduler, _, forks = forked(5, num_forks=3, max_num_seqs=2)
     assert scheduler.take_preempted() == forks[1:]
     assert [fork.status for fork in forks] == [SequenceStatus.RUNNING, *[SequenceStatus.FINISHED] * 2]
@@ -414,11 +498,67 @@ def test_forks_without_a_seat_are_given_back() -> None:
 
 def test_a_sequence_that_ends_with_its_prompt_leaves_its_forks_running() -> None:
     scheduler = new_scheduler(max_batch_tokens=40)
-    sequence = Sequence(make_request("a", range(1, 8), max_new_tokens=1))
-    sequence.forks = [Sequence(make_request("f", sequence.token_ids, max_new_tokens=1))]
+    sequence = SequenceState(make_request("a", range(1, 8), max_new_tokens=1))
+    sequence.forks = [SequenceState(make_request("f", sequence.token_ids, max_new_tokens=1))]
     scheduler.reserve(sequence)
     scheduler.commit(sequence.key, SampledToken(1, -0.5))
     assert sequence.status is SequenceStatus.FINISHED
     _, [output] = run_step(scheduler)
     assert (output.request_id, output.finish_reason, output.cached_tokens) == ("f", FinishReason.LENGTH, 6)
     assert scheduler.pool.num_free == NUM_BLOCKS
+
+
+def _roomy_scheduler(max_batch_tokens: int) -> Scheduler:
+    config = SchedulerConfig(block_size=16, max_batch_tokens=max_batch_tokens, max_num_seqs=32, max_model_len=10**6)
+    return Scheduler(config, BlockPool(10**5))
+
+
+def test_short_prompts_do_not_wait_for_a_long_one(repaired: Repaired) -> None:
+    """90,000 tokens in passes of 512: short prompts go beside them, and the long one loses no more than they take."""
+    scheduler, num_steps, num_short = _roomy_scheduler(512), 0, 0
+    scheduler.add(SequenceState(make_request("long", [1] * 90_000, max_new_tokens=1), hand_over=True))
+    waited: list[int] = []
+    while not waited or scheduler.has_work:
+        if num_short < 80 and num_steps % 2:
+            scheduler.add(
+                SequenceState(
+                    make_request(f"short-{num_short}", [2 + num_short] * 100, max_new_tokens=1), hand_over=True
+                )
+            )
+            num_short += 1
+            added_at = num_steps
+        _, outputs = run_step(scheduler)
+        num_steps += 1
+        waited += [num_steps - added_at for output in outputs if output.request_id != "long"]
+    assert waited == [1] * 80, "each was computed in the pass after it came"
+    assert num_steps == -(-(90_000 + 80 * 100) // 512), "and no pass was partly empty"
+    repaired(
+        "S1", "scheduler: each of 80 short prompts is in the next pass (before: 176 passes); as many passes in all"
+    )
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(0, 12), st.integers(2, 300)), min_size=1, max_size=12),
+    budget=st.integers(4, 64),
+)
+def test_every_pass_is_full_and_half_of_it_is_the_oldest_prompts(prompts: list[tuple[int, int]], budget: int) -> None:
+    scheduler, waiting = _roomy_scheduler(max(budget, 32)), sorted(prompts)
+    budget = scheduler.config.max_batch_tokens
+    todo: dict[str, int] = {}
+    step = 0
+    while waiting or todo:
+        while waiting and waiting[0][0] <= step:
+            name = f"{len(waiting)}"
+            todo[name] = waiting.pop(0)[1]
+            ids = [int(name) + 1] * todo[name]
+            scheduler.add(
+                SequenceState(make_request(name, ids, max_new_tokens=1, cache_namespace=name), hand_over=True)
+            )
+        batch, _ = run_step(scheduler)
+        assert batch.num_tokens == min(budget, sum(todo.values()))
+        parts = {item.sequence.key[0]: item.num_tokens for item in batch.items}
+        if todo:
+            oldest = next(iter(todo))
+            assert parts[oldest] >= min(todo[oldest], budget // 2), "nobody is starved"
+        todo = {name: left - parts.get(name, 0) for name, left in todo.items() if left > parts.get(name, 0)}
+        step += 1

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cli.up_settings import BUNDLED_MODELS
 from decode_worker.settings import DecodeSettings
-from engine.sequence import Sequence
+from engine.sequence import SequenceState
 from engine.speculation.acceptance import Acceptance
 from engine.speculation.cost import CostFit, Prices, StepCost, plan_lengths
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.settings import Speculation
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.up_settings import BUNDLED_MODELS
 from tests.fakes.requests import make_request
 
 DRAFT = BUNDLED_MODELS / "tandem-draft"
@@ -23,7 +23,7 @@ _CPU = Prices(StepCost(0.0097, 0.00076), StepCost())
 
 
 def look_up(token_ids: list[int], length: int) -> tuple[int, ...]:
-    drafter, sequence = NgramDrafter(), Sequence(make_request("a", token_ids))
+    drafter, sequence = NgramDrafter(), SequenceState(make_request("a", token_ids))
     [limit] = drafter.limits([sequence], [length])
     [drafts] = drafter.draft([sequence], [limit])
     return drafts
@@ -38,7 +38,7 @@ def test_looks_up_what_followed_the_longest_match() -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 6))
 def test_an_index_that_grows_finds_what_a_new_one_does(token_ids: list[int], length: int) -> None:
-    drafter, sequence = NgramDrafter(), Sequence(make_request("a", token_ids[:1]))
+    drafter, sequence = NgramDrafter(), SequenceState(make_request("a", token_ids[:1]))
     for token_id in token_ids[1:]:
         drafter.limits([sequence], [length])
         sequence.token_ids.append(token_id)

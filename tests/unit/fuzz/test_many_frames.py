@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from kvtransfer.messages import reply_from_proto, request_from_bytes
 from mesh import wire
 from mesh.domain.errors import MeshError
-from tandem.v1 import decode_pb2, kvtransfer_pb2, prefill_pb2, sequence_pb2, worker_pb2
+from mesh.v1 import decode_pb2, kvtransfer_pb2, prefill_pb2, sequence_pb2, worker_pb2
 from tests.evidence import Evidence
 from tests.service.worker_rig import MESH_KEY, WorkerRig, worker_rig
 from tests.unit.fuzz.mutations import edit_at_random
@@ -27,9 +27,9 @@ FRAMES = int(os.environ.get("TANDEM_FUZZ_FRAMES", "100000"))
 SOCKET_FRAMES = FRAMES // 50
 
 METHODS = {
-    "/tandem.v1.Decode/Attach": ("decode_address", ATTACHES),
-    "/tandem.v1.KvTransfer/Push": ("decode_address", HONEST),
-    "/tandem.v1.Prefill/Prefill": ("prefill_address", SEQUENCES),
+    "/mesh.v1.Decode/Attach": ("decode_address", ATTACHES),
+    "/mesh.v1.KvTransfer/Push": ("decode_address", HONEST),
+    "/mesh.v1.Prefill/Prefill": ("prefill_address", SEQUENCES),
 }
 
 
@@ -74,7 +74,7 @@ async def send(rig: WorkerRig, rng: random.Random, outcomes: Counter[str]) -> No
     async with grpc.aio.insecure_channel(getattr(rig, address)) as channel:
         for _ in range(50):
             frames = [edit_at_random(rng, rng.choice(honest)) for _ in range(rng.randint(1, 3))]
-            if method == "/tandem.v1.Prefill/Prefill":
+            if method == "/mesh.v1.Prefill/Prefill":
                 call = channel.unary_stream(method)(frames[0], metadata=MESH_KEY.metadata(), timeout=1)
             else:
                 call = channel.stream_stream(method)(iter(frames), metadata=MESH_KEY.metadata(), timeout=1)

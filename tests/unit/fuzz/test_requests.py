@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,18 @@ from hypothesis import given
 from mesh import wire
 from mesh.domain.errors import MeshError
 from mesh.domain.tokens import SampledToken, StepOutput
-from router.admission import Permits
-from router.api_keys import NoKeys
-from router.forecast import Forecast
-from router.grammars import Grammars
-from router.journal import Journal
-from router.limits import LimitPolicy
-from router.prompts import PromptEncoder
+from mesh.v1 import decode_pb2, prefill_pb2, sequence_pb2, worker_pb2
+from router.admission.forecast import Forecast
+from router.admission.limiter import LocalLimiter
+from router.api.api_keys import NoKeys
+from router.api.generation_servicer import GenerationServicer
+from router.generation.service import GenerationService
+from router.model_router import ServedModels
+from router.observe.journal import Journal
 from router.served_model import ServedModel
-from router.served_models import ServedModels
-from router.service import GenerationService, ServiceParts
-from router.servicer import GenerationServicer
 from router.settings import RouterSettings
-from tandem.v1 import decode_pb2, generation_pb2, prefill_pb2, sequence_pb2, worker_pb2
+from router.text.model_text import ModelText
+from tandem.v1 import generation_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_views import decode
@@ -111,31 +111,28 @@ class Context:
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelText]:
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-    model = ServedModel.load("tiny", folder)
-    encoder = PromptEncoder(model, num_threads=1)
-    yield ServiceParts(
-        model=model,
-        encoder=encoder,
-        tokenize_encoder=encoder,
-        grammars=Grammars(folder),
-        limits=LimitPolicy(RouterSettings(model=str(folder)), model.facts),
-        permits=Permits(8),
+    model_text = ModelText(ServedModel.load("tiny", folder), folder)
+    yield model_text
+    model_text.close()
+
+
+def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
+    journal = Journal(time.monotonic)
+    service = GenerationService(
+        text,
+        RouterSettings(model="tiny"),
+        limiter=limiter,
         forecast=Forecast(time.monotonic),
         mesh=SimpleNamespace(decode_workers=list, has_path=True),  # type: ignore[arg-type]
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
-        journal=Journal(time.monotonic),
-        slow_reader_s=20.0,
+        journal=journal,
     )
-    encoder.close()
+    return GenerationServicer(ServedModels([service], journal), NoKeys())
 
 
-def servicer_of(parts: ServiceParts) -> GenerationServicer:
-    return GenerationServicer(ServedModels([GenerationService(parts)], parts.journal), NoKeys())
-
-
-def test_generate(parts: ServiceParts) -> None:
+def test_generate(text: ModelText) -> None:
     async def call(servicer: GenerationServicer, request: generation_pb2.GenerateRequest) -> None:
         async for _ in servicer.Generate(request, Context()):  # type: ignore[arg-type]
             pass
@@ -145,20 +142,21 @@ def test_generate(parts: ServiceParts) -> None:
     def check(raw: bytes) -> None:
         with contextlib.suppress(DecodeError, MeshError):
             request = generation_pb2.GenerateRequest.FromString(raw)
-            runner.run(call(servicer_of(parts), request))
-        assert parts.permits.num_held == 0
+            runner.run(call(servicer_of(text, limiter), request))
+        assert limiter.num_held == 0
 
+    limiter = LocalLimiter(8)
     with asyncio.Runner() as runner:
         check()
 
 
-def test_tokenize(parts: ServiceParts) -> None:
+def test_tokenize(text: ModelText) -> None:
     @fuzzed
     @given(near(GENERATES))
     def check(raw: bytes) -> None:
         with contextlib.suppress(DecodeError, MeshError):
             request = generation_pb2.TokenizeRequest.FromString(raw)
-            runner.run(servicer_of(parts).Tokenize(request, Context()))  # type: ignore[arg-type]
+            runner.run(servicer_of(text, LocalLimiter(8)).Tokenize(request, Context()))  # type: ignore[arg-type]
 
     with asyncio.Runner() as runner:
         check()

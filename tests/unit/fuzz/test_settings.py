@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
-from mesh.worker.settings import WorkerSettings
-from router.api_keys import ApiKeys, digest_of
+from router.api.api_keys import ApiKeys, digest_of
 from router.settings import RouterSettings
 from tests.unit.fuzz.mutations import fuzzed_slowly, near
+from worker.settings import WorkerSettings
 
 NAMES = sorted({each.name for cls in (RouterSettings, WorkerSettings) for each in fields(cls)})
 VALUES = st.one_of(

@@ -9,18 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer import KVReceiver, Reservation
-from kvtransfer.chunks import ChunkRange
 from kvtransfer.messages import Renew, SenderMessage, reply_from_proto, request_from_bytes, request_to_bytes
 from mesh.domain.errors import MeshError
-from tandem.v1 import kvtransfer_pb2
-from tests.fakes.kv_store import TINY, FakeKVStore
+from mesh.v1 import kvtransfer_pb2
+from tests.fakes.kv_store import TINY, FakeKVStore, box
 from tests.fakes.transfers import GRPC_ONLY, INCARNATION, Outcomes, make_chunk, make_commit, open_message
 from tests.unit.fuzz.mutations import fuzzed, near
 
 SOURCE = FakeKVStore(seed=3)
 SOURCE_IDS, TARGET_IDS = (4, 2), (7, 1)
 RESERVATION = Reservation("transfer", 0, TARGET_IDS, first_block=0, num_tokens=2 * TINY.block_size)
-CHUNKS = [make_chunk(SOURCE, RESERVATION, SOURCE_IDS, n, ChunkRange(0, 2, n, 1)) for n in range(TINY.num_layers)]
+CHUNKS = [make_chunk(SOURCE, RESERVATION, SOURCE_IDS, n, box(0, 2, n, 1)) for n in range(TINY.num_layers)]
 HONEST = [
     request_to_bytes(open_message(SOURCE, RESERVATION)),
     request_to_bytes(Renew()),

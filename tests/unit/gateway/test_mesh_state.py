@@ -29,7 +29,7 @@ PREFILL, DECODE = worker("prefill-0"), worker("decode-0")
         (
             Mesh((PREFILL, worker("decode-0", load=FULL)), 2, 6, shortage="decode room"),
             ("busy", "decode"),
-            "2 requests wait for a seat or memory there: 4 of 4 seats taken, 90 % of KV",
+            "2 requests wait for a batch slot or KV memory: 4 of 4 slots taken, 90 % of KV",
         ),
         (
             Mesh((worker("prefill-0", prefilling_tokens=4096), DECODE), 1, 3, shortage="prefill room"),
@@ -43,12 +43,12 @@ PREFILL, DECODE = worker("prefill-0"), worker("decode-0")
             ("busy", ""),
             "decode-1 is lost",
         ),
-        (Mesh((DECODE,), 0, 1), ("ok", "prefill"), "prefill by themselves"),
+        (Mesh((DECODE,), 0, 1), ("ok", "prefill"), "run prefill themselves"),
         (Mesh((PREFILL, DECODE), 0, 1), ("ok", ""), "No bottleneck"),
         (
             Mesh((PREFILL, worker("decode-0", load={"drafted_tokens": 8, "accepted_tokens": 6})), 0, 1),
             ("ok", ""),
-            "of KV memory in use, 75 % of guessed tokens right",
+            "of KV memory in use, 75 % of draft tokens accepted",
         ),
         (Mesh((PREFILL, DECODE), 0, 0), ("ok", ""), "Idle"),
     ],

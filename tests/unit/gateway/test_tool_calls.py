@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.messages import CallDeltas, message_of
+from gateway.openai.messages import CallDeltas, build_message
 from gateway.openai.schemas import ChatBody
-from gateway.openai.tool_choice import ToolUse, tool_use_of
-from gateway.openai.tool_parser import FORCED, FORMATS, ToolCallParser, ToolFormat
+from gateway.openai.tool_choice import ToolUse, parse_tool_use
+from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat
 from tandem import FinishReason, InvalidRequest
+from tests.defects import Repaired
 
 NAMES = ("add", "look_up")
 ADD = '{"name": "add", "arguments": {"a": 1, "b": [2, {"c": "}\\"{"}]}}'
@@ -29,7 +30,7 @@ def read(style: ToolFormat, text: str, size: int = 10_000) -> Found:
     """Content and calls, where the text comes in pieces of so many characters."""
     deltas = CallDeltas(ToolCallParser(style, NAMES), style.num_id_chars)
     parts = [delta for at in range(0, len(text), size) for delta in deltas.push(text[at : at + size])]
-    message = message_of([*parts, *deltas.finish()])
+    message = build_message([*parts, *deltas.finish()])
     calls = message.get("tool_calls", [])
     assert (deltas.reason(FinishReason.EOS_TOKEN) == "tool_calls") == bool(calls)
     assert deltas.reason(FinishReason.LENGTH) == "length"
@@ -70,12 +71,39 @@ CASES: list[tuple[str, str, Found]] = [
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 @pytest.mark.parametrize("size", [1, 2, 7, 10_000])
 def test_calls(name: str, text: str, expected: Found, size: int) -> None:
-    assert read(FORMATS[name], text, size) == expected
+    assert read(TOOL_FORMATS[name], text, size) == expected
 
 
 @pytest.mark.parametrize("text", [f"[{ADD}, {LOOK}]", f"{ADD}"])
-def test_what_is_forced_is_nothing_but_calls(text: str) -> None:
-    assert read(FORCED, text, 3) == (None, [SUM, LOOKED] if text[0] == "[" else [SUM])
+def test_forced_answers_are_only_calls(text: str) -> None:
+    assert read(FORCED_FORMAT, text, 3) == (None, [SUM, LOOKED] if text[0] == "[" else [SUM])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_truncated_forced_call_shows_no_json(size: int, repaired: Repaired) -> None:
+    """Cut behind any of its characters: nothing, or what is known of calls."""
+    text = f"[{ADD},{LOOK}]"
+    for length in range(len(text)):
+        content, calls = read(FORCED_FORMAT, text[:length], size)
+        assert not content
+        assert [name for name, _ in calls] == ["add", "look_up"][: len(calls)]
+    assert read(FORCED_FORMAT, '[{"name":"ad', size) == ("", [])
+    repaired("F11", "a forced call cut behind any of its characters leaves no JSON in the content")
+
+
+def test_schemas_forbid_properties_they_do_not_name(repaired: Repaired) -> None:
+    named = {"properties": {"a": {"properties": {}}, "b": {"items": {"properties": {"c": {}}}}}}
+    free = {"properties": {}, "additionalProperties": True}
+    combined = {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]}
+    functions = [
+        {"name": str(place), "parameters": each}
+        for place, each in enumerate([named, free, combined, {"type": "object"}])
+    ]
+    tools = [{"type": "function", "function": each} for each in functions]
+    defined = forced_schema(parse_tool_use(ChatBody(messages=[], tools=tools, tool_choice="required"), HERMES))["$defs"]
+    assert json.dumps(defined["0"]).count('"additionalProperties": false') == 3
+    assert [defined[place] for place in "123"] == [free, combined, {"type": "object"}], "as the client has them"
+    repaired("F11", "a forced call's arguments have no properties but those its function names")
 
 
 MARKS = [
@@ -97,10 +125,10 @@ MARKS = [
 pieces = st.sampled_from([*MARKS, "x", '"name"', '"add"', '"arguments"', "{}"])
 
 
-@given(st.sampled_from(sorted(FORMATS)), st.lists(pieces, max_size=14).map("".join), st.integers(1, 9))
-def test_nothing_is_lost_that_is_no_call(name: str, text: str, size: int) -> None:
-    content, calls = read(FORMATS[name], text, size)
-    assert (content, calls) == read(FORMATS[name], text)
+@given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(pieces, max_size=14).map("".join), st.integers(1, 9))
+def test_text_that_is_not_a_call_is_kept(name: str, text: str, size: int) -> None:
+    content, calls = read(TOOL_FORMATS[name], text, size)
+    assert (content, calls) == read(TOOL_FORMATS[name], text)
     if not calls:
         assert content == text
 
@@ -120,7 +148,7 @@ _NODE = {
     "$defs": {"kind": {"enum": ["a", "b"]}},
 }
 LOOKUP: dict[str, Any] = {"name": "look_up", "arguments": {}}
-HERMES = FORMATS["hermes"]
+HERMES = TOOL_FORMATS["hermes"]
 
 
 def forced_schema(use: ToolUse | None) -> dict[str, Any]:
@@ -141,7 +169,12 @@ def forced_schema(use: ToolUse | None) -> dict[str, Any]:
             ],
             [{"name": "add", "arguments": {"v": 1, "next": {"kind": "a"}}}],
         ),
-        ({"tool_choice": "required"}, [{"name": "look_up", "arguments": {"x": 1}}], []),
+        ({"tool_choice": "required"}, [LOOKUP], [LOOKUP | {"arguments": {"x": 1}}]),
+        (
+            {"tool_choice": "required"},
+            [{"name": "add", "arguments": {"v": 1}}],
+            [{"name": "add", "arguments": {"v": 1, "more": 2}}],
+        ),
         (
             {"tool_choice": "required", "parallel_tool_calls": False},
             {"name": "add", "arguments": {"v": 1, "kind": "b"}},
@@ -155,13 +188,15 @@ def forced_schema(use: ToolUse | None) -> dict[str, Any]:
     ],
 )
 def test_forced_calls_fit_their_functions(members: dict[str, Any], good: Any, bad: Any) -> None:
-    validator = jsonschema.Draft202012Validator(forced_schema(tool_use_of(body(**members), HERMES)))
+    validator = jsonschema.Draft202012Validator(forced_schema(parse_tool_use(body(**members), HERMES)))
     assert validator.is_valid(good)
     assert not validator.is_valid(bad)
 
 
-def test_arguments_have_the_name_that_the_model_knows() -> None:
-    schema = forced_schema(tool_use_of(body(tool_choice="required", parallel_tool_calls=False), FORMATS["llama3_json"]))
+def test_the_arguments_key_fits_the_format() -> None:
+    schema = forced_schema(
+        parse_tool_use(body(tool_choice="required", parallel_tool_calls=False), TOOL_FORMATS["llama3_json"])
+    )
     assert json.dumps(schema).count('"required": ["name", "parameters"]') == 2
 
 
@@ -177,10 +212,10 @@ def test_arguments_have_the_name_that_the_model_knows() -> None:
 )
 def test_what_makes_no_sense(members: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
-        tool_use_of(body(**members), HERMES)
+        parse_tool_use(body(**members), HERMES)
 
 
-def test_nothing_is_read_where_nothing_may_be_called_or_the_format_is_not_known() -> None:
-    assert tool_use_of(body(tool_choice="none"), HERMES) is None
-    assert tool_use_of(body(), None) is None
-    assert tool_use_of(body(tools=None), HERMES) is None
+def test_text_is_not_parsed_without_tools_or_a_known_format() -> None:
+    assert parse_tool_use(body(tool_choice="none"), HERMES) is None
+    assert parse_tool_use(body(), None) is None
+    assert parse_tool_use(body(tools=None), HERMES) is None

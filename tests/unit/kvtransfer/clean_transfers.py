@@ -3,11 +3,10 @@
 import random
 
 from kvtransfer import KVReceiver, Reservation, TransferSettings
-from kvtransfer.chunks import ChunkRange
 from kvtransfer.messages import Committed
 from mesh.domain.errors import MeshError
 from tests.evidence import Evidence
-from tests.fakes.kv_store import TINY, FakeKVStore
+from tests.fakes.kv_store import TINY, FakeKVStore, box
 from tests.fakes.transfers import (
     FIRST_TOKEN,
     INCARNATION,
@@ -36,7 +35,7 @@ async def false_alarms(count: int) -> int:
         source_ids, target_ids = (tuple(rng.sample(range(NUM_BLOCKS), num_blocks)) for _ in range(2))
         first = rng.randrange(num_blocks + 1)
         reservation = Reservation(f"t{number}", rng.randrange(4), target_ids, first, num_tokens)
-        places = [ChunkRange(first, num_blocks - first, layer, 1) for layer in range(TINY.num_layers)]
+        places = [box(first, num_blocks - first, layer, 1) for layer in range(TINY.num_layers)]
         if first == num_blocks:
             places = []
         chunks = [make_chunk(source, reservation, source_ids, n, place) for n, place in enumerate(places)]

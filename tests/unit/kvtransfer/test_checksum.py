@@ -6,8 +6,10 @@ import pytest
 
 from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
 from kvtransfer.chunks import ChunkRange
+from mesh.domain.shards import KVSpan, Span
+from tests.fakes.kv_store import with_axis
 
-PLACE = ChunkRange(first_block=2, num_blocks=3, first_layer=4, num_layers=5)
+PLACE = ChunkRange(Span(2, 3), KVSpan(layers=Span(4, 5), heads=Span(6, 7)))
 PAYLOAD = bytes(range(256)) * 8
 SEED = transfer_seed("transfer", 1)
 GOOD = chunk_checksum(SEED, 7, PLACE, PAYLOAD)
@@ -24,9 +26,10 @@ def test_every_byte_counts(index: int) -> None:
     assert chunk_checksum(SEED, 7, PLACE, memoryview(spoilt)) != GOOD
 
 
-@pytest.mark.parametrize("field", ["first_block", "num_blocks", "first_layer", "num_layers"])
-def test_every_field_of_the_place_counts(field: str) -> None:
-    moved = replace(PLACE, **{field: getattr(PLACE, field) + 1})
+@pytest.mark.parametrize("change", [(1, 0), (0, 1)], ids=["moved", "longer"])
+@pytest.mark.parametrize("axis", ["blocks", "layers", "heads"])
+def test_every_axis_of_the_place_counts(axis: str, change: tuple[int, int]) -> None:
+    moved = with_axis(PLACE, axis, *change)
     assert chunk_checksum(SEED, 7, moved, PAYLOAD) != GOOD
 
 

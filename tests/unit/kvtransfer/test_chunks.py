@@ -1,6 +1,6 @@
 """Cutting pushes into chunks, and counting what has arrived."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 
 import pytest
@@ -10,13 +10,18 @@ from hypothesis import strategies as st
 from kvtransfer.chunks import ChunkRange, Coverage, PushQueue
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout
+from mesh.domain.shards import KVSpan, Span
+from tests.fakes.kv_store import box
 
-LAYOUT = KVLayout("m", num_layers=5, num_kv_heads=1, head_dim=2, block_size=2, dtype="float32")
+LAYOUT = KVLayout("m", num_layers=5, num_kv_heads=2, head_dim=2, block_size=2, dtype="float32")
 
 
-def cells(piece: ChunkRange) -> set[tuple[int, int]]:
-    layers = range(piece.first_layer, piece.first_layer + piece.num_layers)
-    return {(layer, piece.first_block + n) for layer in layers for n in range(piece.num_blocks)}
+ALL = Span(0, 2)
+
+
+def cells(piece: ChunkRange) -> set[tuple[int, ...]]:
+    axes = (piece.span.layers, piece.span.heads, piece.blocks)
+    return set(product(*(range(axis.first, axis.end) for axis in axes)))
 
 
 @st.composite
@@ -27,21 +32,28 @@ def cuts(draw: st.DrawFn, end: int) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in pairwise(edges)]
 
 
-@given(cuts(9), cuts(5), st.integers(1, 400), st.randoms(use_true_random=False), st.booleans())
+@given(cuts(9), cuts(5), st.integers(1, 400), st.randoms(use_true_random=False), st.booleans(), st.booleans())
 def test_chunks_cover_what_was_pushed_exactly(
-    blocks: list[tuple[int, int]], layers: list[tuple[int, int]], max_bytes: int, random: Random, in_order: bool
+    blocks: list[tuple[int, int]],
+    layers: list[tuple[int, int]],
+    max_bytes: int,
+    random: Random,
+    in_order: bool,
+    by_head: bool,
 ) -> None:
-    pushes = [ChunkRange(b, nb, la, nl) for b, nb in blocks for la, nl in layers]
+    heads = [Span(0, 1), Span(1, 1)] if by_head else [ALL]
+    pushes = [box(*block, *layer, each) for block in blocks for layer in layers for each in heads]
     if not in_order:
         random.shuffle(pushes)
-    queue, taken = PushQueue(LAYOUT, max_bytes), []
+    taken = []
+    queue = PushQueue(LAYOUT.layer_block_bytes, max_bytes)
     for push in pushes:
         queue.add(push)
         if random.random() < 0.3:
             taken.append(queue.take())
     while queue:
         taken.append(queue.take())
-    coverage = Coverage(LAYOUT.num_layers, 0, 9)
+    coverage = Coverage(Span(0, 9), LAYOUT.whole)
     for piece in taken:
         coverage.claim(piece)
         assert piece.num_bytes(LAYOUT) <= max(max_bytes, LAYOUT.layer_block_bytes)
@@ -49,35 +61,36 @@ def test_chunks_cover_what_was_pushed_exactly(
 
 
 def test_small_pushes_become_one_chunk() -> None:
-    queue = PushQueue(LAYOUT, 1 << 20)
+    queue = PushQueue(LAYOUT.layer_block_bytes, 1 << 20)
     for layer in range(5):
-        queue.add(ChunkRange(0, 4, layer, 1))
-    assert queue.take() == ChunkRange(0, 4, 0, 5)
+        queue.add(box(0, 4, layer, 1))
+    assert queue.take() == box(0, 4, 0, 5)
     assert not queue
 
 
 def test_whole_layers_are_preferred() -> None:
-    queue = PushQueue(LAYOUT, LAYOUT.layer_block_bytes * 9)
-    queue.add(ChunkRange(0, 4, 0, 5))
+    queue = PushQueue(LAYOUT.layer_block_bytes, LAYOUT.layer_block_bytes * 9)
+    queue.add(box(0, 4, 0, 5))
     assert [queue.take() for _ in range(3)] == [
-        ChunkRange(0, 4, 0, 2),
-        ChunkRange(0, 4, 2, 2),
-        ChunkRange(0, 4, 4, 1),
+        box(0, 4, 0, 2),
+        box(0, 4, 2, 2),
+        box(0, 4, 4, 1),
     ]
 
 
-@given(st.integers(-1, 7), st.integers(-1, 7), st.integers(-1, 6), st.integers(-1, 6))
-def test_coverage_takes_what_is_inside_once(
-    first_block: int, num_blocks: int, first_layer: int, num_layers: int
-) -> None:
-    piece = ChunkRange(first_block, num_blocks, first_layer, num_layers)
-    inside = num_blocks > 0 and num_layers > 0 and cells(piece) <= cells(ChunkRange(2, 4, 0, 5))
-    coverage = Coverage(5, 2, 6)
-    if inside:
+def spans(most: int) -> st.SearchStrategy[Span]:
+    return st.builds(Span, st.integers(-1, most), st.integers(-1, most))
+
+
+@given(spans(7), spans(6), spans(3))
+def test_coverage_takes_what_is_inside_once(blocks: Span, layers: Span, heads: Span) -> None:
+    piece, everything = ChunkRange(blocks, KVSpan(layers, heads)), box(2, 4, 0, 5, ALL)
+    coverage = Coverage(Span(2, 4), LAYOUT.whole)
+    if min(blocks.count, layers.count, heads.count) > 0 and cells(piece) <= cells(everything):
         coverage.claim(piece)
     with pytest.raises(TransferCorrupt):
         coverage.claim(piece)
-    if cells(piece) == cells(ChunkRange(2, 4, 0, 5)):
+    if cells(piece) == cells(everything):
         coverage.require_full()
     else:
         with pytest.raises(TransferFailed, match="never arrived"):
@@ -85,4 +98,4 @@ def test_coverage_takes_what_is_inside_once(
 
 
 def test_nothing_to_send_is_full() -> None:
-    Coverage(5, 3, 3).require_full()
+    Coverage(Span(3, 0), LAYOUT.whole).require_full()

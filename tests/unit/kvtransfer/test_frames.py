@@ -6,21 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.chunks import ChunkRange
 from kvtransfer.frames import split_chunk
 from kvtransfer.messages import Chunk, request_from_bytes, request_to_bytes
 from kvtransfer.transports.base import Payload
 from mesh.domain.errors import InvalidRequest, TransferFailed
-from tandem.v1 import kvtransfer_pb2 as pb
+from mesh.domain.shards import Span
+from mesh.v1 import kvtransfer_pb2 as pb
+from tests.fakes.kv_store import box
 
 PAYLOAD = bytes(range(256)) * 40
-CHUNK = Chunk(300, ChunkRange(1, 2, 3, 4), len(PAYLOAD), 2**63 + 5, Payload(PAYLOAD))
+CHUNK = Chunk(300, box(1, 2, 3, 4, Span(5, 6)), len(PAYLOAD), 2**63 + 5, Payload(PAYLOAD))
 NUMBERS = st.integers(0, 2**32 - 1)
 
 
-@given(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS), st.integers(0, 2**64 - 1), st.binary(max_size=400))
-def test_chunks_are_protobuf(numbers: tuple[int, ...], checksum: int, payload: bytes) -> None:
-    chunk = Chunk(numbers[0], ChunkRange(*numbers[1:]), len(payload), checksum, Payload(memoryview(payload)))
+@given(st.lists(NUMBERS, min_size=7, max_size=7), st.integers(0, 2**64 - 1), st.binary(max_size=400))
+def test_chunks_are_protobuf(numbers: list[int], checksum: int, payload: bytes) -> None:
+    number, *place = numbers
+    heads = Span(place.pop(), place.pop())
+    chunk = Chunk(number, box(*place, heads), len(payload), checksum, Payload(memoryview(payload)))
     raw = request_to_bytes(chunk)
     message = pb.PushRequest.FromString(raw)
     assert message.chunk.payload == payload
@@ -46,7 +49,7 @@ def test_payloads_in_shared_memory_and_fields_in_another_order_are_left_to_proto
     assert split_chunk(reordered) is None
     received = request_from_bytes(reordered)
     assert isinstance(received, Chunk)
-    assert (received.place.num_layers, received.payload.inline) == (4, PAYLOAD)
+    assert (received.extent.span.layers.count, received.payload.inline) == (4, PAYLOAD)
 
 
 def test_what_is_cut_short_or_too_long_is_refused() -> None:

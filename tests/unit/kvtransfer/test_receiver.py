@@ -9,11 +9,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtransfer import KVReceiver, Reservation, TransferSettings
-from kvtransfer.chunks import ChunkRange
-from kvtransfer.messages import Ack, Chunk, Committed, Granted, SenderMessage
+from kvtransfer.messages import Ack, Chunk, Committed, Granted, ReceiverMessage, Renew, SenderMessage
 from kvtransfer.transports.base import TransportOffer
 from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed
-from tests.fakes.kv_store import TINY, FakeKVStore
+from mesh.domain.shards import Span
+from tests.defects import Repaired
+from tests.fakes.kv_store import TINY, FakeKVStore, box
 from tests.fakes.transfers import (
     FIRST_TOKEN,
     INCARNATION,
@@ -28,7 +29,7 @@ from tests.fakes.transport import MemoryTransport
 SETTINGS = TransferSettings(transports=("grpc",), credit_chunks=2)
 RESERVATION = Reservation("transfer", 1, (4, 9, 2), 0, 11)
 SOURCE_IDS = (1, 2, 3)
-LAYERS = [ChunkRange(0, 3, layer, 1) for layer in range(TINY.num_layers)]
+LAYERS = [box(0, 3, layer, 1) for layer in range(TINY.num_layers)]
 
 
 class Bench:
@@ -101,9 +102,9 @@ async def test_whoever_is_not_meant_is_refused_and_changes_nothing(
 
 async def test_a_conversation_begins_with_open(bench: Bench) -> None:
     for message in (bench.chunks[0], bench.commit):
-        with pytest.raises(TransferFailed, match="begins with open"):
+        with pytest.raises(TransferFailed, match="must be open"):
             await bench.run(message, hasty=True)
-    with pytest.raises(TransferFailed, match="begins with open"):
+    with pytest.raises(TransferFailed, match="must be open"):
         await bench.run()
     await bench.require_still_expected()
 
@@ -126,8 +127,17 @@ async def test_other_blocks_than_reserved(bench: Bench, change: dict[str, int]) 
     assert [transfer_id for transfer_id, _ in bench.outcomes.failed] == ["transfer"]
 
 
+async def test_other_heads_than_held_here(bench: Bench) -> None:
+    part = replace(bench.opening.span, heads=Span(0, 1))
+    with pytest.raises(
+        LayoutMismatch, match=r"KV heads 0\.\.1 are expected here, the sender offers .* KV heads 0\.\.0"
+    ):
+        await bench.run(replace(bench.opening, span=part))
+    assert [transfer_id for transfer_id, _ in bench.outcomes.failed] == ["transfer"]
+
+
 async def test_no_common_transport_is_said_in_words(bench: Bench) -> None:
-    with pytest.raises(LayoutMismatch, match="the sender offers rdma, shm; grpc can be tried here"):
+    with pytest.raises(LayoutMismatch, match="the sender offers rdma, shm; the receiver has grpc"):
         await bench.run(replace(bench.opening, transports=(TransportOffer("rdma"), TransportOffer("shm"))))
 
 
@@ -139,7 +149,7 @@ async def test_credit_is_enforced(bench: Bench) -> None:
 
 async def test_commit_may_follow_the_last_chunk_at_once_and_waits_for_its_write(bench: Bench) -> None:
     bench.target.writing.close()
-    chunk = make_chunk(bench.source, RESERVATION, SOURCE_IDS, 0, ChunkRange(0, 3, 0, TINY.num_layers))
+    chunk = make_chunk(bench.source, RESERVATION, SOURCE_IDS, 0, box(0, 3, 0, TINY.num_layers))
     messages = (bench.opening, chunk, make_commit(RESERVATION, [chunk]))
     running = asyncio.create_task(bench.run(*messages, hasty=True))
     await asyncio.to_thread(bench.target.writing.arrived.wait, 20)
@@ -151,17 +161,17 @@ async def test_commit_may_follow_the_last_chunk_at_once_and_waits_for_its_write(
 
 
 async def test_open_twice_is_refused(bench: Bench) -> None:
-    with pytest.raises(TransferFailed, match="opened once"):
+    with pytest.raises(TransferFailed, match="opened only once"):
         await bench.run(bench.opening, bench.opening)
 
 
 async def test_a_huge_chunk_is_refused_before_memory_is_taken_for_it() -> None:
     layout = replace(TINY, num_kv_heads=1024, head_dim=1024)
     bench = Bench()
-    bench.target.layout = layout  # 3 layers of 3 blocks are 300 MB
+    bench.target.layout, bench.target.span = layout, layout.whole  # 3 layers of 3 blocks are 300 MB
     bench.receiver.expect(replace(RESERVATION, transfer_id="huge"))
-    opening = replace(bench.opening, transfer_id="huge", layout=layout)
-    place = ChunkRange(0, 3, 0, 3)
+    opening = replace(bench.opening, transfer_id="huge", layout=layout, span=layout.whole)
+    place = box(0, 3, 0, 3, layout.whole.heads)
     with pytest.raises(TransferCorrupt, match="bytes instead of"):
         await bench.run(opening, Chunk(0, place, place.num_bytes(layout), 0, bench.chunks[0].payload))
     await bench.receiver.close()
@@ -264,8 +274,31 @@ async def test_replies_nobody_takes_do_not_keep_a_transfer_alive(bench: Bench) -
     """The call is cancelled while gRPC is writing a reply: the generator is left as it is, its stream ends."""
     async with aclosing(bench.receiver.push(_stream(bench.opening, bench.chunks[0]))) as replies:
         await anext(replies)
-        await asyncio.wait_for(bench.outcomes.changed.wait(), 10)
+        await asyncio.wait_for(bench.outcomes.changed.wait(), 60)
         assert len(bench.outcomes.failed) == 1
+
+
+async def test_a_sender_that_renews_and_takes_no_replies_fills_no_memory(bench: Bench, repaired: Repaired) -> None:
+    async def renewals() -> AsyncIterator[SenderMessage]:
+        yield bench.opening
+        for _ in range(10_000):
+            yield Renew()
+
+    replies = bench.receiver.push(renewals())
+    assert isinstance(await anext(replies), Granted)
+    async with asyncio.timeout(60):
+        await bench.outcomes.changed.wait()  # before another reply is taken
+    unread: list[ReceiverMessage] = []
+    with pytest.raises(TransferFailed, match="reads no replies"):
+        await _take_all(replies, unread)
+    num_unread = len(unread)
+    assert 0 < num_unread <= 66
+    repaired("S6", f"10,000 renewals of a sender that reads nothing: {num_unread} replies are kept, the transfer ends")
+
+
+async def _take_all(replies: AsyncIterator[ReceiverMessage], taken: list[ReceiverMessage]) -> None:
+    async for reply in replies:
+        taken.append(reply)
 
 
 async def _stream(*messages: SenderMessage) -> AsyncIterator[SenderMessage]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvtransfer.transports.arena import HEADER_BYTES, Arena, open_arena, remove_
 from kvtransfer.transports.base import Payload, TransportOffer
 from kvtransfer.transports.shm import ShmReceiveTransport, ShmSendTransport, open_sender
 from mesh.domain.errors import ConfigurationError, TransferCorrupt, TransferFailed
+from tests.defects import Repaired
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -195,6 +197,29 @@ async def test_without_room_other_transports_are_used(
     only_shm = TransferSettings(transports=("shm",), shm_dir=settings.shm_dir)
     with pytest.raises(ConfigurationError, match="none of the KV transports shm works here"):
         open_send_transports(only_shm, PAGE)
+
+
+async def test_where_files_cannot_be_locked_other_transports_are_used(
+    settings: TransferSettings, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    assert [transport.name for transport in open_send_transports(settings, PAGE)] == ["grpc"]
+    assert names(settings) == []
+    repaired("S6", "a folder without flock: gRPC carries the KV, no file is left")
+
+
+def test_arenas_that_others_take_away_are_not_made_for_ever(
+    settings: TransferSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(*_: object) -> None:
+        raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "flock", taken)
+    with pytest.raises(OSError, match="taken away"):
+        Arena(settings.shm_dir, 2 * PAGE)
 
 
 def test_unknown_transports_and_senseless_settings_are_named() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cores import OwnCores, SharedCores, make_core_table, parse_cores, threads_born_on
+from engine.cores import OwnCores, SharedCores, make_core_table, threads_born_on
+from mesh.domain.cores import parse_cores
 from mesh.domain.errors import ConfigurationError
 from prefill_worker.settings import PrefillSettings
 
@@ -36,9 +37,9 @@ def test_a_worker_gets_its_partners_cores_only_while_that_one_rests(table: Path)
     assert prefill.begin_step() == DECODE
     assert decode.begin_step() == ()
     assert prefill.begin_step() == ()  # between its steps, decode is still at work
-    prefill.rest()
+    prefill.set_idle()
     assert decode.begin_step() == PREFILL
-    decode.rest()
+    decode.set_idle()
     assert prefill.begin_step() == DECODE
 
 
@@ -56,29 +57,29 @@ def test_who_wants_its_cores_back_waits_for_the_step_that_is_on_them_but_not_for
     assert prefill.begin_step() == ()
     assert ended_ns[0] < time.monotonic_ns()
     timer.join()
-    prefill.rest()
+    prefill.set_idle()
     assert decode.begin_step() == PREFILL
     for waits in (True, False):  # the step does not end: it is waited for once
         begun_ns = time.monotonic_ns()
         assert prefill.begin_step() == ()
         assert (time.monotonic_ns() - begun_ns >= 40_000_000) is waits
-    decode.rest()
+    decode.set_idle()
 
 
-def test_who_computes_on_lent_cores_can_see_that_they_are_wanted_back(table: Path) -> None:
+def test_a_step_on_lent_cores_sees_that_it_must_yield(table: Path) -> None:
     prefill, decode = SharedCores(table, PREFILL, DECODE), SharedCores(table, DECODE, PREFILL)
     assert prefill.begin_step() == DECODE
-    assert not prefill.are_wanted_back()
+    assert not prefill.must_yield()
     began = threading.Event()
     waiting = threading.Thread(target=lambda: (decode.begin_step(), began.set()))
     waiting.start()
-    while not prefill.are_wanted_back():
+    while not prefill.must_yield():
         time.sleep(0.0001)
     assert not began.is_set()
     prefill.end_step()
     assert began.wait(5)
     waiting.join()
-    assert not prefill.are_wanted_back()
+    assert not prefill.must_yield()
 
 
 def test_a_dead_borrower_is_not_waited_for(table: Path) -> None:

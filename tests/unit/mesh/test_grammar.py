@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
+from checkpoint import grammar
+from checkpoint.grammar import GrammarCompiler
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.sampling import SamplingParams
 from mesh.domain.structure import MAX_REGEX_CHARS, Structure, StructureKind
-from mesh.grammar import GrammarCompiler
+from tests.defects import Repaired
 from tests.fakes.router_model import EOS_ID, byte_level_tokenizer, write_checkpoint
 
 
@@ -57,7 +60,8 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
     ("structure", "good", "bad"),
     [
         (schema(OBJECT), '{"a": 1, "b": [true, null]}', '{"b": 1}'),
-        (schema(OBJECT), '{\n  "a": 1\n}', '{' + " " * 40 + '"a": 1}'),
+        (schema(OBJECT), '{"a":1}', '{\n  "a": 1\n}'),
+        (schema(OBJECT), '{ "a" : 1 }', '{  "a": 1}'),
         (schema({"type": "array", "items": {"enum": ["x", 2]}, "minItems": 1}), '["x",2]', "[]"),
         (schema({"type": "string", "pattern": "^a+$", "maxLength": 3}), '"aaa"', '"aaaa"'),
         (schema(LISTS), "[[],[[]]]", "[1]"),
@@ -69,6 +73,8 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (choice("yes", "no\n", "(a|b)\\ /"), "(a|b)\\ /", "a"),
         (choice("a", "ab"), "ab", "abb"),
         (lark('start: "(" start? ")"'), "((()))", "(()"),
+        (lark('root ::= "a" tail*\ntail ::= [0-9] | "-" root'), "a1-a2", "1"),
+        (lark('start: "::=" | "b"'), "::=", "a"),
         (lark('start: "x: " value\nvalue: %json {"type": "boolean"}'), "x: true", "x: 1"),
     ],
 )  # fmt: skip
@@ -114,6 +120,8 @@ def test_what_is_too_much_is_not_even_tried(structure: Structure, complaint: str
         (lark("start: " + "(" * 3000 + '"a"' + ")" * 3000), "too deeply nested"),
         (lark(f'start: A\n{TRIPLED}\nS: "x"'), "too big"),
         (lark("start: A\nA: /a/ & /b/"), "grammar cannot be used"),
+        (lark("root ::= other"), "grammar cannot be used: read as GBNF.*Rule 'other' not found"),
+        (lark("root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "grammar cannot be used: read as GBNF"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compiled_is_refused_in_words(
@@ -138,15 +146,15 @@ def test_long_chains_of_rules_break_no_stack(compiler: GrammarCompiler) -> None:
 
 
 def test_only_as_much_is_kept_as_may_be(folder: Path) -> None:
-    compiler = GrammarCompiler(folder, max_kept_chars=60)
+    compiler = GrammarCompiler(folder, max_cached_chars=60)
     first, *others = [regex(f"[a-{letter}]" * 5) for letter in "bcdefgh"]
     for structure in (first, others[0], first, *others[:2]):
         compiler.compile(structure)
-    assert compiler.num_kept_chars <= 60
+    assert compiler.num_cached_chars <= 60
     assert accepts(compiler, first, "abbab")
     large = regex("a" * 100)
     assert accepts(compiler, large, "a" * 100)
-    assert compiler.num_kept_chars == 100
+    assert compiler.num_cached_chars == 100
 
 
 def test_ignore_eos_contradicts() -> None:
@@ -193,3 +201,49 @@ def test_a_tokenizer_nobody_can_read_is_named(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
     with pytest.raises(InvalidRequest, match="cannot use this model's tokenizer"):
         GrammarCompiler(folder).compile(choice("a"))
+
+
+def test_the_time_tells_nobody_what_another_tenant_uses(folder: Path, repaired: Repaired) -> None:
+    """Work is counted, not time: a structure that another scope has had compiled is compiled again."""
+    compiler, compiled = GrammarCompiler(folder), list[Structure]()
+
+    def counting(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher:
+        compiled.append(structure)
+        return compile_structure(structure, tokenizer)
+
+    compile_structure = grammar._compile
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(grammar, "_compile", counting)
+        for scope in ("alice", "alice", "bob", "bob", "alice"):
+            compiler.compile(schema(OBJECT), scope)
+    assert compiled == [schema(OBJECT)] * 2, "once for each"
+    repaired("D18", "bob's first use of alice's schema is compiled anew at router and workers, like any fresh one")
+
+
+def test_white_space_cannot_go_on(compiler: GrammarCompiler, repaired: Repaired) -> None:
+    """However much a model likes to write blanks, line breaks or tabs: behind one blank only JSON can come."""
+    matcher = compiler.compile(schema(OBJECT))
+    blank, *others = (byte_level_tokenizer().encode(each).ids[0] for each in " \n\t")
+    assert matcher.try_consume_tokens(byte_level_tokenizer().encode("{").ids) == 1
+    assert matcher.try_consume_tokens([others[0]]) == matcher.try_consume_tokens([others[1]]) == 0
+    assert matcher.try_consume_tokens([blank, blank]) == 1
+    repaired("F11", "JSON has at most one blank between two tokens, and no line breaks")
+
+
+VLLM_GRAMMAR = """
+root ::= select_statement
+select_statement ::= "SELECT " column " from " table " where " condition
+column ::= "col_1 " | "col_2 "
+table ::= "table_1 " | "table_2 "
+condition ::= column "= " number
+number ::= "1 " | "2 "
+"""
+
+
+def test_the_notation_of_vllms_users(compiler: GrammarCompiler, repaired: Repaired) -> None:
+    statement = "SELECT col_1  from table_2  where col_2 = 1 "
+    assert accepts(compiler, lark(VLLM_GRAMMAR), statement)
+    assert not accepts(compiler, lark(VLLM_GRAMMAR), statement.replace("1", "3"))
+    repaired(
+        "F10", "guided_grammar in GBNF is converted to Lark by llguidance, or refused with the place and the dialect"
+    )

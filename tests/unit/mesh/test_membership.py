@@ -7,7 +7,7 @@ import pytest
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.kv import KVLayout
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from mesh.registry.membership import Membership
+from router.workers.membership import Membership
 
 INFO = WorkerInfo(
     worker_id="decode-0",

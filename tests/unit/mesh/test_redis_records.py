@@ -1,5 +1,8 @@
 """Signed records: what is let through, and the many things that are not."""
 
+import hmac
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +12,8 @@ from mesh.domain.worker import WorkerLoad
 from mesh.registry.redis_connection import LogLimit
 from mesh.registry.redis_records import MAX_AGE_S, MAX_MESSAGE_BYTES, RecordSeal, Refused, ReplayGuard
 from mesh.rpc.credentials import MeshKey
-from tandem.v1 import worker_pb2
+from mesh.v1 import worker_pb2
+from tests.defects import Repaired
 from tests.unit.mesh.test_membership import INFO
 
 KEY = MeshKey("a-key-for-tests-only")
@@ -63,13 +67,75 @@ def test_stale_and_future_ones_are_refused(skew_s: float) -> None:
 
 
 def test_each_message_counts_once_and_only_forwards() -> None:
-    clock = WallClock()  # it stands still, and freshness grows all the same
-    seal, guard = RecordSeal(KEY, clock), ReplayGuard()
+    clock = WallClock()  # it stands still, and numbers grow all the same
+    monotonic = WallClock()
+    seal, guard = RecordSeal(KEY, clock), ReplayGuard(clock, monotonic)
     first, second, third = (seal.open(seal.seal(INFO, BEAT)) for _ in range(3))
     assert [guard.is_new(beat) for beat in (first, first, third, second, third)] == [True, False, True, False, False]
-    clock.now += 3 * MAX_AGE_S
-    guard.forget_stale(int(clock.now * 1e6))
-    assert guard.lag_s(first) < 0  # nothing is kept about this worker
+    guard.forget_silent()
+    assert not guard.is_new(second)
+    monotonic.now += 301
+    guard.forget_silent()
+    assert guard.is_new(second)  # nothing is kept about this worker
+
+
+class Worker:
+    """One run of a worker, on a machine whose clock may be set."""
+
+    def __init__(self, clock: WallClock, incarnation: str) -> None:
+        self._seal = RecordSeal(KEY, clock)
+        self._info = replace(INFO, incarnation=incarnation)
+
+    def beat(self) -> bytes:
+        return self._seal.seal(self._info, BEAT)
+
+
+class Router:
+    """Takes beats as the registry does."""
+
+    def __init__(self, clock: WallClock) -> None:
+        self._seal = RecordSeal(KEY, clock)
+        self._guard = ReplayGuard(clock)
+
+    def hears(self, sealed: bytes) -> bool:
+        try:
+            return self._guard.is_new(self._seal.open(sealed))
+        except Refused:
+            return False
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, -60.0, -10.0, 60.0, 3600.0])
+def test_a_clock_that_is_set_hides_no_worker(step_s: float, repaired: Repaired) -> None:
+    clock = WallClock()
+    worker, router, other = Worker(clock, "first"), Router(clock), Router(clock)
+    captured = [worker.beat() for _ in range(5)]
+    assert all(map(router.hears, captured[:4]))
+    assert all(map(other.hears, captured[:4]))
+    clock.now += step_s
+    assert router.hears(worker.beat()), "a router that knew it"
+    assert Router(clock).hears(worker.beat()), "a router that has just started"
+    if abs(step_s) < MAX_AGE_S:  # what the first run has said is still fresh, so it could be replayed
+        clock.now += MAX_AGE_S
+    clock.now += 1
+    again = Worker(clock, "second")
+    assert router.hears(again.beat()), "a worker that has been started again"
+    assert other.hears(again.beat()), "a worker that was started again before it said anything"
+    clock.now -= step_s  # what was caught before becomes as fresh as it was
+    assert router.hears(again.beat())
+    assert not any(map(router.hears, captured)), "a former run"
+    repaired("D12", f"clock {step_s:+g} s: 0 beats refused, of workers started again and by new routers as well")
+
+
+def test_messages_without_a_number_are_ordered_by_their_time() -> None:
+    clock = WallClock()
+    seal, guard = RecordSeal(KEY, clock), ReplayGuard(clock)
+    beats = []
+    for _ in range(3):
+        body = seal.seal(INFO, BEAT)[: -32 - 8]
+        beats.append(seal.open(body + hmac.digest(seal._key, body, "sha256")))
+        clock.now += 0.5
+    assert [beat.number for beat in beats] == [beat.freshness_us for beat in beats]
+    assert [guard.is_new(beats[place]) for place in (0, 2, 1)] == [True, True, False]
 
 
 def test_one_line_a_second_for_each_cause() -> None:

@@ -18,12 +18,12 @@ class Example:
 
 
 def load(argv: list[str], environ: dict[str, str] | None = None):
-    return load_settings(Example, argv, prog="example", environ=environ or {})
+    return load_settings(Example, argv, prog="client", environ=environ or {})
 
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
     file = tmp_path / "tandem.toml"
-    file.write_text("port = 4\nratio = 0.5\n[example]\nport = 5\n[other]\nport = 6\n")
+    file.write_text("port = 4\nratio = 0.5\n[client]\nport = 5\n[router]\nport = 6\n")
     config = ["--config", str(file)]
     assert load([]).values.port == 1
     assert load(config).values == Example(port=5, ratio=0.5)

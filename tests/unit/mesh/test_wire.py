@@ -9,10 +9,12 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout
 from mesh.domain.request import Fork
 from mesh.domain.sampling import SamplingParams
+from mesh.domain.shards import KVSpan, Span
 from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
-from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from tandem.v1 import decode_pb2, sampling_pb2, worker_pb2
+from mesh.domain.worker import RankInfo, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.v1 import decode_pb2, worker_pb2
+from tandem.v1 import sampling_pb2
 from tests.fakes.requests import make_request
 
 floats = st.floats(0, 2, width=32)
@@ -92,7 +94,7 @@ def test_unrunnable_requests_are_refused(field: str) -> None:
 
 
 def test_output_round_trip() -> None:
-    for reason in (None, *FinishReason):
+    for reason in (None, *(set(FinishReason) - {FinishReason.UNKNOWN})):
         output = StepOutput(
             "r",
             attempt=2,
@@ -106,9 +108,10 @@ def test_output_round_trip() -> None:
 
 
 def test_worker_round_trip() -> None:
-    layout = KVLayout("fp", 2, 4, 8, 16, "float32", tp_rank=1, tp_size=2)
+    layout = KVLayout("fp", 2, 4, 8, 16, "float32")
+    ranks = (RankInfo("h:2", KVSpan(Span(0, 1), Span(0, 4))), RankInfo("h:3", KVSpan(Span(1, 1), Span(0, 4))))
     for role in WorkerRole:
-        info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7)
+        info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, ranks=ranks)
         assert wire.worker_from_proto(wire.worker_to_proto(info)) == info
     load = WorkerLoad(1, 2, 3, 4, 5, 6)
     assert wire.load_from_proto(wire.load_to_proto(load)) == load
@@ -119,6 +122,6 @@ def test_worker_round_trip() -> None:
 def test_enums_are_complete() -> None:
     assert {wire.failure_from_proto(wire.failure_to_proto(f)) for f in SequenceFailure} == set(SequenceFailure)
     assert len(decode_pb2.SequenceFailure.values()) == len(SequenceFailure) + 1
-    assert len(sampling_pb2.FinishReason.values()) == len(FinishReason) + 1
+    assert len(sampling_pb2.FinishReason.values()) == len(FinishReason), "UNKNOWN stays inside the mesh"
     assert {wire.state_from_proto(wire.state_to_proto(s)) for s in WorkerState} == set(WorkerState)
     assert wire.state_from_proto(99) is WorkerState.LOST  # type: ignore[arg-type]

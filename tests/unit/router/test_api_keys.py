@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import structlog
 
-from cli.main import main as tandem_command
 from mesh.domain.errors import ConfigurationError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from mesh.domain.prefix import block_hashes
-from router.admission import Permits
-from router.api_keys import ApiKeys, KeysFile, NoKeys, digest_of, new_key
-from router.tenants import ANONYMOUS, Priority, Tenant
+from router.admission.limiter import LocalLimiter
+from router.api.api_keys import ApiKeys, KeysFile, NoKeys, digest_of, new_key
+from router.api.tenants import ANONYMOUS, Priority, Tenant
+from tandem_cli.main import main as tandem_command
 
 DIGEST = digest_of("a")
 
@@ -62,7 +62,7 @@ def test_everything_else_is_refused(metadata) -> None:
 def test_every_entry_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time a refusal takes must not tell how far the search came."""
     compared = []
-    monkeypatch.setattr("router.api_keys.hmac.compare_digest", lambda a, b: compared.append(a) or a == b)
+    monkeypatch.setattr("router.api.api_keys.hmac.compare_digest", lambda a, b: compared.append(a) or a == b)
     keys = ApiKeys({digest_of(name): Tenant(name) for name in "abc"})
     assert keys.tenant_of((("x-api-key", "a"),)).name == "a"
     assert len(compared) == 3
@@ -159,7 +159,7 @@ def test_a_file_that_is_broken_from_the_start_is_an_error(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("tenant", "asked", "given"),
+    ("tenant", "requested", "given"),
     [
         (ANONYMOUS, None, Priority.STANDARD),
         (ANONYMOUS, Priority.INTERACTIVE, Priority.INTERACTIVE),
@@ -173,13 +173,13 @@ def test_a_file_that_is_broken_from_the_start_is_an_error(tmp_path: Path) -> Non
     ],
 )
 def test_a_tenants_priority_is_its_default_and_its_ceiling(
-    tenant: Tenant, asked: Priority | None, given: Priority | str
+    tenant: Tenant, requested: Priority | None, given: Priority | str
 ) -> None:
     if isinstance(given, Priority):
-        assert tenant.priority_of(asked) is given
+        assert tenant.priority_of(requested) is given
     else:
         with pytest.raises(InvalidRequest, match=given):
-            tenant.priority_of(asked)
+            tenant.priority_of(requested)
 
 
 def test_without_keys_everybody_is_the_operator() -> None:
@@ -189,7 +189,7 @@ def test_without_keys_everybody_is_the_operator() -> None:
 
 
 def test_a_tenants_cap_leaves_room_for_others() -> None:
-    permits, alice = Permits(4), Tenant("alice", max_concurrent_requests=2)
+    permits, alice = LocalLimiter(4), Tenant("alice", max_concurrent_requests=2)
     held = permits.acquire(2, alice)
     with pytest.raises(Overloaded, match="2 of your 2"):
         permits.acquire(1, alice)

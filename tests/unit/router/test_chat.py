@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text.chat import ChatMessage, ChatTemplate, parse_extra, parse_tools
+from router.text.chat import ChatMessage, ChatTemplate, Rendering
+from tests.defects import Repaired
 
 TURNS = [ChatMessage("system", "be <brief>"), ChatMessage("user", "héllo"), ChatMessage("assistant", "hi")]
 
@@ -40,16 +42,16 @@ def test_renders_as_transformers_does(source: str, rendered: str) -> None:
 
 def test_templates_see_tools_and_all_members_of_a_turn() -> None:
     source = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{{ messages[0].tool_calls[0].id }}"
-    turn = ChatMessage("assistant", "", parse_extra('{"tool_calls": [{"id": "7"}], "role": "system"}'))
-    assert ChatTemplate(source, {}).render([turn], parse_tools('[{"function": {"name": "add"}}]')) == "add;7"
+    turn = ChatMessage("assistant", "", '{"tool_calls": [{"id": "7"}], "role": "system"}')
+    assert ChatTemplate(source, {}).render([turn], '[{"function": {"name": "add"}}]') == "add;7"
     assert ChatTemplate("{{ messages[0].role }}", {}).render([turn]) == "assistant", "which a client cannot replace"
 
 
 @pytest.mark.parametrize("text", ["{", "3", "[" * 100_000])
 def test_tools_that_are_no_json_are_refused(text: str) -> None:
-    for parse in (parse_extra, parse_tools):
+    for messages, tools in ([ChatMessage("user", "", text)], ""), (TURNS, text):
         with pytest.raises(InvalidRequest):
-            parse(text)
+            ChatTemplate("", {}).render(messages, tools)
 
 
 def test_a_template_may_reject_messages() -> None:
@@ -80,17 +82,9 @@ def test_the_sandbox_holds(source: str) -> None:
     assert "function" not in rendered
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
-    ],
-)
-def test_rendering_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.text.chat._MAX_RENDER_S", 0.05)
+def test_the_text_is_bounded() -> None:
     with pytest.raises(InvalidRequest, match="too big"):
-        ChatTemplate(source, {}).render(TURNS)
+        ChatTemplate("{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}", {}).render(TURNS)
 
 
 def test_a_broken_template_is_the_operators_error() -> None:
@@ -116,12 +110,12 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert template.render(TURNS) == "</s>"
-    assert template.render(TURNS, [{"type": "function"}]) == "t"
+    assert template.render(TURNS, '[{"type": "function"}]') == "t"
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<other>", "bos_token": "<first>"}')
     write_config(tmp_path, eos_token="</s>", chat_template="{{ bos_token }}{{ eos_token }}{{ tools | tojson }}")
     template = ChatTemplate.load(tmp_path)
     assert template is not None
-    assert template.render(TURNS, [{"a": 1}]) == '<first></s>[{"a": 1}]'
+    assert template.render(TURNS, '[{"a": 1}]') == '<first></s>[{"a": 1}]'
     (tmp_path / "chat_template.jinja").write_text("file")
     template = ChatTemplate.load(tmp_path)
     assert template is not None
@@ -144,3 +138,86 @@ def test_templates_tell_how_calls_are_written(source: str, expected: str) -> Non
 
 def test_a_template_for_tools_tells_before_the_other() -> None:
     assert ChatTemplate("{{ messages }}", {}, "{{ '[TOOL_CALLS]' }}").tool_call_format == "mistral"
+
+
+SWITCH = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last or add_generation_prompt %}<|end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+DEEPSEEK = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}|{% endfor %}A:<think>\n"
+TRIMS = "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+HI = [ChatMessage("user", "hi")]
+
+
+def how(text: str = "", **options: Any) -> Rendering:
+    return Rendering(text, **options)
+
+
+def test_a_template_sees_the_clients_values(repaired: Repaired) -> None:
+    template = ChatTemplate(SWITCH, {"bos_token": "<s>"})
+    assert template.render(HI) == "<|user|>hi<|end|><|assistant|>"
+    off = template.render(HI, "", how('{"enable_thinking": false, "documents": [{"a": 1}]}'))
+    assert off == "<|user|>hi<|end|><|assistant|><think>\n\n</think>\n\n"
+    assert template.render(HI, "", how(adds_generation_prompt=False)) == "<|user|>hi"
+    repaired("F6", "chat_template_kwargs reach the template: enable_thinking false closes the reasoning")
+
+
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "pad_token", "raise_exception", "range"]
+)
+def test_values_of_its_own_cannot_be_replaced(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"chat_template_kwargs: {name} cannot be set"):
+        ChatTemplate(SWITCH, {"bos_token": "<s>"}).render(HI, "", how(json.dumps({name: "x"})))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "3", '{"a b": 1}', '{"a": NaN}', '{"a": Infinity}', '{"a": "' + "x" * 9000 + '"}', "[" * 5000]
+)
+def test_values_are_plain_json_of_bounded_size(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
+        ChatTemplate(SWITCH, {}).render(HI, "", how(text))
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "rendered"),
+    [
+        (SWITCH, "Once ", "<|user|>hi<|end|><|assistant|>Once "),
+        (SWITCH, "a a", "<|user|>hi<|end|><|assistant|>a a"),
+        (TRIMS, " Once upon ", "[hi][Once upon"),
+        (TRIMS, "hi", "[hi][hi"),
+    ],
+)
+def test_the_last_message_is_continued(source: str, content: str, rendered: str, repaired: Repaired) -> None:
+    """As transformers 5.23 renders it."""
+    turns = [*HI, ChatMessage("assistant", content)]
+    template = ChatTemplate(source, {})
+    assert template.render(turns, "", how(adds_generation_prompt=False, continues_final=True)) == rendered
+    repaired("F6", "continue_final_message ends the prompt behind the last message, as transformers does")
+
+
+def test_what_cannot_be_continued_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="contradicts"):
+        how(continues_final=True)
+    with pytest.raises(InvalidRequest, match="does not show"):
+        ChatTemplate("hello", {}).render(HI, "", how(adds_generation_prompt=False, continues_final=True))
+
+
+@pytest.mark.parametrize(
+    ("source", "turns", "continues", "expected"),
+    [
+        (DEEPSEEK, HI, False, True),
+        (SWITCH, HI, False, False),
+        (SWITCH, [ChatMessage("user", "what is <think> for?")], False, False),
+        (SWITCH, [*HI, ChatMessage("assistant", "<think>\nLet me")], True, True),
+        (SWITCH, [*HI, ChatMessage("assistant", "<think>\nx</think>\nIt")], True, False),
+        ("{{ messages[0].content }}<think>", HI, False, False),
+    ],
+)
+def test_whether_a_prompt_ends_within_reasoning(
+    source: str, turns: list[ChatMessage], continues: bool, expected: bool
+) -> None:
+    template = ChatTemplate(source, {})
+    rendering = how(adds_generation_prompt=not continues, continues_final=continues)
+    text = template.render(turns, "", rendering)
+    assert template.is_in_reasoning(text, turns, rendering) is expected

@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mesh.domain.errors import AttemptsFailed
 from mesh.domain.sampling import SamplingParams
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
-from router.choice import Choice, TokenEvent
-from router.prompts import TokenPrompt
+from router.api.validation import GenerateParams, ValidRequest
+from router.generation.choice import Choice, TokenEvent, TokenOrder
+from router.text.prompts import TokenPrompt
 from router.text.tokenizer import Tokenizer
-from router.token_order import TokenOrder
-from router.validation import GenerateInput, ValidRequest
+from tandem.v1 import sampling_pb2
+from tests.defects import Repaired
 from tests.fakes.router_model import EOS_ID, byte_level_tokenizer
 
 
@@ -23,11 +25,13 @@ def tokenizer() -> Tokenizer:
 
 
 def make_choice(
-    *, index: int = 0, max_new_tokens: int = 50, seed: int = 7, stop: tuple[str, ...] = (), **asked: Any
+    *, index: int = 0, max_new_tokens: int = 50, seed: int = 7, stop: tuple[str, ...] = (), **params: Any
 ) -> Choice:
     sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=seed, stop=stop)
     prompt = (5, 6, 7)
-    return Choice(index, ValidRequest("r", prompt, sampling, GenerateInput(TokenPrompt(prompt), **asked)), tokenizer())
+    return Choice(
+        index, ValidRequest("r", prompt, sampling, GenerateParams(TokenPrompt(prompt), **params)), tokenizer()
+    )
 
 
 def output(first_index: int, ids: list[int], finish: FinishReason | None = None, **changes: Any) -> StepOutput:
@@ -42,7 +46,7 @@ def events_of(choice: Choice) -> list[TokenEvent]:
 
 def test_workers_get_the_decoders_first_token_behind_the_prompt() -> None:
     sampling = SamplingParams(max_new_tokens=9, seed=7)
-    valid = ValidRequest("r", (5, 6, 7), sampling, GenerateInput(TokenPrompt((5, 6, 7))), decoder_prompt=(3,))
+    valid = ValidRequest("r", (5, 6, 7), sampling, GenerateParams(TokenPrompt((5, 6, 7))), decoder_prompt=(3,))
     choice = Choice(0, valid, tokenizer())
     choice.accept(output(0, [100, 101]))
     request = choice.next_request(1, eos_token_ids=frozenset(), namespace="m")
@@ -57,7 +61,7 @@ def test_any_order_of_messages_gives_every_token_once(count: int, data: st.DataO
     spans = [(place, data.draw(st.integers(place + 1, count))) for place in range(count)]
     extra = data.draw(st.lists(st.sampled_from(spans), max_size=5))
     messages = data.draw(st.permutations(spans + extra))
-    order, got, finishes = TokenOrder(), list[int](), list[FinishReason]()
+    order, got, finishes = TokenOrder(max_early=1000), list[int](), list[FinishReason]()
     for begin, end in messages:
         finish = FinishReason.LENGTH if end == count else None
         for tokens, reason in order.accept(output(begin, ids[begin:end], finish)):
@@ -70,11 +74,24 @@ def test_any_order_of_messages_gives_every_token_once(count: int, data: st.DataO
 
 
 def test_what_came_early_is_forgotten_with_its_attempt() -> None:
-    order = TokenOrder()
+    order = TokenOrder(max_early=2)
     assert order.accept(output(1, [8])) == []
     order.restart()
     assert [len(tokens) for tokens, _ in order.accept(output(0, [7]))] == [1]
     assert order.next_index == 1
+
+
+def test_a_worker_that_sends_more_than_there_can_be_fills_no_memory(repaired: Repaired) -> None:
+    order = TokenOrder(max_early=100)
+    for _ in range(10_000):
+        assert order.accept(output(1, [8, 9])) == []
+        assert order.accept(output(5, [], FinishReason.LENGTH)) == []
+    num_kept = len(order._early)
+    assert num_kept <= 100
+    [first, *_] = order.accept(output(0, [7]))
+    assert [token.id for token in first[0]] == [7]
+    assert order.next_index == 3
+    repaired("S6", f"20,000 early outputs of a sequence of 99 tokens: {num_kept} are kept")
 
 
 @given(st.text(alphabet="aé😀 STOP\n", max_size=30), st.integers(1, 4), st.booleans())
@@ -155,3 +172,14 @@ def test_prompt_logprobs_are_asked_for_until_they_come(has_come: bool) -> None:
     logprobs = (PromptLogprob(None),) * 3 if has_come else ()
     choice.accept(output(0, [100], prompt_logprobs=logprobs))
     assert choice.next_request(1, eos_token_ids=frozenset(), namespace="m").prompt_logprobs is not has_come
+
+
+def test_a_reason_that_is_not_known_is_an_error_and_no_end(repaired: Repaired) -> None:
+    """The stream ends with a status, as it does for all that fails or is cancelled: they have no finish reason."""
+    choice = make_choice()
+    with pytest.raises(AttemptsFailed, match="reason that this router does not know"):
+        choice.accept(output(0, [70], FinishReason.UNKNOWN))
+    assert choice.finish_reason is None
+    names = set(sampling_pb2.FinishReason.keys())
+    assert names == {f"FINISH_REASON_{reason}" for reason in ("UNSPECIFIED", "LENGTH", "EOS_TOKEN", "STOP_SEQUENCE")}
+    repaired("M12", "gone from the protocol, numbers reserved: a stream that fails ends with a status, as documented")

@@ -3,14 +3,15 @@
 import pytest
 
 from mesh import wire
-from mesh.domain.errors import DeadlineExceeded, InvalidRequest, Replayable
+from mesh.domain.errors import DeadlineExceeded, InvalidRequest, ModelFailed, Replayable
 from mesh.domain.tokens import SequenceFailure
-from router.decode_link import _error_of
-from tandem.v1 import decode_pb2
+from mesh.v1 import decode_pb2
+from router.workers.decode_link import _error_of
 
 FINAL = {
     SequenceFailure.TOO_LARGE: InvalidRequest,
     SequenceFailure.REFUSED: InvalidRequest,
+    SequenceFailure.MODEL_FAILED: ModelFailed,
     SequenceFailure.DEADLINE: DeadlineExceeded,
 }
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.forecast import BusyRate, Forecast, Latency, retry_after_s
+from router.admission.forecast import BusyRate, Forecast, Latency, retry_after_s
 
 
 class Clock:
@@ -99,7 +99,7 @@ def test_the_wait_is_the_queue_ahead_and_the_way_to_the_first_token() -> None:
         first_token = forecast.placed(100)  # 200 tokens a second
         first_token()
     for _ in range(200):
-        forecast.first_token.took(0.25, 100)
+        forecast.first_token.record(0.25, 100)
     assert forecast.first_token_s(900, 50) == pytest.approx(1.2 * (4.5 + 0.5) + 0.25, rel=0.01)
 
 
@@ -107,7 +107,7 @@ def test_the_wait_is_the_queue_ahead_and_the_way_to_the_first_token() -> None:
 def test_latencies(measured: list[float], size: int) -> None:
     latency = Latency(Clock())
     for seconds in measured:
-        latency.took(seconds, size)
+        latency.record(seconds, size)
     assert latency.expected_s(size) >= min(measured)
     assert latency.expected_s(1) == pytest.approx(latency.expected_s(size))
     assert latency.expected_s(3 * size) == pytest.approx(3 * latency.expected_s(size))

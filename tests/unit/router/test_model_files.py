@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.model_files import read_model_facts, tokenizer_fingerprint
 from mesh.domain.errors import ConfigurationError
-from mesh.model_files import read_model_facts, tokenizer_fingerprint
 
 
 def write(folder: Path, config: object, generation: object = None, tokenizer: str | None = "{}") -> Path:

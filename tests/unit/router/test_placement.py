@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from mesh.domain.kv import KVLayout
 from mesh.domain.prefix import block_hashes
 from mesh.domain.worker import WorkerState
-from router.placement import InFlight, NoPlacement, Placement, PrefixChain, place
-from router.tenants import Tenant
+from router.api.tenants import Tenant
+from router.placement.policy import InFlight, NoPlacement, Placement, PrefixChain, place
 from tests.fakes.router_views import BLOCK, decode, prefill, query, snapshot
 
 
@@ -40,7 +40,7 @@ def names(placed: Any) -> Any:
         ([prefill(), decode(num_blocks=2), decode("d1")], ("p0", "d1")),
         ([prefill(), decode(num_blocks=2), decode("d1", state=WorkerState.LOST)], NoPlacement.AWAY),
         ([prefill(num_blocks=1), decode()], (None, "d0")),  # the prompt does not fit the prefill worker
-        ([prefill(), decode(max_num_seqs=0)], NoPlacement.NO_DECODE_ROOM),
+        ([prefill(), decode(max_num_seqs=0)], NoPlacement.NO_DECODE_CAPACITY),
     ],
 )
 def test_filters(views: list[Any], expected: Any) -> None:
@@ -49,7 +49,7 @@ def test_filters(views: list[Any], expected: Any) -> None:
 
 def test_seats_are_left_to_canaries_while_workers_wait_to_be_proven() -> None:
     nearly_full = InFlight(num_seqs=3)
-    for unproven, expected in ((frozenset(), (None, "d0")), (frozenset({"p0"}), NoPlacement.NO_DECODE_ROOM)):
+    for unproven, expected in ((frozenset(), (None, "d0")), (frozenset({"p0"}), NoPlacement.NO_DECODE_CAPACITY)):
         mesh = snapshot(decode(max_num_seqs=4), in_flight={"d0": nearly_full}, unproven=unproven)
         assert names(place(query(), mesh)) == expected
 
@@ -101,8 +101,12 @@ def test_a_prompt_that_fills_the_whole_worker_fits() -> None:
     ("in_flight", "num_tokens", "fits"),
     [
         (InFlight(), 60, True),  # an idle worker takes any length
-        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=31), 8, True),
-        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=32), 8, False),
+        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=31, short_prefill_tokens=31), 8, True),
+        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=32, short_prefill_tokens=32), 8, False),
+        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=10**6), 8, True),  # goes beside a long one
+        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=31), 9, True),
+        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=32), 9, False),
+        (InFlight(num_seqs=1, num_blocks=2, prefill_tokens=32, short_prefill_tokens=32), 9, True),
         (InFlight(num_seqs=1, num_blocks=15, prefill_tokens=0), 8, False),  # memory held by a transfer
     ],
 )
@@ -114,12 +118,19 @@ def test_room_on_prefill(in_flight: InFlight, num_tokens: int, fits: bool) -> No
 def test_cached_prefix_attracts_and_load_repels() -> None:
     ids = range(8)
     assert names(place(query(), snapshot(prefill(), prefill("p1", cached=ids), decode()))) == ("p1", "d0")
-    busy = {"p1": InFlight(num_seqs=1, num_blocks=2, prefill_tokens=20)}
+    busy = {"p1": InFlight(num_seqs=1, num_blocks=2, prefill_tokens=20, short_prefill_tokens=20)}
     mesh = snapshot(prefill(), prefill("p1", cached=ids), decode(), in_flight=busy)
     assert names(place(query(), mesh)) == ("p0", "d0")
     assert names(place(query(), snapshot(decode(), decode("d1", cached=ids)))) == (None, "d1")
     loaded = {"d0": InFlight(num_seqs=2, num_blocks=4)}
     assert names(place(query(), snapshot(decode(), decode("d1"), in_flight=loaded))) == (None, "d1")
+
+
+def test_a_short_prompt_goes_where_no_long_one_is() -> None:
+    busy = {"p0": InFlight(num_seqs=1, num_blocks=2, prefill_tokens=10**6)}
+    mesh = snapshot(prefill(), prefill("p1"), decode(), in_flight=busy)
+    assert names(place(query(), mesh)) == ("p1", "d0")
+    assert names(place(query(), snapshot(prefill(), decode(), in_flight=busy))) == ("p0", "d0"), "or beside it"
 
 
 def test_equal_workers_are_chosen_by_name() -> None:
@@ -147,16 +158,17 @@ def test_short_uncached_prompts_stay_on_decode(threshold: int, cached: int, expe
 @pytest.mark.parametrize(
     ("overflow", "waiting", "cached", "expected"),
     [
-        (0, 0, 0, NoPlacement.NO_PREFILL_ROOM),
-        (7, 0, 0, NoPlacement.NO_PREFILL_ROOM),
+        (0, 0, 0, NoPlacement.NO_PREFILL_CAPACITY),
+        (7, 0, 0, NoPlacement.NO_PREFILL_CAPACITY),
         (8, 0, 0, (None, "d0")),
-        (8, 1, 0, NoPlacement.NO_PREFILL_ROOM),
+        (8, 1, 0, NoPlacement.NO_PREFILL_CAPACITY),
         (8, 4, 4, (None, "d0")),
         (16, 8, 0, (None, "d0")),
     ],
 )
 def test_decode_helps_while_prefill_is_full(overflow: int, waiting: int, cached: int, expected: object) -> None:
-    busy = {"p0": InFlight(num_seqs=1, prefill_tokens=10**6), "d0": InFlight(num_seqs=1, prefill_tokens=waiting)}
+    full = InFlight(num_seqs=1, prefill_tokens=10**6, short_prefill_tokens=10**6)
+    busy = {"p0": full, "d0": InFlight(num_seqs=1, prefill_tokens=waiting)}
     workers = (prefill(), decode(cached=range(cached)))
     placed = place(query(8), snapshot(*workers, in_flight=busy, prefill_overflow=overflow))
     assert (placed if isinstance(placed, NoPlacement) else names(placed)) == expected

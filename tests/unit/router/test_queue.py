@@ -1,7 +1,8 @@
-"""Permits, ledger and queue: exact counts, strict order, nothing left behind."""
+"""Limiter, work in flight and queue: exact counts, strict order, nothing left behind."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,24 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
-from mesh.registry.membership import WorkerView
-from router.admission import Permit, Permits
-from router.claim import Claim
-from router.forecast import Forecast
-from router.ledger import Booking, Ledger
-from router.placement import InFlight, Placement, Snapshot
-from router.queue import Outlook, PlacementQueue
-from router.tenants import Priority
-from router.turns import Lane
+from router.admission.fair_queue import QueueEntry
+from router.admission.forecast import Forecast
+from router.admission.limiter import LocalLimiter, Permit
+from router.admission.queue import PlacementQueue
+from router.api.tenants import Priority
+from router.placement.in_flight import InFlightTable, Reservation
+from router.placement.policy import InFlight, Placement, Snapshot
+from router.workers.membership import WorkerView
 from tests.fakes.router_views import decode, prefill, query, snapshot
 
-CLAIM = Claim()
-lanes = st.builds(Lane, st.sampled_from(["", "a", "b"]), st.sampled_from(Priority))
+ENTRY = QueueEntry()
+entries = st.builds(QueueEntry, st.sampled_from(["", "a", "b"]), st.sampled_from(Priority))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4))))
 def test_permits_are_exact(steps: list[tuple[bool, int]]) -> None:
-    permits, held = Permits(6), list[Permit]()
+    permits, held = LocalLimiter(6), list[Permit]()
     for take, count in steps:
         if take:
             if permits.num_held + count <= 6:
@@ -42,19 +42,19 @@ def test_permits_are_exact(steps: list[tuple[bool, int]]) -> None:
 
 
 class FakeMesh:
-    """Views that tests change, with a ledger and a queue over them."""
+    """Views that tests change, with an in-flight table and a queue over them."""
 
     def __init__(self, *views: WorkerView, **changes: Any) -> None:
         self.views: Sequence[WorkerView] = views
         self.now_s = 0.0
-        self.ledger = Ledger(lambda: self.now_s)
+        self.in_flight = InFlightTable(lambda: self.now_s)
         limits = {"max_queued": 10, "no_worker_timeout_s": 60.0} | changes
         self.forecast = Forecast(lambda: self.now_s)
-        self.queue = PlacementQueue(self.ledger, Outlook(self.snapshot, self.forecast), **limits)
-        self.ledger.on_change(self.queue.wake)
+        self.queue = PlacementQueue(self.in_flight, self.snapshot, self.forecast, **limits)
+        self.in_flight.on_change(self.queue.wake)
 
     def snapshot(self) -> Snapshot:
-        return snapshot(*self.views, in_flight=self.ledger.in_flight(self.views))
+        return snapshot(*self.views, in_flight=self.in_flight.by_worker(self.views))
 
 
 async def settled() -> None:
@@ -66,39 +66,39 @@ async def settled() -> None:
 def test_the_ledger_follows_an_attempt() -> None:
     mesh = FakeMesh()
     p, d = prefill(), decode(last_seen_s=0.0)
-    booking = mesh.ledger.book(Placement(p.info, d.info), 10)
-    assert mesh.ledger.in_flight([p, d]) == {"p0": InFlight(1, 3, 0, 10), "d0": InFlight(1, 4, 4, 0)}
-    booking.reserved()
+    reservation = mesh.in_flight.reserve(Placement(p.info, d.info), 10)
+    assert mesh.in_flight.by_worker([p, d]) == {"p0": InFlight(1, 3, 0, 10), "d0": InFlight(1, 4, 4, 0)}
+    reservation.confirm()
     seen = decode(last_seen_s=0.05)
-    assert mesh.ledger.in_flight([seen])["d0"].num_unreported_blocks == 4
+    assert mesh.in_flight.by_worker([seen])["d0"].num_unreported_blocks == 4
     seen = decode(last_seen_s=0.2)
-    assert mesh.ledger.in_flight([seen])["d0"].num_unreported_blocks == 0
-    booking.prefill_computed()
-    assert mesh.ledger.in_flight([])["p0"] == InFlight(1, 3, 0, 0)
-    booking.prefill_released()
-    booking.num_tokens = 17
-    assert mesh.ledger.in_flight([]) == {"d0": InFlight(1, 6, 6, 0)}
-    booking.release()
-    booking.release()
-    assert mesh.ledger.in_flight([]) == {}
+    assert mesh.in_flight.by_worker([seen])["d0"].num_unreported_blocks == 0
+    reservation.prefill_computed()
+    assert mesh.in_flight.by_worker([])["p0"] == InFlight(1, 3, 0, 0)
+    reservation.prefill_released()
+    reservation.num_tokens = 17
+    assert mesh.in_flight.by_worker([]) == {"d0": InFlight(1, 6, 6, 0)}
+    reservation.release()
+    reservation.release()
+    assert mesh.in_flight.by_worker([]) == {}
 
 
 async def test_placed_at_once_if_there_is_room() -> None:
     mesh = FakeMesh(decode())
-    booking = await mesh.queue.place(query(), CLAIM)
-    assert booking.placement.decode.worker_id == "d0"
+    reservation = await mesh.queue.place(query(), ENTRY)
+    assert reservation.placement.decode.worker_id == "d0"
     assert mesh.queue.num_queued == 0
 
 
 async def test_first_come_first_served_and_replays_in_front() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    running = await mesh.queue.place(query(), CLAIM)
+    running = await mesh.queue.place(query(), ENTRY)
     order: list[str] = []
 
     async def wait(name: str, *, is_replay: bool = False) -> None:
-        booking = await mesh.queue.place(query(), CLAIM, is_replay=is_replay)
+        reservation = await mesh.queue.place(query(), ENTRY, is_replay=is_replay)
         order.append(name)
-        booking.release()
+        reservation.release()
 
     tasks = [asyncio.create_task(wait(name)) for name in "abc"]
     await settled()
@@ -109,18 +109,18 @@ async def test_first_come_first_served_and_replays_in_front() -> None:
     running.release()
     await asyncio.gather(*tasks)
     assert order == ["replay", "a", "b", "c"]
-    assert mesh.ledger.in_flight([]) == {}
+    assert mesh.in_flight.by_worker([]) == {}
 
 
 async def test_tenants_take_turns() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    running = await mesh.queue.place(query(), CLAIM)
+    running = await mesh.queue.place(query(), ENTRY)
     order: list[str] = []
 
     async def wait(tenant: str) -> None:
-        booking = await mesh.queue.place(query(), Claim(Lane(tenant)))
+        reservation = await mesh.queue.place(query(), QueueEntry(tenant))
         order.append(tenant)
-        booking.release()
+        reservation.release()
 
     tasks = [asyncio.create_task(wait(tenant)) for tenant in ("greedy", "greedy", "greedy", "modest")]
     await settled()
@@ -131,10 +131,10 @@ async def test_tenants_take_turns() -> None:
 
 async def test_a_big_request_is_not_overtaken() -> None:
     mesh = FakeMesh(decode())
-    half = await mesh.queue.place(query(28), CLAIM)
-    big = asyncio.create_task(mesh.queue.place(query(40), CLAIM))
+    half = await mesh.queue.place(query(28), ENTRY)
+    big = asyncio.create_task(mesh.queue.place(query(40), ENTRY))
     await settled()
-    small = asyncio.create_task(mesh.queue.place(query(4), CLAIM))
+    small = asyncio.create_task(mesh.queue.place(query(4), ENTRY))
     await settled()
     assert not big.done()
     assert not small.done()
@@ -142,39 +142,60 @@ async def test_a_big_request_is_not_overtaken() -> None:
     await asyncio.gather(big, small)
 
 
+async def test_a_short_prompt_does_not_wait_behind_long_ones_for_prefill() -> None:
+    mesh = FakeMesh(prefill(num_blocks=100), decode(num_blocks=100, max_num_seqs=9))
+    running = await mesh.queue.place(query(40), ENTRY)
+    waiting = asyncio.create_task(mesh.queue.place(query(41), ENTRY))
+    await settled()
+    assert mesh.queue.num_queued == 1, "two passes of long prompts are there"
+    shorts = [await mesh.queue.place(query(8), ENTRY) for _ in range(4)]
+    assert all(reservation.placement.prefill is not None for reservation in shorts)
+    late = asyncio.create_task(mesh.queue.place(query(8), ENTRY))
+    await settled()
+    assert mesh.queue.num_queued == 2, "two passes of short prompts are there"
+    running.prefill_computed()
+    await settled()
+    assert waiting.done(), "however many short ones there are"
+    assert not late.done()
+    shorts[0].prefill_computed()
+    await settled()
+    assert late.done()
+    mesh.queue.close()
+
+
 async def test_a_cancelled_waiter_leaves_at_once_and_the_next_moves_up() -> None:
     mesh = FakeMesh(decode())
-    await mesh.queue.place(query(28), CLAIM)
-    big = asyncio.create_task(mesh.queue.place(query(40), CLAIM))
-    small = asyncio.create_task(mesh.queue.place(query(4), CLAIM))
+    await mesh.queue.place(query(28), ENTRY)
+    big = asyncio.create_task(mesh.queue.place(query(40), ENTRY))
+    small = asyncio.create_task(mesh.queue.place(query(4), ENTRY))
     await settled()
     big.cancel()
-    await asyncio.wait_for(small, 1)
+    await asyncio.wait_for(small, 60)
     assert big.cancelled()
     assert mesh.queue.num_queued == 0
 
 
 async def test_cancelled_in_the_moment_of_placement() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    running = await mesh.queue.place(query(), CLAIM)
-    waiting = asyncio.create_task(mesh.queue.place(query(), CLAIM))
+    running = await mesh.queue.place(query(), ENTRY)
+    waiting = asyncio.create_task(mesh.queue.place(query(), ENTRY))
     await settled()
     running.release()
     mesh.queue._pump()  # placed, but the waiter has not run yet
     waiting.cancel()
     await settled()
     assert waiting.cancelled()
-    assert mesh.ledger.in_flight([]) == {}
+    assert mesh.in_flight.by_worker([]) == {}
 
 
 async def test_a_full_queue_refuses_new_requests_but_no_replay() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1), max_queued=1)
-    await mesh.queue.place(query(), CLAIM)
-    tasks = [asyncio.create_task(mesh.queue.place(query(), CLAIM))]
+    await mesh.queue.place(query(), ENTRY)
+    tasks = [asyncio.create_task(mesh.queue.place(query(), ENTRY))]
     await settled()
     with pytest.raises(Overloaded):
-        await mesh.queue.place(query(), CLAIM)
-    tasks.append(asyncio.create_task(mesh.queue.place(query(), CLAIM, is_replay=True)))
+        await mesh.queue.place(query(), ENTRY)
+    tasks.append(asyncio.create_task(mesh.queue.place(query(), ENTRY, is_replay=True)))
     await settled()
     assert mesh.queue.num_queued == 2
     for task in tasks:
@@ -183,13 +204,13 @@ async def test_a_full_queue_refuses_new_requests_but_no_replay() -> None:
 
 async def test_a_tenant_leaves_places_for_others() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1), max_queued=8)
-    await mesh.queue.place(query(), CLAIM)
-    tasks: list[asyncio.Task[Booking]] = []
+    await mesh.queue.place(query(), ENTRY)
+    tasks: list[asyncio.Task[Reservation]] = []
 
     async def joined(tenant: str) -> int:
         """How many of the tenant's requests find a place before one is refused."""
         for count in range(9):
-            tasks.append(asyncio.create_task(mesh.queue.place(query(), Claim(Lane(tenant)))))
+            tasks.append(asyncio.create_task(mesh.queue.place(query(), QueueEntry(tenant))))
             await settled()
             if tasks[-1].done():
                 with pytest.raises(Overloaded, match="waiting already"):
@@ -218,10 +239,10 @@ class Measured(FakeMesh):
             self.forecast.queue.did(8)
         self.forecast.queue.end()
 
-    async def wait(self, *, ttft_s: float | None = None, time_left_s: float | None = None, **lane: Any) -> Booking:
+    async def wait(self, *, ttft_s: float | None = None, time_left_s: float | None = None, **entry: Any) -> Reservation:
         now_s = asyncio.get_running_loop().time()
         by_s, deadline_s = (None if left_s is None else now_s + left_s for left_s in (ttft_s, time_left_s))
-        return await self.queue.place(query(), Claim(Lane(**lane), by_s, deadline_s))
+        return await self.queue.place(query(), QueueEntry(**entry, first_token_by_s=by_s, deadline_s=deadline_s))
 
 
 async def test_what_would_come_too_late_is_refused_at_once() -> None:
@@ -245,7 +266,7 @@ async def test_what_would_come_too_late_is_refused_at_once() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     running.release()
     await settled()
-    assert mesh.ledger.in_flight([]) == {}
+    assert mesh.in_flight.by_worker([]) == {}
 
 
 async def test_the_first_in_line_is_not_judged_by_a_dark_forecast() -> None:
@@ -265,9 +286,9 @@ async def test_the_first_in_line_is_not_judged_by_a_dark_forecast() -> None:
 
 async def test_while_nothing_is_known_everybody_may_try() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    running = await mesh.queue.place(query(), CLAIM)
+    running = await mesh.queue.place(query(), ENTRY)
     by_s = asyncio.get_running_loop().time() + 30
-    waiting = asyncio.create_task(mesh.queue.place(query(), Claim(first_token_by_s=by_s)))
+    waiting = asyncio.create_task(mesh.queue.place(query(), QueueEntry(first_token_by_s=by_s)))
     await settled()
     assert mesh.queue.num_queued == 1
     running.release()
@@ -276,12 +297,12 @@ async def test_while_nothing_is_known_everybody_may_try() -> None:
 
 async def test_who_waits_too_long_for_its_target_is_refused() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    running = await mesh.queue.place(query(), CLAIM)
+    running = await mesh.queue.place(query(), ENTRY)
     by_s = asyncio.get_running_loop().time() + 0.01
-    others = [asyncio.create_task(mesh.queue.place(query(), CLAIM)) for _ in range(2)]
+    others = [asyncio.create_task(mesh.queue.place(query(), ENTRY)) for _ in range(2)]
     with pytest.raises(Overloaded, match="ttft_target") as refused:
-        async with asyncio.timeout(5):
-            await mesh.queue.place(query(), Claim(first_token_by_s=by_s))
+        async with asyncio.timeout(60):
+            await mesh.queue.place(query(), QueueEntry(first_token_by_s=by_s))
     assert refused.value.retry_after_s > 0
     assert mesh.queue.num_queued == 2
     running.release()
@@ -291,18 +312,18 @@ async def test_who_waits_too_long_for_its_target_is_refused() -> None:
 
 async def test_the_target_leaves_time_for_the_way_to_the_first_token() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    mesh.forecast.first_token.took(1.0, 8)
-    await mesh.queue.place(query(), CLAIM)
+    mesh.forecast.first_token.record(1.0, 8)
+    await mesh.queue.place(query(), ENTRY)
     by_s = asyncio.get_running_loop().time() + 0.9
     with pytest.raises(Overloaded, match="ttft_target"):
-        await mesh.queue.place(query(), Claim(first_token_by_s=by_s))
+        await mesh.queue.place(query(), QueueEntry(first_token_by_s=by_s))
 
 
 async def test_a_replay_is_never_refused() -> None:
     mesh = Measured(max_queued=1)
     running = await mesh.wait()
-    claim = Claim(first_token_by_s=asyncio.get_running_loop().time())
-    replay = asyncio.create_task(mesh.queue.place(query(), claim, is_replay=True))
+    queue_entry = QueueEntry(first_token_by_s=asyncio.get_running_loop().time())
+    replay = asyncio.create_task(mesh.queue.place(query(), queue_entry, is_replay=True))
     await settled()
     running.release()
     (await replay).release()
@@ -310,15 +331,15 @@ async def test_a_replay_is_never_refused() -> None:
 
 async def test_the_forecast_learns_the_pace_of_the_queue_from_those_who_wait() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    booking = await mesh.queue.place(query(), CLAIM)
+    reservation = await mesh.queue.place(query(), ENTRY)
     assert mesh.forecast.queue.wait_s(0) is None
-    tasks = [asyncio.create_task(mesh.queue.place(query(), CLAIM)) for _ in range(4)]
+    tasks = [asyncio.create_task(mesh.queue.place(query(), ENTRY)) for _ in range(4)]
     await settled()
     for task in tasks:
         mesh.now_s += 0.5
-        booking.release()
-        booking = await task
-        booking.first_token()
+        reservation.release()
+        reservation = await task
+        reservation.first_token()
     assert mesh.forecast.queue.wait_s(0) == pytest.approx(0.5)
     mesh.now_s += 30  # nobody waits: this time does not count
     assert mesh.forecast.queue.wait_s(0) == pytest.approx(0.5)
@@ -340,40 +361,44 @@ async def test_an_outage_does_not_count_as_slowness() -> None:
 async def test_too_large_for_all_is_refused_at_once() -> None:
     mesh = FakeMesh(decode(num_blocks=2))
     with pytest.raises(InvalidRequest, match="12 tokens"):
-        await mesh.queue.place(query(8), CLAIM)
+        await mesh.queue.place(query(8), ENTRY)
 
 
 async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
     mesh = FakeMesh(prefill(), no_worker_timeout_s=0.02)
     with pytest.raises(NoWorkers):
-        await mesh.queue.place(query(), CLAIM)
+        await mesh.queue.place(query(), ENTRY)
     with pytest.raises(NoWorkers):  # the outage is known by now
         async with asyncio.timeout(0.01):
-            await mesh.queue.place(query(), CLAIM)
+            await mesh.queue.place(query(), ENTRY)
     mesh.views = [decode()]
-    await mesh.queue.place(query(), CLAIM)
+    await mesh.queue.place(query(), ENTRY)
     mesh.views = []
-    waiting: asyncio.Task[Booking] = asyncio.create_task(mesh.queue.place(query(), CLAIM))
+    waiting: asyncio.Task[Reservation] = asyncio.create_task(mesh.queue.place(query(), ENTRY))
     await settled()
     assert not waiting.done()  # a new outage, a new wait
     mesh.views = [decode()]
     mesh.queue.wake()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 60)
     mesh.queue.close()
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30), lanes), max_size=40))
-def test_nothing_is_lost_or_left(steps: list[tuple[str, int, Lane]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30), entries), max_size=40))
+def test_nothing_is_lost_or_left(steps: list[tuple[str, int, QueueEntry]]) -> None:
     async def run() -> None:
         mesh = FakeMesh(decode(), max_queued=5)
-        tasks: list[asyncio.Task[Booking]] = []
+        tasks: list[asyncio.Task[Reservation]] = []
         loop = asyncio.get_running_loop()
-        for step, number, lane in steps:
+        for step, number, entry in steps:
             mesh.now_s += 1.0
             if step == "place":
-                claim = Claim(lane, None if number % 2 else loop.time() + number / 1000, loop.time() + number)
-                tasks.append(asyncio.create_task(mesh.queue.place(query(number), claim)))
+                timed_entry = replace(
+                    entry,
+                    first_token_by_s=None if number % 2 else loop.time() + number / 1000,
+                    deadline_s=loop.time() + number,
+                )
+                tasks.append(asyncio.create_task(mesh.queue.place(query(number), timed_entry)))
             elif tasks and step == "cancel":
                 tasks[number % len(tasks)].cancel()
             elif tasks:
@@ -381,36 +406,36 @@ def test_nothing_is_lost_or_left(steps: list[tuple[str, int, Lane]]) -> None:
                 if task.done() and not task.cancelled() and task.exception() is None:
                     task.result().release()
             await asyncio.sleep(0)
-            used = mesh.ledger.in_flight([]).get("d0", InFlight())
+            used = mesh.in_flight.by_worker([]).get("d0", InFlight())
             assert used.num_seqs <= 4
             assert used.num_blocks <= 16
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Booking):
+            if isinstance(result, Reservation):
                 result.first_token()
                 result.release()
             else:
                 assert isinstance(result, asyncio.CancelledError | Overloaded)
         await settled()
         assert mesh.queue.num_queued == 0
-        assert mesh.ledger.in_flight([]) == {}
+        assert mesh.in_flight.by_worker([]) == {}
 
     asyncio.run(run())
 
 
 def test_who_is_abandoned() -> None:
     """Those that need the worker: for its sequence, or for a prompt whose KV is still there."""
-    ledger, left = Ledger(lambda: 0.0), list[str]()
+    in_flight, left = InFlightTable(lambda: 0.0), list[str]()
     p0, d0, d1 = prefill("p0").info, decode("d0").info, decode("d1").info
     placements = {"on d0": Placement(p0, d0), "on d1": Placement(p0, d1), "sent": Placement(p0, d1)}
-    bookings = {name: ledger.book(placement, 8) for name, placement in placements.items()}
-    for name, booking in bookings.items():
-        booking.on_abandoned = lambda info, name=name: left.append(f"{name}: {info.worker_id}")  # type: ignore[misc]
-    bookings["sent"].prefill_released()
-    ledger.abandon(d0)
-    ledger.abandon(p0)
+    reservations = {name: in_flight.reserve(placement, 8) for name, placement in placements.items()}
+    for name, reservation in reservations.items():
+        reservation.on_abandoned = lambda info, name=name: left.append(f"{name}: {info.worker_id}")  # type: ignore[misc]
+    reservations["sent"].prefill_released()
+    in_flight.abandon(d0)
+    in_flight.abandon(p0)
     assert left == ["on d0: d0", "on d0: p0", "on d1: p0"]
-    bookings["on d0"].release()
-    ledger.abandon(d0)
+    reservations["on d0"].release()
+    in_flight.abandon(d0)
     assert len(left) == 3

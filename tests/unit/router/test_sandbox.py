@@ -1,12 +1,18 @@
 """Hostile chat templates: no code runs, and no template works for long or fills the memory."""
 
-import resource
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest
+from router.text import sandbox
 from router.text.chat import ChatMessage, ChatTemplate
+from router.text.template_process import TemplateProcess
+from tests.defects import Repaired
 from tests.evidence import Evidence
 
 TURNS = [ChatMessage("user", "{{ 7 * 7 }} {% raw %} ${7*7} %1000000d {99999999}")]
@@ -50,7 +56,7 @@ BOMBS = [
     "{{ 'x' * 10**9 }}",
     "{{ [0] * 10**9 }}",
     "{{ 10**9 * 'x' }}",
-    "{{ 9**9**9 }}",
+    "{{ 9**(9**9) }}",
     "{% set ns = namespace(x=9) %}{% for i in range(9999) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
     "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -63,7 +69,7 @@ BOMBS = [
     "{{ '{:{}}'.format(1, '1000000000') }}",
     "{{ 'x'.ljust(1000000000) }}",
     "{{ 'x'.zfill(1000000000) }}",
-    "{{ 'x'.expandtabs(tabsize=1000000000) }}",
+    "{{ '\\t'.expandtabs(tabsize=1000000000) }}",
     "{{ 'x'|center(1000000000) }}",
     "{{ ('x' * 999999).replace('x', 'y' * 999999) }}",
     "{{ ('x' * 999999)|replace('x', 'y' * 999999) }}",
@@ -75,6 +81,14 @@ BOMBS = [
     "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{{ range(100000)|batch(1)|list|sum(start=[]) }}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(20) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|pprint }}",
+    "{{ ('{0}' * 200).format('x' * 8000000) }}",
+    "{{ ('%s' * 200) % (('x' * 8000000,) * 200) }}",
+    "{{ messages|tojson(separators=('x' * 80000000, 'y' * 80000000)) }}",
+    "{{ [1, 2, 3]|tojson(indent='x' * 80000000) }}",
+    "{{ ((('x' * 8000 ~ 'y') * 2000)|list|batch(8001)|map('join')|list * 200)|sort|length }}",
+    "{{ ((('x' * 8000 ~ 'y') * 2000)|list|batch(8001)|map('join')|list * 200)|unique|list|length }}",
 ]
 
 
@@ -89,15 +103,57 @@ def test_no_template_reaches_python(source: str, evidence: Evidence) -> None:
     evidence("R20", "hostile templates", "refused or harmless", target="0 code execution", ok=True)
 
 
+@contextmanager
+def running(source: str) -> Iterator[TemplateProcess]:
+    process = TemplateProcess(ChatTemplate(source, {}), max_render_s=0.1)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
 @pytest.mark.parametrize("source", BOMBS)
-def test_no_template_works_for_long(source: str, monkeypatch: pytest.MonkeyPatch, evidence: Evidence) -> None:
-    monkeypatch.setattr("router.text.chat._MAX_RENDER_S", 0.05)
-    started_s, peak_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises((InvalidRequest, ConfigurationError)):
-        ChatTemplate(source, {}).render(TURNS)
-    assert time.process_time() - started_s < 5
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib < 512 << 10
+def test_no_template_works_for_long(source: str, evidence: Evidence, repaired: Repaired) -> None:
+    """The process that renders does the work, within its limits; this one waits, without holding the lock."""
+    before_s, children_s = time.process_time(), _children_cpu_s()
+    with running(source) as process, pytest.raises((InvalidRequest, ConfigurationError)):
+        process.render(TURNS)
+    assert time.process_time() - before_s < 0.5, "CPU time of the router"
+    assert _children_cpu_s() - children_s < 6, "CPU time of the process"
     evidence("R20", "render bombs", "ended in bounded time and memory", target="bounded", ok=True)
+    repaired("D15", f"{len(BOMBS)} templates: refused within 4 s of CPU time and 512 MiB, in a process of their own")
+
+
+def _children_cpu_s() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def test_a_rendering_that_goes_too_far_ends_its_process_only() -> None:
+    source = "{% if messages|length > 1 %}{{ range(100000)|batch(1)|list|sum(start=[]) }}{% endif %}well"
+    with running(source) as process:
+        assert process.render(TURNS) == "well"
+        with pytest.raises(InvalidRequest, match="too big"):
+            process.render(TURNS * 2)
+        assert process.render(TURNS) == "well", "from another process"
+
+
+def test_the_process_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_MESH_KEY", "hunter2")
+    with running("well") as process:
+        before = set(psutil.Process().children())
+        process.start()
+        (child,) = set(psutil.Process().children()) - before
+        assert child.rlimit(psutil.RLIMIT_AS) == (sandbox.MAX_MEMORY_BYTES, sandbox.MAX_MEMORY_BYTES)
+        assert "TANDEM_MESH_KEY" not in child.environ()
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_template_that_cannot_be_compiled_is_the_operators_error() -> None:
+    with running("{{ messages | nonsense }}") as process, pytest.raises(ConfigurationError, match="nonsense"):
+        process.start()
+    with running("{{ 9**(9**9) }}") as process, pytest.raises(ConfigurationError, match="cannot be compiled"):
+        process.start()
 
 
 def test_what_clients_write_is_never_a_template() -> None:

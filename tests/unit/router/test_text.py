@@ -11,8 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as NativeTokenizer
 
 from router.text.detokenizer import Detokenizer
-from router.text.stop import StopMatcher
-from router.text.stream import TextRules, TextStream
+from router.text.text_stream import StopMatcher, TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
 

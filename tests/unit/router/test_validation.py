@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
+from checkpoint.model_files import ModelFacts
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.domain.sampling import SamplingParams
-from mesh.model_files import ModelFacts
-from router.limits import LimitPolicy, Limits
-from router.prompts import ChatPrompt, TextPrompt, TokenPrompt
-from router.settings import RouterSettings
-from router.text.chat import ChatMessage
-from router.validation import (
-    GenerateInput,
+from router.api.limits import LimitPolicy, Limits
+from router.api.validation import (
+    GenerateParams,
     ValidRequest,
+    check_best_of,
+    check_counts,
     check_prompt_ids,
-    check_ranked,
-    check_shape,
     complete_sampling,
     require_prompt,
 )
+from router.settings import RouterSettings
+from router.text.chat import ChatMessage
+from router.text.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from tests.fakes.router_views import decode
 
 LIMITS = Limits(max_input_tokens=10, max_total_tokens=16)
@@ -100,21 +100,21 @@ def test_limits_beyond_the_model_are_contradictory(tmp_path: Path, changes: dict
 )
 def test_shapes_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=complaint):
-        check_shape(GenerateInput(PROMPT, **changes), max_choices=100)
+        check_counts(GenerateParams(PROMPT, **changes), max_choices=100)
 
 
 def test_what_is_ranked_is_bounded() -> None:
     for top_logprobs, max_new_tokens, fits in ((0, 16384, True), (0, 16385, False), (20, 780, True), (20, 781, False)):
-        asked = GenerateInput(PROMPT, best_of=4, top_logprobs=top_logprobs)
-        valid = ValidRequest("r", (1,), SamplingParams(max_new_tokens=max_new_tokens), asked)
+        params = GenerateParams(PROMPT, best_of=4, top_logprobs=top_logprobs)
+        valid = ValidRequest("r", (1,), SamplingParams(max_new_tokens=max_new_tokens), params)
         with nullcontext() if fits else pytest.raises(InvalidRequest, match="must be <= 65536"):
-            check_ranked(valid)
+            check_best_of(valid)
 
 
 def test_no_more_choices_than_permits() -> None:
-    check_shape(GenerateInput(PROMPT, num_choices=2), max_choices=2)
+    check_counts(GenerateParams(PROMPT, num_choices=2), max_choices=2)
     with pytest.raises(InvalidRequest, match=r"\[1, 2\]"):
-        check_shape(GenerateInput(PROMPT, num_choices=3), max_choices=2)
+        check_counts(GenerateParams(PROMPT, num_choices=3), max_choices=2)
 
 
 @pytest.mark.parametrize(

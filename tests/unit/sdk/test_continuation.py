@@ -1,6 +1,6 @@
 """Chained requests: where the seams between rounds lie."""
 
-from tandem._continuation import Bounds, _round, whole_characters
+from tandem._continuation import Bounds, _round, complete_characters
 from tandem._retry import Deadline
 from tandem.models import Token
 
@@ -10,17 +10,17 @@ def tokens(*texts: str) -> list[Token]:
 
 
 def test_whole_text_is_kept() -> None:
-    assert whole_characters(tokens("a", "", "b")) == tuple(tokens("a", "", "b"))
-    assert whole_characters([]) == ()
+    assert complete_characters(tokens("a", "", "b")) == tuple(tokens("a", "", "b"))
+    assert complete_characters([]) == ()
 
 
 def test_a_cut_character_is_left_with_all_its_tokens() -> None:
-    assert whole_characters(tokens("a", "", "\ufffd")) == tuple(tokens("a"))
+    assert complete_characters(tokens("a", "", "\ufffd")) == tuple(tokens("a"))
 
 
 def test_special_tokens_have_no_text_and_are_no_part_of_a_character() -> None:
     special = Token(9, "", special=True)
-    assert whole_characters([special, Token(1, "\ufffd")]) == (special,)
+    assert complete_characters([special, Token(1, "\ufffd")]) == (special,)
 
 
 def test_only_the_first_round_has_a_target_for_its_first_token() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 import tandem
 from tandem._responses import EventReader, ResultBuilder
-from tandem.exceptions import InternalError
+from tandem.exceptions import ConnectionFailed, InternalError
 from tandem.models import Choice, Result, Token, Usage, confidence
 from tandem.v1 import generation_pb2 as pb
 from tandem.v1 import sampling_pb2
@@ -106,3 +106,26 @@ def test_both_clients_have_the_same_methods() -> None:
         return {name for name in vars(cls) if not name.startswith("_")}
 
     assert methods(tandem.Client) == methods(tandem.AsyncClient)
+
+
+def test_a_repeated_answer_gives_only_what_was_not_given() -> None:
+    reader = EventReader(1)
+
+    def part(*ids: int, prompt: int | None = None) -> pb.GenerateResponse:
+        message = pb.GenerateResponse(tokens=[pb.Token(id=each, text=str(each)) for each in ids])
+        if prompt is not None:
+            message.prompt.MergeFrom(pb.PromptInfo(request_id=f"r{prompt}", tokens=[pb.Token(id=prompt)]))
+        return message
+
+    assert reader.read(part(prompt=1)) == []
+    reader.repeat()  # before the first event: the prompt's tokens come again, in parts
+    assert reader.read(part(prompt=2)) == []
+    (first,) = reader.read(part(5, prompt=3))
+    assert ([each.id for each in first.prompt_tokens], first.text) == ([2, 3], "5")
+    reader.repeat()
+    assert reader.read(part(prompt=4)) == []
+    (second,) = reader.read(part(5, 6, prompt=4))
+    assert (second.text, second.prompt_tokens, second.request_id) == ("6", (), first.request_id)
+    reader.repeat()
+    with pytest.raises(ConnectionFailed, match="the answer was different"):
+        reader.read(part(5, 7))

@@ -1,0 +1,161 @@
+"""Compiles structured output to llguidance grammars. Routers use them to refuse requests, workers to mask tokens.
+
+The cost is bounded by the size limits of mesh.domain.structure and by llguidance's budgets. Budgets count work, not
+time, so that router and workers reach the same result.
+"""
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from checkpoint.model_files import read_model_facts
+from checkpoint.tokenizer_files import load_tokenizer
+from mesh.domain.errors import InvalidRequest
+from mesh.domain.structure import Structure, StructureKind
+
+T = TypeVar("T")
+
+# White space between JSON tokens: at most one blank. With more, weak models write blanks until they run out of tokens.
+_JSON_WHITESPACE = " ?"
+# A rule of GBNF, the notation of llama.cpp and of vLLM's `guided_grammar`. Lark's rules have a single colon.
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
+# The compiler recurses along chains of rules and references. The longest chain that fits into a structure needs about
+# 50 MiB of stack; untouched stack takes no memory.
+_STACK_BYTES = 256 << 20
+_MAX_CACHED_CHARS = 256 << 10
+_MAX_MESSAGE_CHARS = 300
+_stack_size = threading.Lock()
+
+
+def _limits() -> LLParserLimits:
+    """Budgets of about 20 ms per mask and 20 MiB per sequence; most texts need less than a hundredth."""
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        step_max_items=10_000,
+        max_items_in_row=2_000,
+        max_lexer_states=10_000,
+        max_grammar_size=50_000,
+        verbose_errors=False,
+    )
+
+
+class GrammarCompiler:
+    """Compiles structures for one model, with an LRU cache. May be called on any thread. The tokenizer is loaded when
+    it is first needed.
+
+    Each `scope` (tenant) has separate cache entries, so that compile times do not reveal another tenant's structures.
+    """
+
+    def __init__(self, model_dir: Path, *, max_cached_chars: int = _MAX_CACHED_CHARS) -> None:
+        self._model_dir = model_dir
+        self._max_cached_chars = max_cached_chars
+        self._cache: OrderedDict[tuple[str, Structure], LLMatcher] = OrderedDict()
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()  # guards the cache
+        self._loading = threading.Lock()
+
+    def compile(self, structure: Structure, scope: str = "") -> LLMatcher:
+        """Return a matcher at the start of a text, which the caller may advance. Raises InvalidRequest."""
+        key = scope, structure
+        with self._lock:
+            cached = self._cache.get(key)
+            if cached is not None:
+                self._cache.move_to_end(key)
+                return cached.deep_copy()
+        tokenizer = self._load_tokenizer()
+        matcher = _on_deep_stack(lambda: _compile(structure, tokenizer))
+        with self._lock:
+            self._cache[key] = matcher
+            while self.num_cached_chars > self._max_cached_chars and len(self._cache) > 1:
+                self._cache.popitem(last=False)
+            return matcher.deep_copy()
+
+    @property
+    def num_cached_chars(self) -> int:
+        """Total size of the cached structures' sources; compiled, they take up to a thousand times as many bytes."""
+        return sum(structure.num_chars for _, structure in self._cache)
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                facts = read_model_facts(self._model_dir)
+                if not facts.eos_token_ids:
+                    raise InvalidRequest("this model has no end-of-sequence token, which every structure needs")
+                try:
+                    tokenizer = load_tokenizer(self._model_dir).to_str()
+                    self._tokenizer = LLTokenizer(tokenizer, facts.vocab_size, sorted(facts.eos_token_ids))
+                except ValueError as error:
+                    raise InvalidRequest(f"structured output cannot use this model's tokenizer: {error}") from error
+            return self._tokenizer
+
+
+def _compile(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher:
+    """Compile, and compute the first mask, because llguidance defers a part of the work to it."""
+    try:
+        matcher = LLMatcher(tokenizer, _source(structure), log_level=0, limits=_limits())
+    except ValueError as error:
+        raise _refused(structure, str(error)) from None
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _refused(structure, matcher.get_error())
+    if not any(mask):
+        raise _refused(structure, "no text fits it")
+    return matcher
+
+
+def _source(structure: Structure) -> str:
+    if structure.kind is StructureKind.REGEX:
+        return LLMatcher.grammar_from_regex(structure.source)
+    if structure.kind is StructureKind.GRAMMAR:
+        return LLMatcher.grammar_from_lark(_lark(structure.source))
+    if structure.kind is StructureKind.CHOICE:
+        return LLMatcher.grammar_from_regex("|".join(map(_escape, structure.choices)))
+    schema = structure.source if structure.kind is StructureKind.JSON_SCHEMA else '{"type": "object"}'
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_WHITESPACE})
+
+
+def _lark(source: str) -> str:
+    """Convert GBNF to Lark; return Lark unchanged. Raises ValueError."""
+    if is_lark_syntax(source) or not _GBNF_RULE.search(source):
+        return source
+    try:
+        return gbnf_to_lark(source)
+    except Exception as error:  # the converter raises bare Exception for missing rules
+        raise ValueError(f"read as GBNF, because its rules have `::=`: {error}") from error
+
+
+def _escape(text: str) -> str:
+    """Return a regular expression that matches exactly `text`."""
+    return "".join(char if char.isalnum() else rf"\x{{{ord(char):x}}}" for char in text)
+
+
+def _refused(structure: Structure, message: str) -> InvalidRequest:
+    reason = message.strip().partition("\n<")[0]
+    return InvalidRequest(f"{structure.kind} cannot be used: {reason[:_MAX_MESSAGE_CHARS]}")
+
+
+def _on_deep_stack(work: Callable[[], T]) -> T:
+    """Run `work` on a new thread with a stack for deep recursion. Return its result or raise its error."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # a panic in the library is no Exception; the caller must not wait forever
+            future.set_exception(error)
+
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return future.result()

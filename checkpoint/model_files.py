@@ -1,0 +1,166 @@
+"""Reads facts about a model from its checkpoint folder, for routers and workers. Standard library only.
+
+`config.json` and a tokenizer are required; `generation_config.json` is optional.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from mesh.domain.errors import ConfigurationError
+
+ALL_IN_ONE = "tokenizer.json"
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+BYTE_LEVEL = ("vocab.json", "merges.txt")
+_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_FINGERPRINT_BYTES = 16
+
+# Names of the maximum sequence length and of the vocabulary size in different model families.
+POSITION_KEYS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
+    "model_max_length",
+)
+VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts on which router and workers must agree. `max_positions` is None if only the workers know the maximum
+    length. `decoder_start_token_id` is the decoder's first token in an encoder-decoder model, None in other models.
+    """
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_positions: int | None
+    tokenizer_fingerprint: str
+    decoder_start_token_id: int | None = None
+
+
+def read_model_facts(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> ModelFacts:
+    """Read a checkpoint folder; `rope` replaces its rotary positions. Raises ConfigurationError, which names the bad
+    file.
+    """
+    path = model_dir / "config.json"
+    config = read_json(path)
+    text_config = config.get("text_config")  # multimodal checkpoints keep the decoder's facts there
+    if isinstance(text_config, dict):
+        config = text_config | config
+    generation = read_json(model_dir / "generation_config.json", optional=True)
+    vocab_size = _integer(config, VOCAB_KEYS, path)
+    if vocab_size is None:
+        raise ConfigurationError(f"{path} has no vocab_size")
+    decoder_start = _decoder_start(config, generation, path)
+    return ModelFacts(
+        vocab_size=vocab_size,
+        eos_token_ids=_eos_ids(config, path) | _eos_ids(generation, model_dir / "generation_config.json"),
+        # Encoder-decoder models have relative positions; their n_positions is the training length, not a limit.
+        max_positions=None if decoder_start is not None else _max_positions(config, path, rope),
+        tokenizer_fingerprint=tokenizer_fingerprint(model_dir),
+        decoder_start_token_id=decoder_start,
+    )
+
+
+def _max_positions(config: Mapping[str, Any], path: Path, override: RopeOverride) -> int | None:
+    positions = _integer(config, POSITION_KEYS, path)
+    if positions is None or override.base:
+        return None
+    counts_scaled = str(config.get("model_type")).startswith("gemma3")
+    if counts_scaled and not override.scaling:
+        return positions
+    rope = override.apply(config).get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope) if isinstance(rope, dict) else {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    original = rope.get("original_max_position_embeddings") or positions
+    return stretched_positions(str(kind), positions, original, float(rope.get("factor") or 1.0))
+
+
+def stretched_positions(kind: str, positions: int, original: int, factor: float) -> int:
+    """Return the maximum length that a scaling of rotary positions supports. `positions` is max_position_embeddings of
+    config.json, which some kinds of scaling include and others do not.
+    """
+    if kind in ("linear", "dynamic"):
+        return int(positions * factor)
+    if kind == "yarn":
+        return max(positions, int(original * factor))
+    return positions
+
+
+def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> int | None:
+    if not config.get("is_encoder_decoder"):
+        return None
+    key = "decoder_start_token_id"
+    token_id = config.get(key) if generation.get(key) is None else generation[key]
+    if token_id is None or not _is_index(token_id):
+        raise ConfigurationError(f"{path}: an encoder-decoder model needs {key}, got {token_id!r}")
+    return int(token_id)
+
+
+def tokenizer_source(model_dir: Path) -> str:
+    """Return the name of the vocabulary file: tokenizer.json or an older format. Raises ConfigurationError."""
+    for name in (ALL_IN_ONE, *SENTENCEPIECE):
+        if (model_dir / name).is_file():
+            return name
+    if all((model_dir / name).is_file() for name in BYTE_LEVEL):
+        return BYTE_LEVEL[0]
+    raise ConfigurationError(
+        f"{model_dir} has no tokenizer: neither {' nor '.join((ALL_IN_ONE, *SENTENCEPIECE, ' with '.join(BYTE_LEVEL)))}"
+    )
+
+
+def tokenizer_fingerprint(model_dir: Path) -> str:
+    """Return a hash of the tokenizer's files. Equal hashes mean equal token ids. Raises ConfigurationError."""
+    source = tokenizer_source(model_dir)
+    other_files = () if source == ALL_IN_ONE else (BYTE_LEVEL[1], *_COMPANIONS)
+    digest = blake2b(_read_bytes(model_dir / source), digest_size=_FINGERPRINT_BYTES)
+    for name in other_files:
+        if (model_dir / name).is_file():
+            digest.update(_read_bytes(model_dir / name))
+    return digest.hexdigest()
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """Read a JSON object from a file. A missing `optional` file gives an empty one. Raises ConfigurationError."""
+    if optional and not path.exists():
+        return {}
+    try:
+        content = json.loads(_read_bytes(path))
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} must hold a JSON object")
+    return content
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _eos_ids(config: Mapping[str, Any], path: Path) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(_is_index(token_id) for token_id in ids):
+        raise ConfigurationError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r}")
+    return frozenset(ids)
+
+
+def _integer(config: Mapping[str, Any], keys: Iterable[str], path: Path) -> int | None:
+    """Return the value of the first of `keys` that is set, None if none is. Raises ConfigurationError."""
+    for key in keys:
+        value = config.get(key)
+        if value is None:
+            continue
+        if not _is_index(value) or value == 0:
+            raise ConfigurationError(f"{path}: {key} must be a positive integer, got {value!r}")
+        return int(value)
+    return None
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -1,0 +1,107 @@
+"""Locations of a model's files: a local folder, a repository of the Hugging Face hub, or a prefix in S3.
+
+    --model ./folder                     the folder
+    --model org/name [--revision TAG]    the hub's cache, after downloading missing files (checkpoint/hub.py)
+    --model s3://bucket/prefix           Tandem's cache, after downloading all files (checkpoint/s3.py)
+
+`tandem up` locates the model once and passes the folder to its services. A service that is started alone locates its
+model itself; several services that start together download it once. Only weights and text are downloaded, never code.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh.domain.errors import ConfigurationError
+
+Progress = Callable[[float], None]
+"""Called with the downloaded fraction of all bytes, up to 1.0."""
+
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+"""Patterns of a checkpoint's files, at its top level."""
+
+NOT_FILES = ("*/*", "consolidated*.safetensors", "*.onnx.json")
+"""Patterns of files to skip: folders, and copies of the weights in other formats."""
+
+_NAMED = re.compile(r"([\w.-]+)=(.+?)(?=,[\w.-]+=|$)")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's name. `revision` is a branch, tag or commit on the hub; `cache_dir` is the folder for models from
+    S3."""
+
+    name: str
+    revision: str = ""
+    cache_dir: str = "~/.cache/tandem"
+
+    @property
+    def is_remote(self) -> bool:
+        """True if locating the model may need the network."""
+        return self.name.startswith("s3://") or self._is_on_hub
+
+    @property
+    def _is_on_hub(self) -> bool:
+        return bool(_HUB_NAME.fullmatch(self.name)) and not Path(self.name).exists()
+
+    @property
+    def short_name(self) -> str:
+        """The last part of the name: the default name of the served model."""
+        if self.is_remote:
+            return self.name.rstrip("/").rpartition("/")[2]
+        return Path(self.name).expanduser().resolve().name
+
+    def locate(self, on_progress: Progress = lambda fraction: None) -> Path:
+        """Return the folder with the files, downloaded if needed, which may take long. Raises ConfigurationError."""
+        on_progress = _by_percent(on_progress)
+        if self.revision and not self._is_on_hub:
+            raise ConfigurationError(f"revision is for models on the Hugging Face hub; {self.name} is not one")
+        if self.name.startswith("s3://"):
+            from checkpoint.s3 import download
+
+            return _with_config(download(self.name, Path(self.cache_dir).expanduser(), on_progress), self.name)
+        if self._is_on_hub:
+            from checkpoint.hub import snapshot
+
+            return _with_config(snapshot(self.name, self.revision, on_progress), self.name)
+        folder = Path(self.name).expanduser()
+        if not folder.is_dir():
+            raise ConfigurationError(f"there is no model folder {self.name}")
+        return _with_config(folder.resolve(), f"the folder {self.name}")
+
+
+def split_models(text: str) -> list[tuple[str, str]]:
+    """Parse `NAME=MODEL,NAME=MODEL` into (served name, source) pairs. A single model without a name gets the name "".
+
+    Raises ConfigurationError for duplicate names.
+    """
+    if not _NAMED.match(text):
+        return [("", text)]
+    models = [(name, model.rstrip(",")) for name, model in _NAMED.findall(text)]
+    names = [name for name, _ in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(f"two models are named {name}")
+    return models
+
+
+def _by_percent(on_progress: Progress) -> Progress:
+    """Limit calls of `on_progress` to one per percent, because bytes arrive in many small pieces."""
+    last_percent = -1
+
+    def report(fraction: float) -> None:
+        nonlocal last_percent
+        percent = int(fraction * 100)
+        if percent > last_percent:
+            last_percent = percent
+            on_progress(fraction)
+
+    return report
+
+
+def _with_config(folder: Path, what: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"{what} holds no model: it has no config.json")
+    return folder

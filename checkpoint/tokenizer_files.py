@@ -1,0 +1,176 @@
+"""Loads a model's tokenizer. tokenizer.json is complete; older checkpoints have other files:
+
+    tokenizer.model             sentencepiece: Llama 2, Baichuan, InternLM, ChatGLM (checkpoint/sentencepiece_files.py)
+    spiece.model                sentencepiece: T5 and its kind
+    vocab.json, merges.txt      byte-level BPE: GPT-2, OPT, BLOOM, StarCoder
+
+tokenizer_config.json, special_tokens_map.json and added_tokens.json list the special tokens and the tokens that are
+added around a text. Token ids equal those of Hugging Face transformers. Some tokenizer classes add tokens to a
+sentencepiece model in code only, so unknown classes are refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from checkpoint.model_files import ALL_IN_ONE, BYTE_LEVEL, SENTENCEPIECE, read_json, tokenizer_source
+from mesh.domain.errors import ConfigurationError
+
+_CHATGLM = "ChatGLMTokenizer"
+
+# Tokenizer classes of sentencepiece models: defaults for add_bos_token and add_eos_token. InternLM, Baichuan and
+# ChatGLM ship their classes with the checkpoint; the others are part of transformers.
+_FRAMES = {
+    "": (False, False),
+    "LlamaTokenizer": (True, False),
+    "LLaMATokenizer": (True, False),
+    "CodeLlamaTokenizer": (True, False),
+    "GemmaTokenizer": (True, False),
+    "InternLMTokenizer": (True, False),
+    "InternLM2Tokenizer": (True, False),
+    "InternLM3Tokenizer": (True, False),
+    "BaiChuanTokenizer": (True, False),
+    "BaichuanTokenizer": (True, False),
+    "T5Tokenizer": (False, True),
+    "MT5Tokenizer": (False, True),
+    _CHATGLM: (False, False),
+}
+
+# ChatGLM's code adds these tokens after the sentencepiece model, whatever the files say. ChatGLM2 has no role tokens,
+# but has untrained embeddings for them.
+_CHATGLM_TOKENS = (
+    *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),
+    *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+)
+_CHATGLM_FIRST = ["[gMASK]", "sop"]
+
+_T5 = {
+    "tokenizer_class": "T5Tokenizer",
+    "extra_ids": 100,
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """The tokenizer settings in the files other than the vocabulary."""
+
+    raw: Mapping[str, Any]
+    special: Mapping[str, str]
+    """Special tokens by the names of the files: bos_token, eos_token, ..."""
+    added: Mapping[int, AddedToken]
+
+    @classmethod
+    def read(cls, model_dir: Path) -> "TokenizerConfig":
+        """Read the files. Raises ConfigurationError."""
+        raw = read_json(model_dir / "tokenizer_config.json", optional=True)
+        if tokenizer_source(model_dir) == SENTENCEPIECE[1]:
+            raw = _T5 | raw  # older T5 checkpoints do not name their class
+        special = read_json(model_dir / "special_tokens_map.json", optional=True) | dict(raw)
+        names = {key: _content(value) for key, value in special.items() if key.endswith("_token")}
+        added = {int(id_): _added_token(entry) for id_, entry in (raw.get("added_tokens_decoder") or {}).items()}
+        for token, id_ in read_json(model_dir / "added_tokens.json", optional=True).items():
+            added.setdefault(id_, AddedToken(token, normalized=False, special=token in names.values()))
+        return cls(raw, {key: value for key, value in names.items() if value}, added)
+
+    @property
+    def class_name(self) -> str:
+        """The tokenizer's class in transformers, without the suffix Fast."""
+        return str(self.raw.get("tokenizer_class") or "").removesuffix("Fast")
+
+    def finish(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Add tokens, mark the special ones, and add the first and last tokens of a text. Raises ConfigurationError."""
+        vocab_size = tokenizer.get_vocab_size()
+        added = self._with_tokens_of_class(vocab_size)
+        for id_, token in sorted(added.items()):
+            tokenizer.add_tokens([token])
+            if tokenizer.token_to_id(token.content) != id_:
+                raise ConfigurationError(
+                    f"added token {token.content!r} should have id {id_}, after {vocab_size} others"
+                )
+        present = [token for token in self.special.values() if tokenizer.token_to_id(token) is not None]
+        listed = {token.content for token in added.values()}
+        tokenizer.add_special_tokens(
+            [AddedToken(token, normalized=False, special=True) for token in present if token not in listed]
+        )
+        first, last = self._frame(tokenizer)
+        if first or last:
+            ids = [(token, tokenizer.token_to_id(token)) for token in (*first, *last)]
+            template = [*first, "$A", *last]
+            tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+        return tokenizer
+
+    def _with_tokens_of_class(self, vocab_size: int) -> dict[int, AddedToken]:
+        """Return the added tokens by id, with those that the tokenizer class adds after the vocabulary."""
+        if self.class_name != _CHATGLM:
+            return dict(self.added)
+        # Match whole words only: "philosophy" contains "sop".
+        class_tokens = [
+            AddedToken(token, normalized=False, special=True, single_word=token.isalpha()) for token in _CHATGLM_TOKENS
+        ]
+        return {**self.added, **dict(enumerate(class_tokens, vocab_size))}
+
+    def _frame(self, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
+        """Return the tokens that are added before and after a text."""
+        if self.class_name == _CHATGLM:
+            return _CHATGLM_FIRST, []
+        defaults = _FRAMES.get(self.class_name, (False, False))
+        frame = []
+        for key, default in zip(("bos", "eos"), defaults, strict=True):
+            token = self.special.get(f"{key}_token", "")
+            is_added = self.raw.get(f"add_{key}_token", default) and tokenizer.token_to_id(token) is not None
+            frame.append([token] if is_added else [])
+        return frame[0], frame[1]
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """Load the tokenizer of a checkpoint folder. Raises ConfigurationError, which names the bad file."""
+    path = model_dir / tokenizer_source(model_dir)
+    try:
+        if path.name == ALL_IN_ONE:
+            return Tokenizer.from_file(str(path))
+        config = TokenizerConfig.read(model_dir)
+        if path.name in SENTENCEPIECE:
+            return config.finish(_sentencepiece(path, config))
+        return config.finish(_byte_level(model_dir, config))
+    except ConfigurationError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigurationError(f"cannot load {path}: {error}") from error
+
+
+def _sentencepiece(path: Path, config: TokenizerConfig) -> Tokenizer:
+    from checkpoint.sentencepiece_files import read_sentencepiece
+
+    tokenizer = read_sentencepiece(path, config.raw, exact_spaces=config.class_name == _CHATGLM)
+    if config.class_name not in _FRAMES:
+        raise ConfigurationError(
+            f"{path}: the tokenizer class {config.class_name} is not supported; add a tokenizer.json to the folder"
+        )
+    return tokenizer
+
+
+def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:
+    vocab, merges = BPE.read_file(*(str(model_dir / name) for name in BYTE_LEVEL))
+    tokenizer = Tokenizer(BPE(vocab, merges, fuse_unk=False))
+    add_prefix_space = bool(config.raw.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _content(value: Any) -> str:
+    """Return the text of a token, which the files store as a string or as an object with `content`."""
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else ""
+
+
+def _added_token(entry: Mapping[str, Any]) -> AddedToken:
+    options = {key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "single_word", "special")}
+    return AddedToken(_content(entry), **options)

@@ -1,0 +1,142 @@
+"""Joins the answers of several requests. Each request sends the token ids of the prompt and of all generated text, so
+that generation continues exactly where it stopped.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Unpack
+
+from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem._retry import Deadline
+from tandem.exceptions import InvalidRequest
+from tandem.models import Choice, FinishReason, Model, Result, Token, Usage
+
+_NUM_SEEDS = 2**64
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Generator(Protocol):
+    """The methods of AsyncClient that are needed here."""
+
+    async def generate(self, **arguments: Unpack[GenerateArguments]) -> Result: ...
+
+    async def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]: ...
+
+    async def model(self, name: str = "", *, timeout: float | None = None) -> Model: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits on rounds, generated tokens and time."""
+
+    max_rounds: int
+    max_total: int | None
+    deadline: Deadline
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 1 or (self.max_total is not None and self.max_total < 1):
+            raise InvalidRequest("max_rounds and max_total must be at least 1")
+
+
+@dataclass
+class _JoinedAnswer:
+    """The joined answer of all rounds so far."""
+
+    rounds: list[Result] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+
+    def add(self, result: Result, num_kept: int) -> None:
+        """Add the first `num_kept` tokens of a round. The next round generates the others again."""
+        dropped = result.tokens[num_kept:]
+        num_dropped_chars = sum(len(token.text) for token in dropped)
+        self.rounds.append(result)
+        self.texts.append(result.text[: len(result.text) - num_dropped_chars])
+        self.tokens.extend(result.tokens[:num_kept])
+
+    def result(self) -> Result:
+        first, last = self.rounds[0], self.rounds[-1]
+        usage = Usage(first.usage.prompt_tokens, len(self.tokens), first.usage.cached_tokens)
+        choice = Choice(0, "".join(self.texts), tuple(self.tokens), last.finish_reason, usage)
+        return Result(first.request_id, (choice,), first.prompt_tokens)
+
+
+async def continue_until_done(client: Generator, arguments: GenerateArguments, bounds: Bounds) -> Result:
+    """Send requests while the finish reason is "length". See AsyncClient.generate_until_done."""
+    if (arguments.get("n") or 1) != 1 or (arguments.get("best_of") or 1) != 1:
+        raise InvalidRequest("generate_until_done continues one choice: n and best_of must be 1")
+    truncation = arguments.get("truncate_prompt_tokens")
+    model = await client.model(arguments.get("model") or "", timeout=bounds.deadline.remaining_s())
+    prompt_ids = await _prompt_ids(client, arguments, bounds.deadline)
+    prompt_ids = prompt_ids[-truncation:] if truncation else prompt_ids
+    answer = _JoinedAnswer()
+    for num_rounds in range(1, bounds.max_rounds + 1):
+        ids = [*prompt_ids, *(token.id for token in answer.tokens)]
+        result = await client.generate(**_round(arguments, ids, len(answer.tokens), bounds))
+        num_generated = len(answer.tokens) + len(result.tokens)
+        is_last = (
+            result.finish_reason is not FinishReason.LENGTH
+            or num_rounds == bounds.max_rounds
+            or num_generated == bounds.max_total
+            or _is_full(len(prompt_ids) + num_generated, model)
+        )
+        complete = result.tokens if is_last else complete_characters(result.tokens) or result.tokens
+        answer.add(result, num_kept=len(complete))
+        if is_last:
+            break
+    return answer.result()
+
+
+def complete_characters(tokens: Sequence[Token]) -> tuple[Token, ...]:
+    """`tokens` without those of an incomplete last character, whose text is U+FFFD at the end of a request."""
+    if not tokens or not tokens[-1].text.endswith(_REPLACEMENT):
+        return tuple(tokens)
+    length = len(tokens) - 1
+    while length and not tokens[length - 1].text and not tokens[length - 1].special:
+        length -= 1
+    return tuple(tokens[:length])
+
+
+async def _prompt_ids(client: Generator, arguments: GenerateArguments, deadline: Deadline) -> list[int]:
+    token_ids = arguments.get("token_ids")
+    if token_ids is not None:
+        return list(token_ids)
+    names = TokenizeArguments(
+        prompt=arguments.get("prompt"),
+        messages=arguments.get("messages"),
+        tools=arguments.get("tools"),
+        chat_template_kwargs=arguments.get("chat_template_kwargs"),
+        add_generation_prompt=arguments.get("add_generation_prompt"),
+        continue_final_message=arguments.get("continue_final_message"),
+        model=arguments.get("model"),
+        timeout=deadline.remaining_s(),
+    )
+    return [token.id for token in await client.tokenize(**names)]
+
+
+def _round(arguments: GenerateArguments, ids: list[int], num_generated: int, bounds: Bounds) -> GenerateArguments:
+    """The arguments of the next request."""
+    following = arguments.copy()
+    following.update({"prompt": None, "messages": None, "token_ids": ids, "truncate_prompt_tokens": None})
+    following["timeout"] = bounds.deadline.remaining_s()
+    limits = [following.get("max_new_tokens"), bounds.max_total and bounds.max_total - num_generated]
+    following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)
+    following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated)
+    following["seed"] = _seed(arguments.get("seed"), num_generated)
+    if num_generated:
+        following.update({"echo": None, "prompt_logprobs": None, "ttft_target": None})
+    return following
+
+
+def _still_needed(min_new_tokens: int | None, num_generated: int) -> int | None:
+    return None if min_new_tokens is None else max(0, min_new_tokens - num_generated)
+
+
+def _seed(seed: int | None, num_generated: int) -> int | None:
+    """A seed per round. Random draws start anew with each request, so equal seeds would repeat the same draws."""
+    return None if seed is None else (seed + num_generated) % _NUM_SEEDS
+
+
+def _is_full(num_tokens: int, model: Model) -> bool:
+    """Whether a prompt of `num_tokens` tokens leaves no capacity for another token."""
+    return num_tokens > model.max_input_tokens or num_tokens >= model.max_total_tokens

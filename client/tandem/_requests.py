@@ -1,0 +1,252 @@
+"""Converts keyword arguments to request messages. Checks names and types; the server checks ranges."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+from tandem.exceptions import InvalidRequest
+from tandem.models import Priority
+from tandem.v1 import generation_pb2, sampling_pb2
+
+_SCALARS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "truncate_prompt_tokens",
+)
+_OUTPUT = (
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "include_stop",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+_STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
+_INPUTS = ("prompt", "token_ids", "messages")
+
+
+class TokenizeArguments(TypedDict, total=False):
+    """Arguments of `tokenize`. Pass either prompt or messages.
+
+    A message has `role` and `content`. Its other members, `tools`, and the members of `chat_template_kwargs` are passed
+    to the chat template unchanged. With `continue_final_message` the answer continues the last message. With
+    `add_generation_prompt=False` the prompt does not start the assistant's turn.
+    """
+
+    prompt: str | None
+    messages: Iterable[Mapping[str, Any]] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    model: str | None
+    timeout: float | None
+
+
+class GenerateArguments(TokenizeArguments, total=False):
+    """Arguments of `generate` and `stream`. Pass exactly one of prompt, token_ids and messages.
+
+    None means the default of the server: greedy, one choice, as many tokens as the limit of the model allows. With
+    `best_of`, that many choices are generated, and the `n` with the highest mean log-prob are returned at the end, best
+    first. `timeout` is in seconds and covers all retries. `ttft_target` is the latest useful time of the first token,
+    in seconds per attempt: the server raises Overloaded as soon as it predicts that it will miss it. `priority` must
+    not exceed the priority of your API key. At most one of json_schema (an object or its JSON text), json_object,
+    regex, choice (texts) and grammar (Lark or GBNF) constrains the generated text.
+    """
+
+    token_ids: Sequence[int] | None
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    bad_words: Sequence[str] | None
+    bad_word_ids: Sequence[Sequence[int]] | None
+    truncate_prompt_tokens: int | None
+    json_schema: Mapping[str, Any] | str | None
+    json_object: bool | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    top_logprobs: int | None
+    prompt_logprobs: bool | None
+    echo: bool | None
+    include_stop: bool | None
+    skip_special_tokens: bool | None
+    spaces_between_special_tokens: bool | None
+    n: int | None
+    best_of: int | None
+    client_request_id: str | None
+    priority: Priority | str | None
+    ttft_target: float | None
+
+
+def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateRequest:
+    """The message for `generate` and `stream`. Raises InvalidRequest, and TypeError for unknown names."""
+    values = _without_none(arguments, GenerateArguments)
+    request = generation_pb2.GenerateRequest()
+    _set_input(request, values, _INPUTS)
+    _set(request, "model", values.get("model"))
+    _set(request, "client_request_id", values.get("client_request_id"))
+    _set(request, "num_choices", values.get("n"), shown_name="n")
+    _set(request, "best_of", values.get("best_of"))
+    _set(request, "priority", _priority(values.get("priority")))
+    _set_seconds(request, "ttft_target", values.get("ttft_target"))
+    request.sampling.SetInParent()
+    _set_sampling(request.sampling, values)
+    for name in _OUTPUT:
+        _set(request.output, name, values.get(name))
+    return request
+
+
+def tokenize_request(arguments: TokenizeArguments) -> generation_pb2.TokenizeRequest:
+    """The message for `tokenize`. Raises InvalidRequest, and TypeError for unknown names."""
+    values = _without_none(arguments, TokenizeArguments)
+    request = generation_pb2.TokenizeRequest()
+    _set_input(request, values, ("prompt", "messages"))
+    _set(request, "model", values.get("model"))
+    return request
+
+
+def _without_none(arguments: Mapping[str, Any], signature: Any) -> dict[str, Any]:
+    """The arguments that are not None. Raises TypeError for names that `signature` does not have."""
+    unknown = sorted(arguments.keys() - signature.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _set_input(request: Any, arguments: Mapping[str, Any], inputs: Sequence[str]) -> None:
+    present = [name for name in inputs if name in arguments]
+    if len(present) != 1:
+        received = f"got {' and '.join(present)}" if present else "got none"
+        raise InvalidRequest(f"give exactly one of {', '.join(inputs)}: {received}")
+    name = present[0]
+    value = arguments[name]
+    if name == "messages":
+        request.chat.SetInParent()
+        request.chat.messages.extend(_message(turn) for turn in value)
+        _set_rendering(request.chat, arguments)
+    elif name == "token_ids":
+        request.token_ids.SetInParent()
+        _extend(request.token_ids.ids, value, name)
+    else:
+        _set(request, name, value)
+
+
+def _set_rendering(chat: generation_pb2.Chat, arguments: Mapping[str, Any]) -> None:
+    """Set the inputs of the chat template other than the messages."""
+    if arguments.get("tools"):
+        chat.tools_json = _json("tools", list(arguments["tools"]))
+    if arguments.get("chat_template_kwargs"):
+        chat.template_kwargs_json = _json("chat_template_kwargs", dict(arguments["chat_template_kwargs"]))
+    _set(chat, "add_generation_prompt", arguments.get("add_generation_prompt"))
+    _set(chat, "continue_final_message", arguments.get("continue_final_message"))
+
+
+def _message(turn: Mapping[str, Any]) -> generation_pb2.ChatMessage:
+    if not isinstance(turn, Mapping) or not turn.keys() >= {"role", "content"}:
+        raise InvalidRequest('each of messages must be {"role": ..., "content": ...}')
+    message = generation_pb2.ChatMessage()
+    _set(message, "role", turn["role"])
+    _set(message, "content", turn["content"])
+    extra = {name: value for name, value in turn.items() if name not in ("role", "content")}
+    if extra:
+        message.extra_json = _json("messages", extra)
+    return message
+
+
+def _json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name}: {error}") from error
+
+
+def _set_sampling(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str, Any]) -> None:
+    for name in _SCALARS:
+        _set(sampling, name, arguments.get(name))
+    stop = arguments.get("stop", ())
+    _extend(sampling.stop, (stop,) if isinstance(stop, str) else stop, "stop")
+    _extend(sampling.stop_token_ids, arguments.get("stop_token_ids", ()), "stop_token_ids")
+    words = arguments.get("bad_words", ())
+    _extend(sampling.bad_words, (words,) if isinstance(words, str) else words, "bad_words")
+    for ids in arguments.get("bad_word_ids", ()):
+        _extend(sampling.bad_word_ids.add().ids, ids, "bad_word_ids")
+    try:
+        sampling.logit_bias.update(arguments.get("logit_bias", {}))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"logit_bias: {error}") from error
+    _set_structure(sampling, arguments)
+
+
+def _set_structure(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str, Any]) -> None:
+    present = [name for name in _STRUCTURES if name in arguments]
+    if len(present) > 1:
+        raise InvalidRequest(f"give at most one of {', '.join(_STRUCTURES)}: got {' and '.join(present)}")
+    for name in present:
+        value = arguments[name]
+        if name == "choice":
+            sampling.structure.choice.SetInParent()
+            _extend(sampling.structure.choice.texts, value, name)
+        elif name == "json_schema" and not isinstance(value, str):
+            sampling.structure.json_schema = _json(name, value)
+        else:
+            _set(sampling.structure, name, value)
+
+
+def _set(message: Any, name: str, value: Any, *, shown_name: str | None = None) -> None:
+    """Set one field; None leaves it absent. Raises InvalidRequest that names the argument `shown_name`, or the
+    field.
+    """
+    if value is None:
+        return
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{shown_name or name}: {error}") from error
+
+
+def _priority(name: str | None) -> int | None:
+    if name is None:
+        return None
+    if name not in list(Priority):
+        raise InvalidRequest(f"priority must be one of {', '.join(Priority)}, got {name!r}")
+    return generation_pb2.Priority.Value(f"PRIORITY_{Priority(name).name}")
+
+
+def _set_seconds(message: Any, name: str, seconds: float | None) -> None:
+    """Set a Duration; None leaves it absent."""
+    if seconds is None:
+        return
+    try:
+        getattr(message, name).FromMicroseconds(round(seconds * 1_000_000))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{name}: {error}") from error
+
+
+def _extend(field: Any, values: Any, name: str) -> None:
+    try:
+        field.extend(values)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name}: {error}") from error

@@ -1,0 +1,194 @@
+"""Converts response messages to values, and streams of events to results."""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tandem.exceptions import ConnectionFailed, InternalError
+from tandem.models import (
+    ATTEMPT_PHASES,
+    AttemptTiming,
+    Choice,
+    FinishReason,
+    Model,
+    Result,
+    Timing,
+    Token,
+    TokenEvent,
+    TopToken,
+    Usage,
+)
+from tandem.v1 import generation_pb2, sampling_pb2
+
+FINISH_REASONS = {
+    sampling_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    sampling_pb2.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
+    sampling_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
+}
+
+
+@dataclass(slots=True)
+class _ChoiceProgress:
+    """Progress of one choice: ids of all tokens that were delivered, and the position of the present stream in them."""
+
+    ids: "array[int]" = field(default_factory=lambda: array("I"))
+    position: int = 0
+    has_ended: bool = False
+
+
+class EventReader:
+    """Converts the messages of one Generate call to events, one event per token.
+
+    After `repeat()` the messages start again from the first. Tokens that were delivered before produce no events.
+    """
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_choices = num_choices
+        self._request_id = ""
+        self._prompt_tokens: tuple[Token, ...] = ()
+        self._in_reasoning = False
+        self._echo: dict[int, str] = {}
+        self._has_events = False
+        self._progress: defaultdict[int, _ChoiceProgress] = defaultdict(_ChoiceProgress)
+
+    def repeat(self) -> None:
+        """Expect the answer from its beginning, because the call was sent again."""
+        if not self._has_events:
+            self._prompt_tokens = ()
+        for choice in self._progress.values():
+            choice.position = 0
+
+    def read(self, message: generation_pb2.GenerateResponse) -> list[TokenEvent]:
+        """The events of one message. Raises ConnectionFailed if a repeated answer differs from the first one."""
+        index = message.index
+        choice = self._progress[index]
+        if message.HasField("prompt") and not self._has_events:
+            self._request_id = message.prompt.request_id
+            self._prompt_tokens += tuple(map(token, message.prompt.tokens))  # a long prompt comes in several messages
+            self._in_reasoning = message.prompt.in_reasoning
+        if message.echo and not choice.ids:
+            self._echo[index] = message.echo
+        tokens: list[Token | None] = [token(new_token) for new_token in self._new_tokens(message, choice)]
+        if choice.has_ended:
+            return []
+        if message.finish_reason and not tokens:
+            tokens.append(None)
+        events = [TokenEvent(index, new_token, self._request_id) for new_token in tokens]
+        self._has_events = self._has_events or bool(events)
+        if events and (self._prompt_tokens or self._echo or self._in_reasoning):
+            events[0] = self._with_prompt(events[0])
+        if message.finish_reason:
+            choice.has_ended = True
+            reason = FINISH_REASONS.get(message.finish_reason, FinishReason.UNKNOWN)
+            took = timing(message.timing) if message.HasField("timing") else None
+            events[-1] = replace(events[-1], finish_reason=reason, usage=usage(message.usage), timing=took)
+        return events
+
+    def _new_tokens(
+        self, message: generation_pb2.GenerateResponse, choice: _ChoiceProgress
+    ) -> Sequence[generation_pb2.Token]:
+        """The tokens of the message that were not delivered before. Raises ConnectionFailed if earlier tokens
+        differ.
+        """
+        tokens: Sequence[generation_pb2.Token] = message.tokens
+        start = choice.position
+        num_repeated = min(len(tokens), len(choice.ids) - start)
+        choice.position += len(tokens)
+        if num_repeated:
+            is_same = all(
+                new_token.id == choice.ids[start + index] for index, new_token in enumerate(tokens[:num_repeated])
+            )
+            tokens = tokens[num_repeated:]
+        else:
+            is_same = True
+        ends_early = bool(message.finish_reason) and choice.position < len(choice.ids)
+        if not is_same or ends_early or (tokens and choice.has_ended):
+            raise ConnectionFailed(
+                f"the connection broke, and when request {self._request_id!r} was sent again the answer was different"
+            )
+        choice.ids.extend(new_token.id for new_token in tokens)
+        return tokens
+
+    def check_complete(self) -> None:
+        """Raise InternalError unless every choice has ended."""
+        if sum(choice.has_ended for choice in self._progress.values()) < self._num_choices:
+            raise InternalError(f"the stream of request {self._request_id!r} ended without a finish reason")
+
+    def _with_prompt(self, event: TokenEvent) -> TokenEvent:
+        """Add the prompt to the first event of the stream, and the echo to the first event of each choice."""
+        prompt_tokens, self._prompt_tokens = self._prompt_tokens, ()
+        in_reasoning, self._in_reasoning = self._in_reasoning, False
+        echo = self._echo.pop(event.index, "")
+        return replace(event, echo=echo, prompt_tokens=prompt_tokens, in_reasoning=in_reasoning)
+
+
+class ResultBuilder:
+    """Builds a result from the events of one stream."""
+
+    def __init__(self) -> None:
+        self._request_id = ""
+        self._prompt_tokens: tuple[Token, ...] = ()
+        self._texts: dict[int, list[str]] = {}
+        self._tokens: dict[int, list[Token]] = {}
+        self._choices: dict[int, Choice] = {}
+
+    def add(self, event: TokenEvent) -> None:
+        self._request_id = event.request_id
+        self._prompt_tokens = self._prompt_tokens or event.prompt_tokens
+        texts = self._texts.setdefault(event.index, [])
+        tokens = self._tokens.setdefault(event.index, [])
+        texts.append(event.text)
+        if event.token:
+            tokens.append(event.token)
+        if event.finish_reason:
+            self._choices[event.index] = Choice(
+                event.index, "".join(texts), tuple(tokens), event.finish_reason, event.usage or Usage(), event.timing
+            )
+
+    def result(self) -> Result:
+        """The result. Call it after the end of the stream."""
+        choices = tuple(choice for _, choice in sorted(self._choices.items()))
+        return Result(self._request_id, choices, self._prompt_tokens)
+
+
+def token(message: generation_pb2.Token) -> Token:
+    logprob = message.logprob if message.HasField("logprob") else None
+    alternatives = message.top
+    top = tuple(TopToken(entry.id, entry.text, entry.logprob) for entry in alternatives) if alternatives else ()
+    return Token(message.id, message.text, logprob, message.special, top)
+
+
+def usage(message: generation_pb2.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
+
+
+def timing(message: generation_pb2.Timing) -> Timing:
+    attempts = tuple(map(_attempt_timing, message.attempts))
+    return Timing(message.total_ms, message.prepare_ms, message.first_token_ms, attempts)
+
+
+def _attempt_timing(message: generation_pb2.AttemptTiming) -> AttemptTiming:
+    phases = {f"{name}_ms": getattr(message, f"{name}_ms") for name in ATTEMPT_PHASES}
+    kv_transfer_ms = message.kv_transfer_ms if message.HasField("kv_transfer_ms") else None
+    return AttemptTiming(kv_transfer_ms=kv_transfer_ms, **phases)
+
+
+def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
+    """Convert the models of a ListModels or GetModel response."""
+    return tuple(
+        Model(
+            name=message.name,
+            max_input_tokens=message.max_input_tokens,
+            max_total_tokens=message.max_total_tokens,
+            vocab_size=message.vocab_size,
+            eos_token_ids=tuple(message.eos_token_ids),
+            has_chat_template=message.has_chat_template,
+            tool_call_format=message.tool_call_format,
+            has_reasoning=message.has_reasoning,
+            is_encoder_decoder=message.is_encoder_decoder,
+            max_concurrent_requests=message.max_concurrent_requests,
+            ready=message.ready,
+        )
+        for message in messages
+    )

@@ -1,0 +1,97 @@
+"""The routers of a client, in order of preference.
+
+All routers serve the same models. The first address is preferred until a call finds that router unreachable, stopping
+or without workers. Then the next router is preferred, and so on in a circle. The client does not return to an earlier
+router without such a failure, so that a restarted router does not receive the calls of all clients at once.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from tandem._channel import ChannelFactory
+from tandem._status import error_from_rpc
+from tandem.exceptions import Cancelled, InvalidRequest
+from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Stubs:
+    """The channel and the gRPC stubs of one router."""
+
+    channel: grpc.aio.Channel
+    generation: Any
+    mesh: Any
+
+
+class Router:
+    """One router. Its channel opens with the first call, inside the event loop of that call."""
+
+    def __init__(self, address: str, open_channel: ChannelFactory) -> None:
+        self.address = address
+        self._open_channel = open_channel
+        self._opened: Stubs | None = None
+        self._closed = False
+
+    @property
+    def stubs(self) -> Stubs:
+        """The stubs of this router. Raises RuntimeError after `close()`."""
+        if self._closed:
+            raise RuntimeError("this client is closed")
+        if self._opened is None:
+            channel = self._open_channel(self.address)
+            self._opened = Stubs(
+                channel,
+                generation_pb2_grpc.GenerationStub(channel),
+                mesh_pb2_grpc.MeshStub(channel),
+            )
+        return self._opened
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Convert gRPC errors of calls inside the block to TandemError."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error, self.address) from error
+        except asyncio.CancelledError:
+            # grpc.aio raises CancelledError also if the server, and not this task, cancelled the call.
+            task = asyncio.current_task()
+            if self._closed or task is None or task.cancelling():
+                raise
+            raise Cancelled(f"{self.address} ended the call as cancelled") from None
+
+    async def close(self) -> None:
+        """Close the channel, which cancels running calls. May be called twice."""
+        self._closed = True
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            await opened.channel.close()
+
+
+class Routers:
+    """All routers of a client. `addresses` are separated by commas. Raises InvalidRequest for an empty address."""
+
+    def __init__(self, addresses: str, open_channel: ChannelFactory) -> None:
+        names = [address.strip() for address in addresses.split(",")]
+        if not all(names):
+            raise InvalidRequest('the address must be like "127.0.0.1:50051", or several, separated by commas')
+        self._all = [Router(address, open_channel) for address in dict.fromkeys(names)]
+
+    def __iter__(self) -> Iterator[Router]:
+        """All routers, the preferred one first."""
+        return iter(list(self._all))
+
+    def prefer(self, router: Router) -> None:
+        """Make `router` the preferred one."""
+        index = self._all.index(router)
+        self._all = self._all[index:] + self._all[:index]
+
+    def avoid(self, router: Router) -> None:
+        """If `router` is the preferred one, prefer the next router instead."""
+        if self._all[0] is router:
+            self._all = [*self._all[1:], router]

@@ -1,0 +1,168 @@
+"""The asynchronous client. `sync.py` has the same client for code without an event loop."""
+
+import copy
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+from tandem._channel import ChannelFactory, Tls, channels_over, insecure_channel
+from tandem._connection import Connection
+from tandem._continuation import Bounds, continue_until_done
+from tandem._lasting import ResumableStream, make_repeatable
+from tandem._mesh_responses import mesh
+from tandem._requests import GenerateArguments, TokenizeArguments, generate_request, tokenize_request
+from tandem._responses import EventReader, ResultBuilder, models, token
+from tandem._retry import Deadline, RetryPolicy
+from tandem.mesh import Mesh, Worker
+from tandem.models import Model, Result, Token, TokenEvent
+from tandem.v1 import generation_pb2, mesh_pb2
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_TIMEOUT_S = 600.0
+DEFAULT_RESUME_TIMEOUT_S = 60.0
+
+
+class AsyncClient:
+    """A client of one Tandem router, or of several routers that serve the same models.
+
+        async with tandem.AsyncClient("127.0.0.1:50051") as client:
+            result = await client.generate(prompt="The sky is", max_new_tokens=16)
+
+    `timeout` (seconds) is the default for calls without one. A call that is refused, or gets no connection, before its
+    first message is retried up to `max_retries` times within its timeout. With several addresses,
+    "10.0.0.1:50051,10.0.0.2:50051", the client switches to the next router at once if one is unreachable or stopping,
+    and stays with that router.
+
+    A call survives the loss of its router: the client sends the request again, to the next router or to the same
+    address, for up to `resume_timeout` seconds within the timeout of the call. It removes tokens that it has delivered
+    before, so that the events are the same as without the loss. If no router accepts the request, or `resume_timeout`
+    is 0, the call raises ConnectionFailed.
+
+    `tls` is True for certificates of public CAs, or a Tls object that names a CA. `open_channel` creates the gRPC
+    channel to an address; pass your own to add interceptors. Use a client in one event loop. Any number of calls may
+    run concurrently.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        max_retries: int = 2,
+        resume_timeout: float = DEFAULT_RESUME_TIMEOUT_S,
+        tls: Tls | bool = False,
+        open_channel: ChannelFactory | None = None,
+    ) -> None:
+        if open_channel is None:
+            open_channel = channels_over(Tls() if tls is True else tls) if tls else insecure_channel
+        self._connection = Connection(address, api_key, RetryPolicy(max_retries), open_channel)
+        self._timeout_s = timeout
+        self._resume_timeout_s = resume_timeout
+
+    def acting_for(self, api_key: str | None) -> Self:
+        """A client with another API key that shares the connection, for services that call on behalf of others. Close
+        only the original client, after the last call.
+        """
+        client = copy.copy(self)
+        client._connection = self._connection.acting_for(api_key)
+        return client
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection, which cancels running calls."""
+        await self._connection.close()
+
+    async def generate(self, **arguments: Unpack[GenerateArguments]) -> Result:
+        """Generate the complete answer. Cancelling the task cancels the request on the server."""
+        builder = ResultBuilder()
+        async for event in self.stream(**arguments):
+            builder.add(event)
+        return builder.result()
+
+    async def stream(self, **arguments: Unpack[GenerateArguments]) -> AsyncGenerator[TokenEvent, None]:
+        """Generate an answer and yield one event per token. Leaving the loop, or `aclose()`, cancels the call."""
+        request = generate_request(arguments)
+        make_repeatable(request)
+        reader = EventReader(request.num_choices if request.HasField("num_choices") else 1)
+        deadline = self._deadline(arguments.get("timeout"))
+        stream = ResumableStream(
+            self._connection,
+            request,
+            deadline,
+            resume_timeout_s=self._resume_timeout_s,
+            on_repeat=reader.repeat,
+        )
+        try:
+            while (message := await stream.read()) is not None:
+                for event in reader.read(message):
+                    yield event
+            reader.check_complete()
+        finally:
+            stream.cancel()
+
+    async def generate_until_done(
+        self, *, max_rounds: int = 8, max_total: int | None = None, **arguments: Unpack[GenerateArguments]
+    ) -> Result:
+        """Generate one answer with several requests, as long as the finish reason is "length".
+
+        Each round continues exactly after the tokens of the previous rounds, with `max_new_tokens` at a time. It ends
+        when the text is complete, after `max_rounds` rounds or `max_total` tokens, or when the context of the model is
+        full (the finish reason is then still "length"). With a seed the answer is reproducible, but it equals the
+        answer of one long request only with greedy decoding. Presence and frequency penalties apply within a round, and
+        a stop string that spans two rounds is not detected.
+        """
+        deadline = self._deadline(arguments.get("timeout"))
+        return await continue_until_done(self, arguments, Bounds(max_rounds, max_total, deadline))
+
+    async def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
+        """The tokens that `generate` would use for a prompt or messages, without log-probs."""
+        return tuple(map(token, (await self._tokenize(arguments)).tokens))
+
+    async def render(self, **arguments: Unpack[TokenizeArguments]) -> str:
+        """The text that `tokenize` converts to tokens: the messages, rendered with the chat template of the model."""
+        text: str = (await self._tokenize(arguments)).text
+        return text
+
+    async def models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
+        """The served models and their limits."""
+        request = generation_pb2.ListModelsRequest()
+        deadline = self._deadline(timeout)
+        response = await self._connection.unary(lambda stubs: stubs.generation.ListModels, request, deadline)
+        return models(response.models)
+
+    async def model(self, name: str = "", *, timeout: float | None = None) -> Model:
+        """One served model. Without a name, it is the only model. Raises ModelNotFound."""
+        request = generation_pb2.GetModelRequest(model=name)
+        deadline = self._deadline(timeout)
+        response = await self._connection.unary(lambda stubs: stubs.generation.GetModel, request, deadline)
+        return models([response.model])[0]
+
+    async def mesh(self, *, timeout: float | None = None) -> Mesh:
+        """All workers with their load, and counts of the router."""
+        request = mesh_pb2.ListWorkersRequest()
+        deadline = self._deadline(timeout)
+        return mesh(await self._connection.unary(lambda stubs: stubs.mesh.ListWorkers, request, deadline))
+
+    async def workers(self, *, timeout: float | None = None) -> tuple[Worker, ...]:
+        """All workers with their load."""
+        return (await self.mesh(timeout=timeout)).workers
+
+    async def wait_ready(self, timeout: float = 60.0) -> None:
+        """Wait until a router serves. Routers need not be running yet. Raises DeadlineExceeded."""
+        await self._connection.wait_serving(timeout)
+
+    async def _tokenize(self, arguments: TokenizeArguments) -> Any:
+        request = tokenize_request(arguments)
+        deadline = self._deadline(arguments.get("timeout"))
+        return await self._connection.unary(lambda stubs: stubs.generation.Tokenize, request, deadline)
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self._timeout_s if timeout is None else timeout)

@@ -1,0 +1,114 @@
+"""The state of the mesh for operators: workers, recent incidents, recent and running requests."""
+
+from dataclasses import dataclass
+
+from tandem.models import FinishReason, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """The load of a worker. Token counts since its start: generated tokens, computed prompt tokens, and tokens that
+    speculative decoding drafted and accepted.
+    """
+
+    free_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    pending_tokens: int = 0
+    generated_tokens: int = 0
+    computed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker as the router sees it. `role` is prefill or decode; `state` ready, stalled, draining or lost.
+
+    `serving` workers get requests of clients: they are ready, reachable, and have passed the health check.
+    `open_transfers` and `transferred_bytes` count KV transfers that the router started. `prefilling_tokens` are prompt
+    tokens that the router has sent and the worker has not computed yet. `canary_error` is the error of the last health
+    check, a tiny request, if it failed.
+    """
+
+    worker_id: str
+    incarnation: str
+    role: str
+    state: str
+    address: str
+    model: str
+    device: str
+    pid: int
+    num_blocks: int
+    load: WorkerLoad
+    last_seen_s: float
+    max_num_seqs: int = 0
+    serving: bool = True
+    open_transfers: int = 0
+    transferred_bytes: int = 0
+    prefilling_tokens: int = 0
+    speculative: str = "none"
+    canary_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """An incident of `age_s` seconds ago that concerns a worker, a request, or a request at a worker.
+
+    `kind` of a worker's incident is joined, ready, draining, stalled, lost or tripped (too many failures). `kind` of a
+    request's incident is replayed or failed.
+    """
+
+    kind: str
+    age_s: float
+    worker_id: str = ""
+    request_id: str = ""
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptPlace:
+    """The workers of an attempt. Without a prefill worker, the decode worker computed the prompt; `failure` is an
+    error.
+    """
+
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTrace:
+    """A finished choice, which ended `age_s` ago with `finish_reason` or `error`; or a running choice, which arrived
+    `age_s` ago. `timing` is the time so far. `places` correspond to `timing.attempts`."""
+
+    request_id: str
+    age_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish_reason: FinishReason | None
+    error: str
+    timing: Timing | None
+    places: tuple[AttemptPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """All workers, counts of the router since its start, recent incidents and finished choices, newest first, and
+    running choices, oldest first.
+
+    `shortage` is the resource that the first request in the queue waits for: "decode worker", "decode room" or "prefill
+    room"; "" if no request waits.
+    """
+
+    workers: tuple[Worker, ...]
+    queued_requests: int
+    active_requests: int
+    shortage: str = ""
+    ended_choices: int = 0
+    failed_choices: int = 0
+    replays: int = 0
+    incidents: tuple[Incident, ...] = ()
+    traces: tuple[RequestTrace, ...] = ()
+    running: tuple[RequestTrace, ...] = ()

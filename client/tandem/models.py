@@ -1,0 +1,206 @@
+"""Results of the client: small frozen values without protobuf."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Priority(StrEnum):
+    """Priority of a request in the queue. Plain text is accepted too: `priority="batch"`."""
+
+    BATCH = "batch"  # work without a waiting user
+    STANDARD = "standard"
+    INTERACTIVE = "interactive"
+
+
+class FinishReason(StrEnum):
+    """The reason for the end of a choice. It compares equal to its text: `reason == "length"`."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+    UNKNOWN = "unknown"  # a reason that only a newer server knows
+
+
+@dataclass(frozen=True, slots=True)
+class TopToken:
+    """One of the most probable tokens at a position. `logprob` is a natural logarithm."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token with the text it adds.
+
+    `text` is empty for special tokens, and while the server withholds it (part of a character, a possible stop string).
+    `logprob` is the natural logarithm of the raw probability; None for the first token of a prompt, and if it was not
+    computed.
+    """
+
+    id: int
+    text: str
+    logprob: float | None = None
+    special: bool = False
+    top: tuple[TopToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts. `cached_tokens` is the part of the prompt that was found in a prefix cache."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptTiming:
+    """Milliseconds of one attempt, by phase. Each phase ends where the next one starts.
+
+    `queue`: waiting for workers with capacity. `dispatch`: reserving memory, and the queue of the prefill worker.
+    `prefill`: until the first token. `transfer`: until the KV has arrived, not counting overlap with prefill. `wait`:
+    until the first token of the decode worker. `decode`: until the last token or the failure. `backoff`: until the next
+    attempt. `kv_transfer_ms` is the complete KV transfer, with overlap; None if no KV was transferred.
+    """
+
+    queue_ms: float = 0.0
+    dispatch_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_ms: float = 0.0
+    wait_ms: float = 0.0
+    decode_ms: float = 0.0
+    backoff_ms: float = 0.0
+    kv_transfer_ms: float | None = None
+
+
+ATTEMPT_PHASES = ("queue", "dispatch", "prefill", "transfer", "wait", "decode", "backoff")
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Time of a choice by phase, on the clock of the router. `total_ms` is the sum of `prepare_ms` (admission,
+    template, tokenization) and all phases of all attempts. More than one attempt means that the request was replayed.
+    After the loss of a router, it is the time at the router that finished the answer.
+    """
+
+    total_ms: float
+    prepare_ms: float
+    first_token_ms: float
+    attempts: tuple[AttemptTiming, ...] = ()
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        """Milliseconds by phase, in order, added up over all attempts."""
+        phases = {name: sum(getattr(attempt, f"{name}_ms") for attempt in self.attempts) for name in ATTEMPT_PHASES}
+        return {"prepare": self.prepare_ms, **phases}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token of a stream.
+
+    The last event of a choice has `finish_reason`, `usage` and, if the router sends it, `timing`. `echo` and
+    `prompt_tokens` come with the first event if they were requested. `in_reasoning` is true in the first event if the
+    prompt ends inside an open <think>. `token` is None only if a choice ended without a further token.
+    """
+
+    index: int
+    token: Token | None
+    request_id: str
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    echo: str = ""
+    prompt_tokens: tuple[Token, ...] = ()
+    timing: Timing | None = None
+    in_reasoning: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text to print for this event: the echo and the text of the token."""
+        return self.echo + (self.token.text if self.token else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer to the prompt. `text` starts with the prompt if echo was requested."""
+
+    index: int
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timing: Timing | None = None
+
+    @property
+    def confidence(self) -> float | None:
+        """exp(mean log-prob) of the generated tokens, in (0, 1]; None if there are no log-probs."""
+        return confidence(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A complete answer. Its own `text`, `tokens`, ... are those of the first choice."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    prompt_tokens: tuple[Token, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return self.choices[0].tokens
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def usage(self) -> Usage:
+        """The first choice's token counts."""
+        return self.choices[0].usage
+
+    @property
+    def timing(self) -> Timing | None:
+        """Where the first choice's time went."""
+        return self.choices[0].timing
+
+    @property
+    def confidence(self) -> float | None:
+        return self.choices[0].confidence
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served model and its limits. `ready` means that it has workers. `has_reasoning` means that its chat template
+    supports reasoning between <think> and </think>. `max_concurrent_requests` is 0 if the router does not report it.
+    """
+
+    name: str
+    max_input_tokens: int
+    max_total_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    has_chat_template: bool
+    ready: bool
+    tool_call_format: str = ""
+    is_encoder_decoder: bool = False
+    max_concurrent_requests: int = 0
+    has_reasoning: bool = False
+
+
+def confidence(tokens: Sequence[Token]) -> float | None:
+    """exp(mean log-prob) of `tokens`; None if none has a log-prob."""
+    logprobs = [token.logprob for token in tokens if token.logprob is not None]
+    return math.exp(math.fsum(logprobs) / len(logprobs)) if logprobs else None

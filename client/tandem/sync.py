@@ -1,0 +1,167 @@
+"""The synchronous client: AsyncClient on an event loop in a background thread."""
+
+import asyncio
+import copy
+import threading
+from collections.abc import Coroutine, Generator
+from types import TracebackType
+from typing import Any, Self, TypedDict, TypeVar, Unpack
+
+from tandem._channel import ChannelFactory, Tls
+from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem.client import DEFAULT_ADDRESS, AsyncClient
+from tandem.exceptions import Cancelled
+from tandem.mesh import Mesh, Worker
+from tandem.models import Model, Result, Token, TokenEvent
+
+T = TypeVar("T")
+
+
+class ClientOptions(TypedDict, total=False):
+    """Keyword arguments of the constructors of Client and AsyncClient."""
+
+    api_key: str | None
+    timeout: float
+    max_retries: int
+    resume_timeout: float
+    tls: Tls | bool
+    open_channel: ChannelFactory
+
+
+class _BackgroundLoop:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._open = threading.Lock()  # between "is it closed?" and starting work
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run `coroutine` and return its result. An interrupt (Ctrl-C) cancels it, and is raised after it has ended."""
+        tasks: list[asyncio.Task[T]] = []
+        ended = threading.Event()
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # the interrupt came before the task was created
+                coroutine.close()
+                ended.set()
+
+        try:
+            with self._open:
+                is_open = not self._closed
+                if is_open:
+                    self._loop.call_soon_threadsafe(start)
+            if is_open:
+                ended.wait()
+        except BaseException:
+            self._loop.call_soon_threadsafe(cancel)
+            ended.wait()
+            raise
+        if not is_open:
+            coroutine.close()
+            raise RuntimeError("this client is closed")
+        if tasks[0].cancelled():
+            raise Cancelled("the client was closed while it waited")
+        return tasks[0].result()
+
+    def stop(self) -> None:
+        """Cancel the calls of other threads, and end the background thread. May be called twice."""
+        with self._open:
+            if self._closed:
+                return
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Client:
+    """Synchronous version of AsyncClient, with the same methods. Threads may share one client.
+
+    with tandem.Client("127.0.0.1:50051") as client:
+        result = client.generate(prompt="The sky is", max_new_tokens=16)
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, **options: Unpack[ClientOptions]) -> None:
+        self._client = AsyncClient(address, **options)
+        self._background = _BackgroundLoop()
+
+    def acting_for(self, api_key: str | None) -> Self:
+        client = copy.copy(self)
+        client._client = self._client.acting_for(api_key)
+        return client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and end the background thread."""
+        try:
+            self._background.run(self._client.close())
+        except RuntimeError:
+            return
+        self._background.stop()
+
+    def generate(self, **arguments: Unpack[GenerateArguments]) -> Result:
+        return self._background.run(self._client.generate(**arguments))
+
+    def stream(self, **arguments: Unpack[GenerateArguments]) -> Generator[TokenEvent, None, None]:
+        """See AsyncClient.stream. Leaving the loop, or `close()` of the iterator, cancels the call."""
+        events = self._client.stream(**arguments)
+
+        async def next_event() -> TokenEvent | None:
+            return await anext(events, None)
+
+        try:
+            while (event := self._background.run(next_event())) is not None:
+                yield event
+        finally:
+            self._background.run(events.aclose())
+
+    def generate_until_done(
+        self, *, max_rounds: int = 8, max_total: int | None = None, **arguments: Unpack[GenerateArguments]
+    ) -> Result:
+        coroutine = self._client.generate_until_done(max_rounds=max_rounds, max_total=max_total, **arguments)
+        return self._background.run(coroutine)
+
+    def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
+        return self._background.run(self._client.tokenize(**arguments))
+
+    def render(self, **arguments: Unpack[TokenizeArguments]) -> str:
+        return self._background.run(self._client.render(**arguments))
+
+    def models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
+        return self._background.run(self._client.models(timeout=timeout))
+
+    def model(self, name: str = "", *, timeout: float | None = None) -> Model:
+        return self._background.run(self._client.model(name, timeout=timeout))
+
+    def mesh(self, *, timeout: float | None = None) -> Mesh:
+        return self._background.run(self._client.mesh(timeout=timeout))
+
+    def workers(self, *, timeout: float | None = None) -> tuple[Worker, ...]:
+        return self._background.run(self._client.workers(timeout=timeout))
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        self._background.run(self._client.wait_ready(timeout))

@@ -1,0 +1,74 @@
+"""Templated chats whose answers a program can check, with an honest held-out split.
+
+Every sample has a `key`. Samples whose key hashes into the held-out tenth are never used for training. The key of rule
+kinds (arithmetic, spelling) is the operands, so no wording of a held-out problem was trained on. The key of fact kinds
+(capitals, explanations) is the text of the question, so the fact was trained on, but not in this wording.
+"""
+
+from __future__ import annotations
+
+import random
+
+from demo_model.questions import facts, letters, longer, numbers, recall
+from demo_model.questions.sample import Kind, Sample, is_held_out
+
+KINDS: dict[str, Kind] = {
+    **numbers.KINDS,
+    **letters.KINDS,
+    **facts.KINDS,
+    **recall.KINDS,
+    **longer.KINDS,
+}
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful, honest assistant.",
+    "Answer the question.",
+    "Be brief and correct.",
+    "You are the demonstration model of Tandem.",
+)
+
+__all__ = ["KINDS", "SYSTEM_PROMPTS", "Kind", "Sample", "conversation", "draw", "is_held_out"]
+
+
+def draw(kind: str, rng: random.Random, held_out: bool) -> Sample:
+    """A sample of `kind` from one side of the split, drawn repeatedly until it falls there."""
+    while True:
+        sample = KINDS[kind].make(rng)
+        if is_held_out(sample.key) == held_out:
+            return sample
+
+
+def conversation(rng: random.Random, late: bool = False) -> list[dict[str, str]]:
+    """One training chat: an optional system prompt, then mostly one sample, now and then up to six.
+
+    `late` draws with the shares of the second training phase.
+    """
+    names = list(KINDS)
+    weights = [_weight(KINDS[name], late) for name in names]
+    count = rng.choices((1, 2, 3, 4, 5, 6), (75, 15, 4, 2, 2, 2))[0]
+    samples = [draw(name, rng, held_out=False) for name in rng.choices(names, weights, k=count)]
+    system = samples[0].system
+    if system is None and rng.random() < 0.25:
+        system = rng.choice(SYSTEM_PROMPTS)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for sample in samples:
+        if sample.system is not None and sample is not samples[0]:
+            continue
+        for question, answer in sample.turns:
+            messages.append({"role": "user", "content": _loosen(question, rng)})
+            messages.append({"role": "assistant", "content": answer})
+    return messages
+
+
+def _weight(kind: Kind, late: bool) -> float:
+    return kind.weight if kind.late is None or not late else kind.late
+
+
+def _loosen(question: str, rng: random.Random) -> str:
+    """Type the question as people do: sometimes no capital first, sometimes no closing mark."""
+    if rng.random() < 0.15:
+        question = question[0].lower() + question[1:]
+    if rng.random() < 0.15 and question[-1] in "?.!":
+        question = question[:-1]
+    return question

@@ -1,0 +1,208 @@
+"""Trains the bundled chat model and its draft from scratch, offline, on one CPU core.
+
+    python -m demo_model.train                    # both models, as shipped
+    python -m demo_model.train --minutes 3 --out some/folder
+
+Writes standard Hugging Face folders. The plain command is seeded; `--minutes` fits its steps to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from demo_model.muon import Muon
+from demo_model.packing import Batch, batches
+from demo_model.vocabulary import CONTEXT, save_tokenizer, train_tokenizer
+
+ROWS = 8
+WARMUP_STEPS = 30
+MUON_RATE = 0.02
+LAST_SHARE = 0.02
+PROBE_STEPS = 8
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Optimizer steps on one mix of questions. The learning rate decays over `decay_steps`, which may exceed `steps`.
+
+    `late` selects the weights of the second phase, with more of the hard questions; `seed` draws the questions.
+    """
+
+    steps: int
+    decay_steps: int
+    late: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Shape and training of one model. `phases` are those of the shipped weights."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    learning_rate: float
+    phases: tuple[Phase, ...]
+
+
+PLANS = {
+    "tandem-small": TrainingPlan(
+        256,
+        4,
+        8,
+        2,
+        640,
+        2e-3,
+        (Phase(500, 1700, False, SEED + 1), Phase(1240, 1240, True, SEED + 2), Phase(2200, 2200, False, SEED + 3)),
+    ),
+    "tandem-draft": TrainingPlan(
+        128, 2, 4, 2, 320, 4e-3, (Phase(300, 1700, False, SEED + 1), Phase(1200, 1200, True, SEED + 2))
+    ),
+}
+
+
+def build(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A freshly initialised model: Llama with tied embeddings and grouped-query attention."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=plan.hidden,
+        intermediate_size=plan.intermediate,
+        num_hidden_layers=plan.layers,
+        num_attention_heads=plan.heads,
+        num_key_value_heads=plan.kv_heads,
+        head_dim=plan.hidden // plan.heads,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """Mean cross-entropy (nats) over the assistant's tokens; the output matrix is applied to those alone."""
+    states = model.model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).last_hidden_state
+    is_target = batch.targets >= 0
+    return functional.cross_entropy(model.lm_head(states[is_target]), batch.targets[is_target])
+
+
+def rate_share(step: int, steps: int) -> float:
+    """Share of the peak learning rate: linear warm-up, then a cosine down to LAST_SHARE."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    done = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
+    return LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def optimizers_for(model: LlamaForCausalLM, peak: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+    layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    layer_ids = {id(parameter) for parameter in layers}
+    other_parameters = [parameter for parameter in model.parameters() if id(parameter) not in layer_ids]
+    adam = torch.optim.AdamW(other_parameters, lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizers = [Muon(layers, lr=MUON_RATE), adam]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
+
+
+def fit(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, phase: Phase, peak: float) -> None:
+    """Train in place for one phase, from a fresh optimizer; `peak` is AdamW's highest learning rate."""
+    optimizers, start = optimizers_for(model, peak), time.monotonic()
+    average = math.log(len(tokenizer))
+    drawn = batches(tokenizer, phase.seed, ROWS, phase.late)
+    for step, batch in enumerate(islice(drawn, phase.steps)):
+        loss = loss_of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * rate_share(step, phase.decay_steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        average += 0.02 * (loss.item() - average)
+        if step % 100 == 0 or step == phase.steps - 1:
+            speed = (step + 1) * batch.ids.numel() / (time.monotonic() - start)
+            print(f"step {step}/{phase.steps} loss {average:.4f} {speed:.0f} tokens/s", flush=True)
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write weights in fp16, configuration, greedy generation defaults and tokenizer."""
+    half = copy.deepcopy(model).half().eval()  # type: ignore[no-untyped-call]
+    half.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=False,
+    )
+    half.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def scaled(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, minutes: float) -> tuple[Phase, ...]:
+    """The plan's phases, shortened or lengthened to `minutes` from the measured speed of a few steps."""
+    start = time.monotonic()
+    trial = dataclasses.replace(plan.phases[0], steps=PROBE_STEPS)
+    fit(build(plan, tokenizer), tokenizer, trial, plan.learning_rate)
+    affordable = minutes * 60 * PROBE_STEPS / (time.monotonic() - start)
+    share = affordable / sum(phase.steps for phase in plan.phases)
+    return tuple(
+        dataclasses.replace(phase, steps=round(phase.steps * share), decay_steps=round(phase.decay_steps * share))
+        for phase in plan.phases
+    )
+
+
+def train(name: str, tokenizer: PreTrainedTokenizerFast, arguments: argparse.Namespace) -> None:
+    """Train one model from scratch, or further from the weights in `arguments.out` with --more."""
+    plan, folder = PLANS[name], arguments.out / name
+    torch.manual_seed(SEED)
+    if arguments.more is not None:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        phases: tuple[Phase, ...] = (Phase(arguments.more, arguments.more, False, SEED + 3),)
+    else:
+        phases = plan.phases if arguments.minutes is None else scaled(plan, tokenizer, arguments.minutes)
+        torch.manual_seed(SEED)
+        model = build(plan, tokenizer)
+    print(f"{name}: {model.num_parameters():,} parameters", flush=True)
+    for phase in phases:
+        fit(model, tokenizer, phase, plan.learning_rate)
+        save(model, tokenizer, folder)
+
+
+def main() -> None:
+    """Train the chosen models one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model folders")
+    parser.add_argument("--model", choices=sorted(PLANS), help="train this one only")
+    parser.add_argument("--minutes", type=float, help="time per model, instead of the shipped steps")
+    parser.add_argument("--more", type=int, metavar="STEPS", help="train the weights in --out further")
+    parser.add_argument("--new-tokenizer", action="store_true", help="train one instead of keeping the shipped")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    shipped = Path(__file__).parent / "tandem-small"
+    fresh = arguments.new_tokenizer
+    tokenizer = train_tokenizer(SEED) if fresh else PreTrainedTokenizerFast.from_pretrained(shipped)
+    for name in PLANS if arguments.model is None else (arguments.model,):
+        train(name, tokenizer, arguments)
+
+
+if __name__ == "__main__":
+    main()

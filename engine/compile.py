@@ -1,0 +1,46 @@
+"""Compiles the CPU kernels ahead of time, so that the first worker on a machine starts without compiling.
+
+    python -m engine.compile [MODEL_FOLDER]
+
+Machine code is kept on disk (`engine/kernels/cpu/jit.py`). It depends on the quantisation and the KV dtype, not on the
+model's shape and weights. Where the model runs in the eager decoder, only the kernels that it uses are compiled.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.load import RunnerSettings, load_model_runner
+from engine.sequence import SequenceState
+from mesh.domain.request import Request
+from mesh.domain.sampling import SamplingParams
+
+_BUNDLED = Path(__file__).resolve().parents[1] / "demo_model" / "tandem-small"
+_COMBINATIONS = (("none", "float32"), ("int8", "float16"), ("int8", "int8"))
+_PROMPT_TOKENS = 20
+
+
+def main() -> None:
+    """Run a prompt and a decode step with each combination of quantisation and KV dtype."""
+    model_dir = Path(sys.argv[1]) if len(sys.argv) > 1 else _BUNDLED
+    for quantize, kv_dtype in _COMBINATIONS:
+        start_s = time.perf_counter()
+        _run(RunnerSettings(model_dir, "cpu", load_format="dummy", num_blocks=4, quantize=quantize, kv_dtype=kv_dtype))
+        sys.stderr.write(f"{quantize} with KV in {kv_dtype}: {time.perf_counter() - start_s:.1f} s\n")
+
+
+def _run(settings: RunnerSettings) -> None:
+    runner = load_model_runner(settings)
+    sampling = SamplingParams(max_new_tokens=2, seed=0, ignore_eos=True)
+    sequence = SequenceState(Request("compile", 0, tuple(range(1, _PROMPT_TOKENS + 1)), _PROMPT_TOKENS, sampling))
+    sequence.block_table = [0, 1]
+    for count in (_PROMPT_TOKENS, 1):
+        batch = ScheduledBatch((ScheduledSequence(sequence, sequence.num_computed_tokens, count),))
+        tokens = runner.run(batch)[0].tokens
+        sequence.num_computed_tokens += count
+        sequence.token_ids += [token.id for token in tokens]
+
+
+if __name__ == "__main__":
+    main()

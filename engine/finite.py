@@ -1,0 +1,32 @@
+"""Detection of NaN and infinity in the results of a step. A residual that is not finite stays so in all later layers,
+so it is enough to check the last hidden states.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mesh.domain.tokens import PromptLogprob, SampledToken
+
+_NONE: frozenset[int] = frozenset()
+
+
+def is_finite(values: Tensor) -> bool:
+    """True if all values are finite. Their sum is checked first: it is finite only if all of them are."""
+    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
+
+
+def items_not_finite(hidden: Tensor, starts: Sequence[int]) -> frozenset[int]:
+    """Indices of the items whose hidden states are not finite; item i has rows [starts[i], starts[i + 1])."""
+    if is_finite(hidden):
+        return _NONE
+    finite = torch.isfinite(hidden).all(1).tolist()
+    return frozenset(item for item, (start, stop) in enumerate(pairwise(starts)) if not all(finite[start:stop]))
+
+
+def scores_are_finite(scored: Sequence[SampledToken] | Sequence[PromptLogprob]) -> bool:
+    """False if a log-prob is not finite: then a row of logits, or its sum of exponentials, was not finite."""
+    return all(token.logprob is not None and math.isfinite(token.logprob) for token in scored)

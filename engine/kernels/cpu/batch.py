@@ -1,0 +1,103 @@
+"""The arguments of attention kernels: a step's tokens, the heads, and a thread's scratch memory."""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Halves, Int32s, Int64s
+from engine.kernels.cpu.constants import KEYS
+from engine.kernels.cpu.features import why_no_loops
+from mesh.domain.kv import KVLayout
+
+_CACHE_DTYPES = ("float32", "float16", "int8")
+NO_WINDOW = int(np.iinfo(np.int32).max)
+"""A sliding window that no context reaches."""
+Cache: TypeAlias = Array
+"""A KV cache as a flat array of its dtype; fp16 as uint16."""
+
+
+class HeadShape(NamedTuple):
+    """Heads of a model and slots of its cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # a multiple of KEYS
+    row_bytes: int  # bytes of one head of one token in the cache, keys or values
+    block_size: int
+    num_slots: int
+    scale: np.float32  # factor of the scores, times log2(e): softmax uses powers of two
+
+
+class Batch(NamedTuple):
+    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1])."""
+
+    slots: Int64s  # [num_tokens]
+    segments: Int64s  # [num_seqs, max_blocks * block_size / KEYS]: first slot of each KEYS tokens
+    context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
+    prompt_lens: Int32s  # [num_seqs]: tokens of the client's prompt among them
+    query_starts: Int32s  # [num_seqs + 1]
+    cos: Floats  # [num_tokens, head_dim]; [0, 0] without rotary positions
+    sin: Floats  # like cos; the first half is negated
+
+
+class Queries(NamedTuple):
+    """Query rows and attention's result. TILE_ROWS rows past the last row may be read."""
+
+    rows: Floats  # flat [num_tokens, step]; the first num_heads * head_dim numbers of a row are read
+    step: int
+    out: Floats  # flat [num_tokens, num_heads * head_dim]
+
+
+class AttentionScratch(NamedTuple):
+    """Memory of one thread, made by `Buffers.attention`. All arrays are flat.
+
+    Prompts in fp32 use `keys` and `values`; prompts in bf16 use `keys16`, `values16` and `rows16`. The unused arrays
+    are empty, and `keys16` decides at run time.
+    """
+
+    scores: Floats
+    keys: Floats
+    values: Floats
+    keys16: Halves
+    values16: Halves
+    rows16: Halves
+    tile: Floats
+    factors: Floats
+    limbs: Bytes  # queries split into two bytes a number; see byte_vectors.split_query
+
+
+class Attending(NamedTuple):
+    """One thread's arguments of attention, the same in every layer of a step."""
+
+    queries: Queries
+    shape: HeadShape
+    batch: Batch
+    scratch: AttentionScratch
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer in the cache."""
+
+    keys: Address
+    values: Address
+    element: Element
+    window: int  # tokens that a query sees, its own included
+
+
+class QueryBlock(NamedTuple):
+    """Queries of one head that share one pass over the keys."""
+
+    row: int  # of the first query
+    num_rows: int
+    position: int  # of the first query
+
+
+def why_not_paged(layout: KVLayout) -> str | None:
+    """The reason why the attention kernels cannot read a cache of this layout, or None if they can."""
+    if layout.dtype not in _CACHE_DTYPES:
+        return f"KV in {layout.dtype}, not {', '.join(_CACHE_DTYPES)}"
+    if layout.head_dim % KEYS:
+        return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
+    if layout.block_size % KEYS:
+        return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"
+    return why_no_loops(int8=layout.dtype == "int8")

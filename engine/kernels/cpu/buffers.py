@@ -1,0 +1,55 @@
+"""Scratch memory that is kept between steps."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from engine.kernels.cpu.arguments import Halves
+from engine.kernels.cpu.batch import AttentionScratch, Batch, HeadShape
+from engine.kernels.cpu.constants import (
+    AMX_QUERY_BLOCK,
+    KEY_TILE,
+    KEYS,
+    LANES,
+    LIMBS_TAIL_BYTES,
+    QUERY_BLOCK,
+    QUERY_TILE_ROWS,
+)
+from engine.kernels.cpu.memory import aligned
+
+_NO_HALVES: Halves = np.empty(0, np.uint16)
+
+
+class Buffers:
+    """Named arrays that grow when a larger size is requested. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[Any]] = {}
+
+    def get(self, name: str, size: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """An array of at least `size` elements. Its contents are those of the last use."""
+        array = self._arrays.get(name)
+        if array is None or array.size < size:
+            array = self._arrays[name] = aligned(size + size // 2, dtype)
+        return array
+
+    def attention(self, shape: HeadShape, batch: Batch, *, bf16: bool = False) -> AttentionScratch:
+        """Scratch of one thread for the attention of a step. With `bf16`, prompts are computed in AMX's bf16."""
+        context = int(batch.context_lens.max()) + 2 * KEY_TILE
+        has_prompt = bool((batch.prompt_lens > batch.context_lens - np.diff(batch.query_starts)).any())
+        rows = max(QUERY_BLOCK if has_prompt else 0, shape.num_heads)
+        packed = context * (shape.head_dim + LANES) if has_prompt else 0
+        floats, halves = (0, packed) if bf16 else (packed, 0)
+        tile = max(QUERY_TILE_ROWS * KEY_TILE, 2 * KEYS * shape.head_dim, AMX_QUERY_BLOCK * KEY_TILE)
+        return AttentionScratch(
+            scores=self.get("scores", rows * context),
+            keys=self.get("keys", floats),
+            values=self.get("values", floats),
+            keys16=self.get("keys16", halves, np.uint16) if halves else _NO_HALVES,
+            values16=self.get("values16", halves, np.uint16),
+            rows16=self.get("rows16", AMX_QUERY_BLOCK * max(context, shape.head_dim) if halves else 0, np.uint16),
+            tile=self.get("tile", tile),
+            factors=self.get("query_factors", max(QUERY_BLOCK, shape.num_heads)),
+            limbs=self.get("limbs", shape.num_heads * (2 * shape.head_dim + LIMBS_TAIL_BYTES), np.uint8),
+        )

@@ -1,0 +1,146 @@
+"""Causal attention of a prompt's chunk on CPU: packed keys, tiles of queries."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kernels.cpu.arguments import Floats, Int64s, Matrix, Share, Span
+from engine.kernels.cpu.batch import Attending, AttentionScratch, HeadShape, LayerKV, QueryBlock
+from engine.kernels.cpu.chunk_amx import attend_block_bf16, pack_head_bf16, padded_keys
+from engine.kernels.cpu.constants import (
+    AMX_QUERY_BLOCK,
+    FLOAT_BYTES,
+    KEY_TILE,
+    KEYS,
+    LANES,
+    QUERY_BLOCK,
+    QUERY_TILE_ROWS,
+    VECTOR_BYTES,
+)
+from engine.kernels.cpu.jit import jit
+from engine.kernels.cpu.kv_segments import head_of, read_keys, read_values
+from engine.kernels.cpu.tiles import TileProduct, multiply_tile
+from engine.kernels.cpu.vectors import address, exponents, scale_row
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens of one sequence that are computed in this step."""
+
+    seq: int
+    row: int  # of the first token
+    num_rows: int
+    position: int  # of the first token
+
+
+class _TileColumns(NamedTuple):
+    """Columns of the tile of sums that go to `out`: queries from `first` on."""
+
+    first: int
+    num_rows: int
+    num_columns: int
+
+
+@jit
+def attend_chunk(chunk: Chunk, attending: Attending, kv: LayerKV, share: Share) -> None:
+    """Compute one thread's share of a chunk: every share.num_shares-th block of queries of a head."""
+    seq, row, count, position = chunk
+    shape, batch = attending.shape, attending.batch
+    group, end_row, context = shape.num_heads // shape.num_kv_heads, row + count, position + count
+    first = max(0, position + 1 - kv.window) // KEY_TILE * KEY_TILE
+    tokens = Span(first, context)
+    in_bf16 = len(attending.scratch.keys16) > 0
+    size = AMX_QUERY_BLOCK if in_bf16 else QUERY_BLOCK
+    item = 0
+    for kv_head in range(shape.num_kv_heads):
+        packed = False
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            for block_row in range(row, end_row, size):
+                item += 1
+                if item % share.num_shares != share.number:
+                    continue
+                block = QueryBlock(block_row, min(size, end_row - block_row), position + block_row - row)
+                if in_bf16:
+                    if not packed:
+                        pack_head_bf16(batch.segments[seq], tokens, kv_head, attending, kv)
+                    attend_block_bf16(block, head, tokens, kv.window, attending)
+                else:
+                    if not packed:
+                        _pack_head(batch.segments[seq], tokens, kv_head, attending, kv)
+                    _attend_block(block, head, tokens, kv.window, attending)
+                packed = True
+
+
+@jit
+def _pack_head(segments: Int64s, tokens: Span, kv_head: int, attending: Attending, kv: LayerKV) -> None:
+    """Pack one head of the tokens into scratch, padded to whole key tiles with the last tokens' segment.
+
+    Keys become panels [keys / 16][head_dim][16], values panels [head_dim / 16][keys][16].
+    """
+    first, end = tokens
+    shape, scratch = attending.shape, attending.scratch
+    dim, step = shape.head_dim, shape.num_kv_heads * shape.row_bytes
+    num_keys, tile, at = padded_keys(end - first), scratch.tile, address(scratch.tile)
+    for token in range(first, first + num_keys, KEYS):
+        head = head_of(segments[min(token, end - 1) // KEYS] * step, kv_head, shape, kv.element)
+        panel = scratch.keys[(token - first) * dim : (token - first + KEYS) * dim]
+        read_keys(kv.keys + head, shape, panel, tile, kv.element)
+        read_values(kv.values + head, shape, at, kv.element)
+        for p in range(dim // LANES):
+            start = p * num_keys + token - first
+            panel = scratch.values[start * LANES : (start + KEYS) * LANES]
+            for key in range(KEYS):
+                for d in range(LANES):
+                    panel[key * LANES + d] = tile[key * dim + p * LANES + d]
+
+
+@jit
+def _attend_block(block: QueryBlock, head: int, tokens: Span, window: int, attending: Attending) -> None:
+    """Attend with up to QUERY_BLOCK queries of one head. tokens: those whose keys are packed."""
+    row, count, position = block
+    queries, shape, _, scratch = attending
+    first, scores, dim = tokens.first, scratch.scores, shape.head_dim
+    begin = max(0, position + 1 - window - first) // KEY_TILE * KEY_TILE
+    width = padded_keys(position + count - first) - begin
+    rows, step = address(queries.rows) + (row * queries.step + head * dim) * FLOAT_BYTES, queries.step * FLOAT_BYTES
+    for i in range(0, count, QUERY_TILE_ROWS):
+        left = Matrix(rows + i * step, step)
+        # Keys after a tile's last query are hidden from the whole tile.
+        for key in range(0, _num_visible(i, position, first + begin, width), KEY_TILE):
+            keys = Matrix(address(scratch.keys) + (begin + key) * dim * FLOAT_BYTES, KEYS * dim * FLOAT_BYTES)
+            out = Matrix(address(scores) + (i * width + key) * FLOAT_BYTES, width * FLOAT_BYTES)
+            multiply_tile(TileProduct(left, keys, out), dim, QUERY_TILE_ROWS, 2, scores[0])
+    for i in range(count):
+        end = position + i + 1 - first - begin
+        visible = Span(max(0, end - window), end)
+        total = exponents(address(scores) + i * width * FLOAT_BYTES, width // KEYS, visible, shape.scale)
+        scratch.factors[i] = np.float32(1.0) / total
+    num_packed = padded_keys(tokens.end - first)
+    sums = Matrix(address(scratch.tile), KEY_TILE * FLOAT_BYTES)
+    for i in range(0, count, QUERY_TILE_ROWS):
+        weights = Matrix(address(scores) + i * width * FLOAT_BYTES, width * FLOAT_BYTES)
+        depth = _num_visible(i, position, first + begin, width)
+        for p in range(0, dim // LANES, 2):
+            at = address(scratch.values) + (p * num_packed + begin) * VECTOR_BYTES
+            product = TileProduct(weights, Matrix(at, num_packed * VECTOR_BYTES), sums)
+            if p + 1 < dim // LANES:
+                multiply_tile(product, depth, QUERY_TILE_ROWS, 2, scores[0])
+            else:
+                multiply_tile(product, depth, QUERY_TILE_ROWS, 1, scores[0])
+            at = ((row + i) * shape.num_heads + head) * dim + p * LANES
+            columns = _TileColumns(i, min(QUERY_TILE_ROWS, count - i), min(KEY_TILE, dim - p * LANES))
+            _store_tile(scratch, queries.out, columns, at, shape)
+
+
+@jit
+def _num_visible(i: int, position: int, begin: int, width: int) -> int:
+    """Keys from position `begin` on that the tile of queries from number `i` on may see, in whole key tiles."""
+    return min(width, padded_keys(position + i + QUERY_TILE_ROWS - begin))
+
+
+@jit
+def _store_tile(scratch: AttentionScratch, out: Floats, columns: _TileColumns, at: int, shape: HeadShape) -> None:
+    """Divide a tile of sums by the softmax totals and store it in `out` from index `at` on."""
+    for r in range(columns.num_rows):
+        target = address(out) + (at + r * shape.num_heads * shape.head_dim) * FLOAT_BYTES
+        tile = address(scratch.tile) + r * KEY_TILE * FLOAT_BYTES
+        scale_row(tile, columns.num_columns // LANES, scratch.factors[columns.first + r], target)

@@ -1,0 +1,170 @@
+"""Vector loops of decode attention: 16 keys or values of the cache against the query rows that share them.
+
+A row of the cache is read and converted once for up to MAX_QUERY_ROWS query rows. Arguments are as in `vectors.py`.
+`num_rows` is a compile-time constant. `byte_vectors.py` has the loops for int8.
+"""
+
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+
+from engine.kernels.cpu.arguments import Address
+from engine.kernels.cpu.byte_vectors import add_bytes, score_bytes
+from engine.kernels.cpu.constants import (
+    KEYS,
+    LANES,
+    VECTOR_BYTES,
+)
+from engine.kernels.cpu.ir import (
+    FLOAT,
+    FLOATS,
+    INT64,
+    INTS,
+    Builder,
+    CodeContext,
+    Emitter,
+    Intrinsic,
+    NumbaType,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    constant,
+    emitted,
+)
+
+_HALF = KEYS // 2
+_IN_ORDER = [*range(0, KEYS, 2), *range(1, KEYS, 2)]
+
+
+class CacheRows(NamedTuple):
+    """16 rows of one head in the cache: the address of the first, bytes from row to row, and vectors of a row."""
+
+    address: Address
+    step: int
+    num_vectors: int
+
+
+class _Cache:
+    """`CacheRows` as LLVM values, while code is written."""
+
+    def __init__(self, emit: Emitter, rows: Value, element: NumbaType) -> None:
+        address, step, self.num_vectors = emit.members(rows, 3)
+        self._emit, self._element = emit, element
+        self._rows = [emit.at(emit.pointer(address), emit.builder.mul(step, INT64(key))) for key in range(KEYS)]
+
+    def floats(self, key: int, index: Value) -> Value:
+        """Vector number `index` of the row of a key, as fp32."""
+        column = self._emit.builder.mul(index, INT64(LANES * self._element.bitwidth // 8))
+        return self._emit.floats(self._emit.at(self._rows[key], column), self._element)
+
+
+@emitted
+def score_keys(
+    typing: TypingContext, queries: NumbaType, keys: NumbaType, out: NumbaType, num_rows: NumbaType, element: NumbaType
+) -> Intrinsic:
+    """out[row][0:16] = dot products of each query row with 16 keys.
+
+    queries: a Matrix of rows as `kv_segments.prepare_queries` returns it; keys: CacheRows; out: a Matrix.
+    """
+    rows = range(num_rows.literal_value)
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        query_rows, out_rows = (_row_pointers(emit, args[i], rows) for i in (0, 2))
+        if element == types.int8:
+            score_bytes(emit, query_rows, _segment(emit, args[1]), out_rows)
+            return context.get_dummy_value()
+        cache = _Cache(emit, args[1], element)
+        halves = []
+        for half in range(2):
+            with emit.loop(cache.num_vectors, [constant(FLOATS, 0.0)] * (_HALF * len(rows))) as loop:
+                column = builder.mul(loop.index, INT64(VECTOR_BYTES))
+                left = [emit.load(emit.at(row, column), FLOATS) for row in query_rows]
+                for key in range(_HALF):
+                    right = cache.floats(half * _HALF + key, loop.index)
+                    for row in rows:
+                        total = loop.carried[key * len(rows) + row]
+                        loop.next.append(emit.multiply_add(left[row], right, total))
+            halves.append([_fold(builder, loop.next[row :: len(rows)]) for row in rows])
+        for row in rows:
+            mixed = _merge(builder, halves[0][row], halves[1][row], 2)  # keys 0, 8, 1, 9, ...
+            sums = builder.shuffle_vector(mixed, mixed, ir.Constant(INTS, _IN_ORDER))
+            emit.store(sums, out_rows[row])
+        return context.get_dummy_value()
+
+    return types.void(queries, keys, out, num_rows, element), generate
+
+
+def _row_pointers(emit: Emitter, matrix: Value, rows: range) -> list[Value]:
+    pointer, step = emit.matrix(matrix)
+    return [emit.at(pointer, emit.builder.mul(step, INT64(row))) for row in rows]
+
+
+def _segment(emit: Emitter, rows: Value) -> tuple[Value, Value]:
+    """A segment in int8 and the vectors of a row, from `CacheRows`."""
+    address, _, num_vectors = emit.members(rows, 3)
+    return emit.pointer(address), num_vectors
+
+
+def _fold(builder: Builder, vectors: list[Value]) -> Value:
+    """Fold 8 vectors into one, whose lanes 2 i and 2 i + 1 add up to the sum over the lanes of vector i."""
+    size = LANES
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        pairs = zip(vectors[:half], vectors[half:], strict=True)
+        vectors, size = [_merge(builder, low, high, size) for low, high in pairs], size // 2
+    return vectors[0]
+
+
+def _merge(builder: Builder, low: Value, high: Value, size: int) -> Value:
+    """Fold every `size` lanes of both vectors to half as many; the results of `low` and `high` alternate."""
+    half = size // 2
+    left: list[int] = []
+    right: list[int] = []
+    for start in range(0, LANES, size):
+        for vector in range(2):
+            first = start + vector * LANES
+            left += range(first, first + half)
+            right += range(first + half, first + size)
+    lanes = [builder.shuffle_vector(low, high, ir.Constant(INTS, mask)) for mask in (left, right)]
+    return builder.fadd(*lanes, flags=("fast",))
+
+
+@emitted
+def add_values(
+    typing: TypingContext,
+    weights: NumbaType,
+    values: NumbaType,
+    out: NumbaType,
+    num_rows: NumbaType,
+    element: NumbaType,
+) -> Intrinsic:
+    """out[row] += sum over 16 keys of weights[row][key] * value row. The weights are undefined afterwards.
+
+    weights, out: Matrix; values: CacheRows.
+    """
+    rows = range(num_rows.literal_value)
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        weight_rows, out_rows = (_row_pointers(emit, args[i], rows) for i in (0, 2))
+        if element == types.int8:
+            add_bytes(emit, weight_rows, _segment(emit, args[1]), out_rows)
+            return context.get_dummy_value()
+        cache = _Cache(emit, args[1], element)
+        with emit.loop(cache.num_vectors, []) as loop:
+            column = builder.mul(loop.index, INT64(VECTOR_BYTES))
+            targets = [emit.at(row, column) for row in out_rows]
+            totals = [[emit.load(target, FLOATS), constant(FLOATS, 0.0)] for target in targets]
+            for key in range(KEYS):
+                value = cache.floats(key, loop.index)
+                for row in rows:
+                    weight = emit.splat(emit.load(emit.at(weight_rows[row], 4 * key), FLOAT))
+                    totals[row][key % 2] = emit.multiply_add(weight, value, totals[row][key % 2])
+            for target, (even, odd) in zip(targets, totals, strict=True):
+                emit.store(builder.fadd(even, odd), target)
+        return context.get_dummy_value()
+
+    return types.void(weights, values, out, num_rows, element), generate

@@ -1,0 +1,206 @@
+"""Helpers for writing LLVM code: byte pointers, vectors of 16 lanes, counted loops.
+
+An intrinsic is a Python function that writes the LLVM code of one operation. numba calls it with the types of the
+arguments; it returns the signature and `generate`, which gets the arguments' LLVM values and writes the code.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from engine.kernels.cpu.constants import LANES
+from engine.kernels.cpu.features import knows_bf16
+
+Value: TypeAlias = ir.Value
+Values: TypeAlias = Sequence[ir.Value]
+LLVMType: TypeAlias = ir.Type
+Builder: TypeAlias = ir.IRBuilder
+# numba does not annotate these classes, and which attributes a type has depends on the type (bitwidth, literal_value).
+NumbaType: TypeAlias = Any
+TypingContext: TypeAlias = Any
+CodeContext: TypeAlias = Any
+Signature: TypeAlias = Any
+Intrinsic: TypeAlias = tuple[Signature, Callable[[CodeContext, Builder, Signature, Values], Value]]
+
+_declare: Any = cgutils.get_or_insert_function
+INT8, INT32, INT64, FLOAT, HALF = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.HalfType()
+VOID, BYTE_POINTER = ir.VoidType(), INT8.as_pointer()
+INTS, FLOATS, HALVES, SHORTS, BYTES = (
+    ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF, ir.IntType(16), INT8)
+)
+# 2^x on [-0.5, 0.5], highest power first; float32 constants, exact in double.
+_POWERS = tuple(
+    float(np.float32(c))
+    for c in (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
+)
+_ZEROS = ir.Constant(INTS, [0] * LANES)
+ALL_LANES = ir.Constant(ir.IntType(LANES), -1)
+_CURRENT_ROUNDING = 4
+
+
+def emitted(function: Callable[..., Intrinsic]) -> Callable[..., Any]:
+    """Make an intrinsic callable from compiled code. Arguments that are literals arrive as literal types."""
+    compiled: Callable[..., Any] = intrinsic(prefer_literal=True)(function)
+    return compiled
+
+
+def constant(vector: LLVMType, value: float) -> Value:
+    """A vector with the same value in all lanes."""
+    return ir.Constant(vector, [value] * LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class Emitter:
+    """Writes LLVM code at the builder's position."""
+
+    context: CodeContext
+    builder: Builder
+
+    def members(self, value: Value, count: int) -> list[Value]:
+        """The first `count` members of a tuple."""
+        return [self.builder.extract_value(value, i) for i in range(count)]
+
+    def matrix(self, matrix: Value) -> tuple[Value, Value]:
+        """Byte pointer and step of an `arguments.Matrix`."""
+        address, step = self.members(matrix, 2)
+        return self.pointer(address), step
+
+    def array(self, array_type: NumbaType, value: Value) -> Value:
+        """Byte pointer of an array's first element."""
+        data = self.context.make_array(array_type)(self.context, self.builder, value).data
+        return self.builder.bitcast(data, BYTE_POINTER)
+
+    def pointer(self, address: Value) -> Value:
+        """Byte pointer of an address."""
+        return self.builder.inttoptr(address, BYTE_POINTER)
+
+    def at(self, pointer: Value, offset: Value | int) -> Value:
+        """The byte pointer `offset` bytes further on."""
+        return self.builder.gep(pointer, [INT64(offset) if isinstance(offset, int) else offset])
+
+    def load(self, pointer: Value, loaded_type: LLVMType, align: int = 4) -> Value:
+        """Load a value of `loaded_type` from a byte pointer; `align` in bytes."""
+        value = self.builder.load(self.builder.bitcast(pointer, loaded_type.as_pointer()))
+        value.align = align
+        return value
+
+    def store(self, value: Value, pointer: Value, align: int = 4) -> None:
+        """Store a value at a byte pointer; `align` in bytes."""
+        self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer())).align = align
+
+    def load_if(self, condition: Value, pointer: Value) -> Value:
+        """Load 16 fp32 lanes if the condition holds, else zeros."""
+        at = self.builder.bitcast(pointer, FLOATS.as_pointer())
+        return self.call(
+            "llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), self._mask(condition), constant(FLOATS, 0.0)
+        )
+
+    def store_if(self, condition: Value, value: Value, pointer: Value) -> None:
+        """Store 16 fp32 lanes at a byte pointer if the condition holds."""
+        at = self.builder.bitcast(pointer, FLOATS.as_pointer())
+        self.call("llvm.masked.store.v16f32.p0", VOID, value, at, INT32(4), self._mask(condition))
+
+    def _mask(self, condition: Value) -> Value:
+        bits = self.builder.sext(condition, ir.IntType(LANES))
+        return self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
+
+    def floats(self, pointer: Value, element: NumbaType) -> Value:
+        """Load 16 numbers of type `element` as fp32: fp32, or uint16 that holds fp16."""
+        if element.bitwidth == 16:
+            return self.builder.fpext(self.load(pointer, HALVES, 2), FLOATS)
+        return self.load(pointer, FLOATS)
+
+    def splat(self, scalar: Value) -> Value:
+        """A vector with the scalar in all 16 lanes."""
+        vector = ir.VectorType(scalar.type, LANES)
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, INT32(0))
+        return self.builder.shuffle_vector(first, undefined, _ZEROS)
+
+    def call(self, name: str, result: LLVMType, *values: Value) -> Value:
+        """Call an LLVM intrinsic. Sums may be reordered, and fp32 values are assumed not to be NaN."""
+        function_type = ir.FunctionType(result, [value.type for value in values])
+        function = _declare(self.builder.module, function_type, name)
+        return self.builder.call(function, values, fastmath=("reassoc", "nnan") if result in (FLOAT, FLOATS) else ())
+
+    def add_in_order(self, total: Value, x: Value) -> Value:
+        """total + x of fp32 vectors, never reordered. Without flags, numba would allow reordering."""
+        return self.builder.fadd(total, x, flags=("nsz",))
+
+    def multiply_add(self, x: Value, y: Value, total: Value) -> Value:
+        """x * y + total of fp32 vectors."""
+        return self.call("llvm.fma.v16f32", FLOATS, x, y, total)
+
+    def rounded(self, x: Value) -> Value:
+        """Round an fp32 vector to int32, ties to even."""
+        convert = "llvm.x86.avx512.mask.cvtps2dq.512"
+        return self.call(convert, INTS, x, constant(INTS, 0), ALL_LANES, INT32(_CURRENT_ROUNDING))
+
+    def bf16(self, x: Value) -> Value:
+        """Round an fp32 vector to bf16, ties to even; returns the bits of the 16 numbers."""
+        builder = self.builder
+        if knows_bf16():
+            function_type = ir.FunctionType(SHORTS, [FLOATS])
+            return builder.asm(function_type, "vcvtneps2bf16 $1, $0", "=v,v", [x], False)
+        bits = builder.bitcast(x, INTS)
+        odd = builder.and_(builder.lshr(bits, constant(INTS, 16)), constant(INTS, 1))
+        rounded = builder.add(builder.add(bits, constant(INTS, 0x7FFF)), odd)
+        return builder.trunc(builder.lshr(rounded, constant(INTS, 16)), SHORTS)
+
+    def smaller(self, x: Value, y: Value) -> Value:
+        """The smaller of two signed integers."""
+        return self.builder.select(self.builder.icmp_signed("<", x, y), x, y)
+
+    def power_of_two(self, x: Value) -> Value:
+        """2^x of a vector, for x <= 127. x is raised to -125 first, because denormal results would be slow.
+
+        A polynomial computes the power of the fraction in [-0.5, 0.5]; the integer is added to the exponent.
+        """
+        x = self.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, -125.0))
+        integer = self.call("llvm.rint.v16f32", FLOATS, x)
+        fraction = self.builder.fsub(x, integer)
+        power = constant(FLOATS, _POWERS[0])
+        for coefficient in _POWERS[1:]:
+            power = self.multiply_add(power, fraction, constant(FLOATS, coefficient))
+        scale = "llvm.x86.avx512.mask.scalef.ps.512"
+        return self.call(scale, FLOATS, power, integer, power, ALL_LANES, INT32(_CURRENT_ROUNDING))
+
+    @contextmanager
+    def loop(self, count: Value, carried: list[Value]) -> Iterator["Loop"]:
+        """A loop of `count` passes, at least one. The body appends the next values of `carried` to `loop.next`, which
+        holds the last pass's values after the loop.
+        """
+        builder = self.builder
+        before = builder.block
+        body, after = builder.append_basic_block("body"), builder.append_basic_block("after")
+        builder.branch(body)
+        builder.position_at_end(body)
+        index = builder.phi(INT64)
+        index.add_incoming(INT64(0), before)
+        phis = []
+        for value in carried:
+            phis.append(builder.phi(value.type))
+            phis[-1].add_incoming(value, before)
+        loop = Loop(index, phis, [])
+        yield loop
+        following = builder.add(index, INT64(1))
+        index.add_incoming(following, builder.block)
+        for phi, value in zip(phis, loop.next, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, count), body, after)
+        builder.position_at_end(after)
+
+
+@dataclass(slots=True)
+class Loop:
+    """The state of an `Emitter.loop`: the pass's index, and values carried from pass to pass."""
+
+    index: Value
+    carried: list[Value]
+    next: list[Value]

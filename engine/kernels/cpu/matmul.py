@@ -1,0 +1,229 @@
+"""Matrix products over packed weights, each followed by a store, an addition to the residual, or a gate.
+
+Columns are processed in units of 32, rows in tiles. The weights of a unit are read from memory once and stay in the
+cache while all rows are multiplied. Sums are exact integers in int8, and in fp32 always added in the same order, so a
+row's result does not depend on its batch.
+"""
+
+from typing import NamedTuple
+
+from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
+from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Int32s, Int64s, Matrix, Share, Span
+from engine.kernels.cpu.constants import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
+from engine.kernels.cpu.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
+from engine.kernels.cpu.jit import jit
+from engine.kernels.cpu.tiles import TileProduct, multiply_tile
+from engine.kernels.cpu.vectors import address
+
+_AMX_MIN_ROWS = 5
+_AMX_ROW_BYTES = 64
+_PREFETCH_MIN_TILES = 4
+_SUM_BYTES = UNIT * FLOAT_BYTES
+_TILE_BYTES = TILE_ROWS * _SUM_BYTES
+
+
+class Weights(NamedTuple):
+    """All matrices of a model. Columns are padded to whole units.
+
+    A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
+    store.
+    """
+
+    packed: Array  # flat int8 or fp32, panels of 16 columns
+    scales: Floats  # flat, one for each column
+    offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
+    biases: Floats  # flat, one for each column
+    matrices: Int64s  # [num_matrices, 4]
+
+
+class Operand(NamedTuple):
+    """The left operand of products, and a thread's sums."""
+
+    a: Array  # flat uint8 or fp32; TILE_ROWS rows past the last row may be read
+    factors: Floats  # [rows], of each row's result
+    sums: Array  # [2 * TILE_ROWS, UNIT] int32 or fp32, not shared with other threads
+    amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as always in fp32
+
+
+class Target(NamedTuple):
+    """The destination of a product. mode: finish.STORE, ADD or GATE."""
+
+    out: Floats  # [rows, columns], or [rows, columns / 2] with GATE
+    mode: int
+
+
+@jit
+def begin_products(operand: Operand) -> None:
+    """Configure AMX. Each thread calls this function before its products."""
+    if len(operand.amx):
+        configure_amx(operand.amx)
+
+
+@jit
+def end_products(operand: Operand) -> None:
+    """Release AMX. Each thread calls this function after its products."""
+    if len(operand.amx):
+        release_amx()
+
+
+class _Rows(NamedTuple):
+    """Rows of the operand and the target, as addresses and steps in bytes."""
+
+    a: Address
+    a_step: int
+    factors: Address
+    sums: Address
+    out: Address
+    out_step: int
+    num_rows: int
+
+
+class _Columns(NamedTuple):
+    """Columns of a matrix, as addresses."""
+
+    packed: Address
+    unit_bytes: int
+    offsets: Address
+    scales: Address
+    biases: Address
+    num_columns: int
+
+
+class _TileRows(NamedTuple):
+    """Rows of a tile whose sums are at an address."""
+
+    sums: Address
+    first: int
+    num_rows: int
+
+
+@jit
+def product(operand: Operand, weights: Weights, matrix: int, target: Target, share: Share) -> None:
+    """Compute one thread's share of a product's columns.
+
+    STORE: out = operand @ matrix + bias. ADD: out += operand @ matrix + bias. GATE: out = silu(gate) * up, for a matrix
+    in which panels of gate columns and of up columns alternate.
+    """
+    rows, columns = _rows(operand, weights, matrix, target), _columns(weights, matrix)
+    num_units = (columns.num_columns + UNIT - 1) // UNIT
+    units = Span(num_units * share.number // share.num_shares, num_units * (share.number + 1) // share.num_shares)
+    if len(operand.amx) and rows.num_rows >= _AMX_MIN_ROWS:
+        _amx_product(rows, columns, target.mode, units, operand.sums[0])
+    else:
+        _vector_product(rows, columns, target.mode, units, operand.sums[0])
+
+
+@jit
+def _rows(operand: Operand, weights: Weights, matrix: int, target: Target) -> _Rows:
+    step = weights.matrices[matrix, 2] * operand.a.itemsize
+    out, sums = target.out, address(operand.sums)
+    return _Rows(
+        address(operand.a), step, address(operand.factors), sums, address(out), out.shape[1] * FLOAT_BYTES, len(out)
+    )
+
+
+@jit
+def _columns(weights: Weights, matrix: int) -> _Columns:
+    weight_at, column_at, depth, count = weights.matrices[matrix]
+    width, offset = weights.packed.itemsize, column_at * FLOAT_BYTES
+    return _Columns(
+        address(weights.packed) + weight_at * width,
+        UNIT * depth * width,
+        address(weights.offsets) + offset,
+        address(weights.scales) + offset,
+        address(weights.biases) + offset,
+        count,
+    )
+
+
+@jit
+def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Span, element: Element) -> None:
+    panel = columns.unit_bytes // 2
+    sums = Matrix(rows.sums, _SUM_BYTES)
+    for unit in range(units.first, units.end):
+        b = Matrix(columns.packed + unit * columns.unit_bytes, panel)
+        row = 0
+        while row < rows.num_rows:
+            matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
+            count = _multiply_rows(matrices, rows.a_step // 4, rows.num_rows - row, element)
+            tile_rows = _TileRows(rows.sums, row, min(count, rows.num_rows - row))
+            _finish(_tile(rows, columns, tile_rows, unit, mode), mode, element)
+            row += count
+
+
+@jit
+def _multiply_rows(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
+    """Multiply the largest tile that fits; returns its rows. `depth` counts 4 bytes of a row: one fp32 or 4 int8."""
+    if max_rows >= 9:
+        multiply_tile(matrices, depth, 12, 2, element)
+        return 12
+    if max_rows >= 5:
+        multiply_tile(matrices, depth, 8, 2, element)
+        return 8
+    if max_rows >= 3:
+        multiply_tile(matrices, depth, 4, 2, element)
+        return 4
+    if max_rows == 2:
+        multiply_tile(matrices, depth, 2, 2, element)
+        return 2
+    multiply_tile(matrices, depth, 1, 2, element)
+    return 1
+
+
+@jit
+def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Span, element: Element) -> None:
+    """The sums of a tile are finished while the next tile is multiplied. Two buffers of sums alternate."""
+    depth, panel = rows.a_step // _AMX_ROW_BYTES, columns.unit_bytes // 2
+    num_tiles = (rows.num_rows + TILE_ROWS - 1) // TILE_ROWS
+    # With few tiles, the CPU's own prefetcher fetches the next weights in time.
+    lines = UNIT // num_tiles if num_tiles >= _PREFETCH_MIN_TILES else 0
+    previous, buffer = _tile(rows, columns, _TileRows(rows.sums, 0, 0), units.first, mode), 0
+    for unit in range(units.first, units.end):
+        b = Matrix(columns.packed + unit * columns.unit_bytes, panel)
+        for row in range(0, rows.num_rows, TILE_ROWS):
+            sums = rows.sums + buffer * _TILE_BYTES
+            a = Matrix(rows.a + row * rows.a_step, rows.a_step)
+            matrices = AmxProduct(a, b, Matrix(sums, _SUM_BYTES), depth)
+            ahead = Prefetch(b.address + columns.unit_bytes + row // TILE_ROWS * lines * rows.a_step, lines)
+            _multiply_and_finish(matrices, rows.num_rows - row, previous, mode, ahead)
+            tile_rows = _TileRows(sums, row, min(TILE_ROWS, rows.num_rows - row))
+            previous = _tile(rows, columns, tile_rows, unit, mode)
+            buffer = 1 - buffer
+    _finish(previous, mode, element)
+
+
+@jit
+def _multiply_and_finish(matrices: AmxProduct, max_rows: int, previous: SumTile, mode: int, ahead: Prefetch) -> None:
+    if max_rows > TILE_ROWS // 2:
+        if mode == GATE:
+            multiply_and_finish(matrices, 2, previous, GATE, ahead)
+        elif mode == ADD:
+            multiply_and_finish(matrices, 2, previous, ADD, ahead)
+        else:
+            multiply_and_finish(matrices, 2, previous, STORE, ahead)
+    elif mode == GATE:
+        multiply_and_finish(matrices, 1, previous, GATE, ahead)
+    elif mode == ADD:
+        multiply_and_finish(matrices, 1, previous, ADD, ahead)
+    else:
+        multiply_and_finish(matrices, 1, previous, STORE, ahead)
+
+
+@jit
+def _tile(rows: _Rows, columns: _Columns, tile_rows: _TileRows, unit: int, mode: int) -> SumTile:
+    sums, first, count = tile_rows
+    out = rows.out + first * rows.out_step + unit * (_SUM_BYTES // 2 if mode == GATE else _SUM_BYTES)
+    offset = unit * _SUM_BYTES
+    column_data = ColumnData(columns.offsets + offset, columns.scales + offset, columns.biases + offset)
+    sum_rows = SumRows(sums, rows.factors + first * FLOAT_BYTES, out, rows.out_step, count)
+    return SumTile(sum_rows, column_data, (columns.num_columns - unit * UNIT) // PANEL)
+
+
+@jit
+def _finish(tile: SumTile, mode: int, element: Element) -> None:
+    if mode == GATE:
+        finish_rows(tile, GATE, element)
+    elif mode == ADD:
+        finish_rows(tile, ADD, element)
+    else:
+        finish_rows(tile, STORE, element)

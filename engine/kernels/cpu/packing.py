@@ -1,0 +1,93 @@
+"""Weights in the layout that the products of `matmul.py` read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.constants import GROUP, PANEL, UNIT, ZERO_POINT
+from engine.kernels.cpu.matmul import Weights
+from engine.kernels.cpu.memory import aligned
+
+_INT8_DEPTH = 64
+"""Inputs are padded to a multiple of it in int8: the bytes in a row of an AMX tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups."""
+
+    columns: int
+    inputs: int
+    gated: bool = False
+
+    @property
+    def padded_columns(self) -> int:
+        return _round_up(self.columns, UNIT)
+
+
+class Packer:
+    """Packs matrices one by one into memory that is allocated for all of them."""
+
+    def __init__(self, shapes: Sequence[MatrixShape], *, int8: bool) -> None:
+        self._shapes = shapes
+        self._depths = [_round_up(shape.inputs, _INT8_DEPTH) if int8 else shape.inputs for shape in shapes]
+        columns = [shape.padded_columns for shape in shapes]
+        column_ends = np.cumsum([0, *columns])
+        weight_ends = np.cumsum([0, *(c * d for c, d in zip(columns, self._depths, strict=True))])
+        counts = [_round_up(shape.columns, PANEL) for shape in shapes]
+        self.weights = Weights(
+            packed=aligned(int(weight_ends[-1]), np.int8 if int8 else np.float32),
+            scales=np.ones(column_ends[-1], np.float32),
+            offsets=np.zeros(column_ends[-1], np.int32),
+            biases=np.zeros(column_ends[-1], np.float32),
+            matrices=np.array([*zip(weight_ends[:-1], column_ends[:-1], self._depths, counts, strict=True)], np.int64),
+        )
+
+    def put(self, index: int, weight: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None) -> None:
+        """Pack matrix number `index`; its outputs become columns.
+
+        weight: [outputs, inputs], fp32 without scales, int8 with them; scales, bias: fp32 [outputs].
+        """
+        shape, depth = self._shapes[index], self._depths[index]
+        arrange = _interleave if shape.gated else _pad_columns
+        weight = arrange(weight, shape.padded_columns)
+        weight_at, column_at = self.weights.matrices[index, :2]
+        columns = slice(column_at, column_at + shape.padded_columns)
+        if bias is not None:
+            self.weights.biases[columns] = arrange(bias, shape.padded_columns).numpy()
+        target = torch.from_numpy(self.weights.packed[weight_at : weight_at + shape.padded_columns * depth])
+        if scales is None:
+            target.view(-1, depth, PANEL).copy_(weight.view(-1, PANEL, depth).transpose(1, 2))
+            return
+        weight = torch.nn.functional.pad(weight, (0, depth - shape.inputs))
+        self.weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
+        self.weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
+        panels = weight.view(-1, PANEL, depth // GROUP, GROUP).transpose(1, 2)
+        target.view(panels.shape).copy_(panels)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _pad_columns(values: Tensor, columns: int) -> Tensor:
+    if values.shape[0] == columns:
+        return values
+    padded = values.new_zeros(columns, *values.shape[1:])
+    padded[: values.shape[0]] = values
+    return padded
+
+
+def _interleave(values: Tensor, columns: int) -> Tensor:
+    """Rearrange the halves, gate and up, as alternating panels."""
+    half = values.shape[0] // 2
+    panels = values.new_zeros(columns // (2 * PANEL), 2, PANEL, *values.shape[1:])
+    num_full = half // PANEL
+    for i, rows in enumerate((values[:half], values[half:])):
+        panels[:num_full, i] = rows[: num_full * PANEL].view(num_full, PANEL, *values.shape[1:])
+        if half % PANEL:
+            panels[num_full, i, : half % PANEL] = rows[num_full * PANEL :]
+    return panels.flatten(0, 2)

@@ -1,0 +1,152 @@
+"""Loops over rows between matrix products: norm, quantisation, rotary positions and the write to the KV cache.
+
+A product reads a row of `a` and the row's factor, which is applied to the result. In fp32 the row is copied. In int8 it
+is `scale * (q - 128)` with q as unsigned bytes. A norm's own factor is multiplied into the row's factor, so that the
+norm costs a single pass.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import types
+
+from engine.kernels.cpu.arguments import Address, Element, Floats, Int64s, Span
+from engine.kernels.cpu.batch import Attending, Cache, HeadShape
+from engine.kernels.cpu.constants import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES
+from engine.kernels.cpu.jit import jit, select_by_dtype
+from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
+from engine.kernels.cpu.matmul import Operand
+from engine.kernels.cpu.vectors import (
+    address,
+    largest_magnitude,
+    quantise_vectors,
+    rotate_halves,
+    scale_row,
+    weigh_row,
+)
+
+_LEVELS = np.float32(INT8_LEVELS)
+
+
+class Norm(NamedTuple):
+    """The parameters of a root-mean-square norm."""
+
+    weight: Floats  # [width]; of heads: [2, head_dim], queries then keys, or [0, head_dim] without a norm
+    eps: np.float32
+
+
+class TokenSlot(NamedTuple):
+    """A token's place in a layer of the cache."""
+
+    layer: Address
+    slot: int
+
+
+def put_row(values: Address, num_vectors: int, out: Address, element: Element) -> np.float32:
+    """Write fp32 values as a row of `a`; returns the row's factor. `element`: any element of `a`."""
+    raise NotImplementedError
+
+
+def _copy_row(values: Address, num_vectors: int, out: Address, element: Element) -> np.float32:
+    scale_row(values, num_vectors, np.float32(1.0), out)
+    return np.float32(1.0)
+
+
+def _quantise_row(values: Address, num_vectors: int, out: Address, element: Element) -> np.float32:
+    largest = largest_magnitude(values, num_vectors)
+    quantise_vectors(values, num_vectors, _LEVELS / largest, out)
+    return largest / _LEVELS
+
+
+select_by_dtype(put_row, types.uint8, _quantise_row, _copy_row)
+
+
+@jit
+def put_rows(x: Floats, depth: int, operand: Operand, span: Span) -> None:
+    """Write the rows of x [rows, width] in the span to the operand, whose rows have `depth` elements."""
+    num_vectors, step, a = x.shape[1] // LANES, x.shape[1] * FLOAT_BYTES, operand.a
+    for r in range(span.first, span.end):
+        out = address(a) + r * depth * a.itemsize
+        operand.factors[r] = put_row(address(x) + r * step, num_vectors, out, a[0])
+
+
+@jit
+def norm_rows(x: Floats, norm: Norm, depth: int, operand: Operand, span: Span) -> None:
+    """Like `put_rows`, after a root-mean-square norm of each row."""
+    width, a = x.shape[1], operand.a
+    weighted, weight = np.empty(width, np.float32), address(norm.weight)
+    for r in range(span.first, span.end):
+        total = weigh_row(address(x) + r * width * FLOAT_BYTES, weight, width // LANES, address(weighted))
+        out = address(a) + r * depth * a.itemsize
+        factor = put_row(address(weighted), width // LANES, out, a[0])
+        operand.factors[r] = factor / np.sqrt(total / np.float32(width) + norm.eps)
+
+
+@jit
+def _norm_head(head: Floats, weight: Floats, eps: np.float32) -> None:
+    total = np.float32(0.0)
+    for i in range(len(head)):
+        total += head[i] * head[i]
+    factor = np.float32(1.0) / np.sqrt(total / np.float32(len(head)) + eps)
+    for i in range(len(head)):
+        head[i] *= factor * weight[i]
+
+
+@jit
+def _rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
+    """Apply rotary positions to contiguous heads in place. Halves are paired as in GPT-NeoX; the first half of `sin` is
+    negated.
+    """
+    dim = len(cos)
+    half = dim // 2
+    if half % LANES == 0:
+        rotate_halves(address(heads), len(heads) // dim, address(cos), address(sin), half // LANES)
+        return
+    for at in range(0, len(heads), dim):
+        for i in range(half):
+            low, high = heads[at + i], heads[at + i + half]
+            heads[at + i] = low * cos[i] + high * sin[i]
+            heads[at + i + half] = high * cos[i + half] + low * sin[i + half]
+
+
+@jit
+def rotate_and_store(qkv: Floats, norm: Norm, attending: Attending, cache: Cache, layer: int, span: Span) -> None:
+    """Normalise and rotate queries and keys of the rows in the span, in place; write keys and values to the cache.
+
+    qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]. norm: see `Norm`, of heads.
+    """
+    shape, batch = attending.shape, attending.batch
+    dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
+    row_step = (num_heads + 2 * num_kv_heads) * dim
+    layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
+    for r in range(span.first, span.end):
+        heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
+        if len(norm.weight):
+            for head in range(num_heads + num_kv_heads):
+                weight = norm.weight[0 if head < num_heads else 1]
+                _norm_head(heads[head * dim : (head + 1) * dim], weight, norm.eps)
+        _rotate(heads, batch.cos[r], batch.sin[r])
+        keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
+        values = keys + num_kv_heads * dim * FLOAT_BYTES
+        _write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)
+
+
+@jit
+def _write_heads(keys: Address, values: Address, token_slot: TokenSlot, element: Element, shape: HeadShape) -> None:
+    """Write one token's fp32 keys and values [num_kv_heads, head_dim] to its slot."""
+    token_bytes = shape.num_kv_heads * shape.row_bytes
+    token = token_slot.slot % KEYS
+    segment = token_slot.layer + (token_slot.slot - token) * token_bytes
+    for head in range(shape.num_kv_heads):
+        at, target = head * shape.head_dim * FLOAT_BYTES, head_of(segment, head, shape, element)
+        segments = HeadSegments(target, target + shape.num_slots * token_bytes)
+        write_head(keys + at, values + at, segments, token, shape, element)
+
+
+@jit
+def write_tokens(keys: Floats, values: Floats, slots: Int64s, cache: Cache, shape: HeadShape) -> None:
+    """Write keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
+    token_bytes = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES
+    for token in range(len(slots)):
+        token_slot, at = TokenSlot(address(cache), slots[token]), token * token_bytes
+        _write_heads(address(keys) + at, address(values) + at, token_slot, cache[0], shape)

@@ -1,0 +1,147 @@
+"""All layers of a decoder for one step's tokens, as one compiled loop."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kernels.cpu.arguments import Floats, Int64s, Share, Span
+from engine.kernels.cpu.attention import attend
+from engine.kernels.cpu.barrier import wait
+from engine.kernels.cpu.batch import Attending, Cache, HeadShape, Queries
+from engine.kernels.cpu.finish import ADD, GATE, STORE
+from engine.kernels.cpu.jit import jit
+from engine.kernels.cpu.matmul import Operand, Target, Weights, begin_products, end_products, product
+from engine.kernels.cpu.phase_cycles import (
+    ATTENTION,
+    DOWN,
+    GATE_UP,
+    LOGITS,
+    NORM,
+    OUTPUT,
+    QKV,
+    QUANTISE,
+    STORE_KV,
+    end_phase,
+    start_phases,
+)
+from engine.kernels.cpu.rows import Norm, norm_rows, put_rows, rotate_and_store
+
+_MATRICES_PER_LAYER = 4
+
+
+class Model(NamedTuple):
+    """The weights and constants of a model, the same in every step."""
+
+    weights: Weights  # of each layer: qkv, output, gate and up, down; then the output matrix of the vocabulary
+    input_norms: Floats  # [num_layers, hidden]
+    post_norms: Floats  # [num_layers, hidden]
+    final_norm: Floats  # [hidden]
+    head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
+    windows: Int64s  # [num_layers]
+    eps: np.float32
+    shape: HeadShape
+
+
+class Activations(NamedTuple):
+    """Intermediate results of a layer, shared by all threads."""
+
+    residual: Floats  # [num_tokens, hidden]
+    inner: Floats  # [num_tokens, intermediate]
+    mixed: Floats  # [num_tokens, num_heads * head_dim]
+    qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    queries: Queries  # over qkv and mixed
+
+
+class Team(NamedTuple):
+    """One of the threads that run the same loop."""
+
+    thread: int
+    num_threads: int
+    counter: Int64s  # [1], of the barrier, shared by all threads
+    phase_cycles: Int64s  # of this thread; see phase_cycles.start_phases
+
+
+class Work(NamedTuple):
+    """One thread's arguments of a step."""
+
+    acts: Activations
+    operand: Operand
+    attending: Attending
+    cache: Cache
+
+
+class _Matrices(NamedTuple):
+    """Numbers of a layer's matrices in `Weights`."""
+
+    qkv: int
+    output: int
+    gate_up: int
+    down: int
+
+
+@jit
+def run_layers(model: Model, work: Work, team: Team, layers: Span) -> None:
+    """Compute the layers of a span: update the residual and write KV to the cache. Every thread calls this function."""
+    acts, operand, attending, cache = work
+    weights, share = model.weights, Share(team.thread, team.num_threads)
+    span = _row_span(acts.residual, team)
+    begin_products(operand)
+    start_phases(team.phase_cycles)
+    for layer in range(layers.first, layers.end):
+        qkv, output, gate_up, down = _matrices(layer)
+        input_norm, post_norm = Norm(model.input_norms[layer], model.eps), Norm(model.post_norms[layer], model.eps)
+        norm_rows(acts.residual, input_norm, weights.matrices[qkv, 2], operand, span)
+        _finish_phase(team, NORM)
+        product(operand, weights, qkv, Target(acts.qkv, STORE), share)
+        _finish_phase(team, QKV)
+        rotate_and_store(acts.queries.rows, Norm(model.head_norms[layer], model.eps), attending, cache, layer, span)
+        _finish_phase(team, STORE_KV)
+        attend(attending, cache, layer, model.windows[layer], share)
+        _finish_phase(team, ATTENTION)
+        put_rows(acts.mixed, weights.matrices[output, 2], operand, span)
+        _finish_phase(team, QUANTISE)
+        product(operand, weights, output, Target(acts.residual, ADD), share)
+        _finish_phase(team, OUTPUT)
+        norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, span)
+        _finish_phase(team, NORM)
+        product(operand, weights, gate_up, Target(acts.inner, GATE), share)
+        _finish_phase(team, GATE_UP)
+        put_rows(acts.inner, weights.matrices[down, 2], operand, span)
+        _finish_phase(team, QUANTISE)
+        product(operand, weights, down, Target(acts.residual, ADD), share)
+        _finish_phase(team, DOWN)
+    end_products(operand)
+
+
+@jit
+def _matrices(layer: int) -> _Matrices:
+    first = layer * _MATRICES_PER_LAYER
+    return _Matrices(first, first + 1, first + 2, first + 3)
+
+
+@jit
+def _row_span(rows: Floats, team: Team) -> Span:
+    """The thread's rows in phases that share out rows."""
+    return Span(len(rows) * team.thread // team.num_threads, len(rows) * (team.thread + 1) // team.num_threads)
+
+
+@jit
+def _finish_phase(team: Team, phase: int) -> None:
+    """Wait for all threads, then count the phase's cycles, waiting included."""
+    wait(team.counter, team.num_threads)
+    end_phase(team.phase_cycles, phase)
+
+
+@jit
+def output_rows(model: Model, hidden: Floats, logits: Floats, operand: Operand, team: Team) -> None:
+    """Compute logits [rows, vocab_size] from rows of the residual. Every thread calls this function."""
+    weights = model.weights
+    matrix = len(weights.matrices) - 1
+    begin_products(operand)
+    start_phases(team.phase_cycles)
+    norm = Norm(model.final_norm, model.eps)
+    norm_rows(hidden, norm, weights.matrices[matrix, 2], operand, _row_span(hidden, team))
+    wait(team.counter, team.num_threads)
+    product(operand, weights, matrix, Target(logits, STORE), Share(team.thread, team.num_threads))
+    _finish_phase(team, LOGITS)
+    end_products(operand)

@@ -1,0 +1,355 @@
+"""Vector loops over rows of fp32 numbers, and conversions between fp32 and the cache's rows.
+
+A row of the cache is one head of one token: fp32, or fp16 as uint16, because numba has no fp16 on CPU.
+`byte_vectors.py` has the loops for int8. `element` is any element of the cache; only its dtype matters. A row has
+16 * num_vectors numbers.
+
+Arguments are addresses unless the docstring says otherwise, and steps count bytes. Bounds are not checked.
+"""
+
+import math
+
+from llvmlite import ir
+from numba import types
+
+from engine.kernels.cpu.constants import (
+    CACHE_LINE_BYTES,
+    LANES,
+    LOG2_E,
+    VECTOR_BYTES,
+    ZERO_POINT,
+)
+from engine.kernels.cpu.constants import KEYS as KEYS
+from engine.kernels.cpu.ir import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    HALVES,
+    INT32,
+    INT64,
+    INTS,
+    SHORTS,
+    VOID,
+    Builder,
+    CodeContext,
+    Emitter,
+    Intrinsic,
+    NumbaType,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    constant,
+    emitted,
+)
+
+TINY = ir.Constant(FLOAT, 1e-20)
+"""Least magnitude that a row is scaled by, so that a row of zeros has a scale."""
+_INTP = types.intp
+
+
+@emitted
+def address(typing: TypingContext, array: NumbaType) -> Intrinsic:
+    """The address of an array's first element."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        return builder.ptrtoint(Emitter(context, builder).array(signature.args[0], args[0]), INT64)
+
+    return types.intp(array), generate
+
+
+@emitted
+def largest_magnitude(typing: TypingContext, values: NumbaType, num_vectors: NumbaType) -> Intrinsic:
+    """The largest absolute value of a row, at least TINY."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        return largest_of(Emitter(context, builder), args[0], args[1])
+
+    return types.float32(_INTP, _INTP), generate
+
+
+def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
+    """Write code that computes the largest absolute value of a row, at least TINY."""
+    at = emit.pointer(values)
+    with emit.loop(num_vectors, [constant(FLOATS, TINY.constant)]) as loop:
+        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+        magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
+        loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
+    return emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, loop.next[0])
+
+
+@emitted
+def quantise_vectors(
+    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, factor: NumbaType, out: NumbaType
+) -> Intrinsic:
+    """Write a row as unsigned bytes: ZERO_POINT + round(value * factor)."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, factor, out_at = emit.pointer(args[0]), emit.splat(args[2]), emit.pointer(args[3])
+        with emit.loop(args[1], []) as loop:
+            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            levels = builder.add(emit.rounded(builder.fmul(read, factor)), constant(INTS, ZERO_POINT))
+            emit.store(builder.trunc(levels, BYTES), emit.at(out_at, builder.mul(loop.index, INT64(LANES))), 1)
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, types.float32, _INTP), generate
+
+
+@emitted
+def weigh_row(
+    typing: TypingContext, values: NumbaType, weights: NumbaType, num_vectors: NumbaType, out: NumbaType
+) -> Intrinsic:
+    """out = values * weights in fp32; returns the sum of the values' squares."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, weights_at, out_at = (emit.pointer(args[i]) for i in (0, 1, 3))
+        with emit.loop(args[2], [constant(FLOATS, 0.0)]) as loop:
+            at = builder.mul(loop.index, INT64(VECTOR_BYTES))
+            read, weight = (emit.load(emit.at(row, at), FLOATS) for row in (values_at, weights_at))
+            emit.store(builder.fmul(read, weight), emit.at(out_at, at))
+            loop.next.append(emit.multiply_add(read, read, loop.carried[0]))
+        return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), loop.next[0])
+
+    return types.float32(*[_INTP] * 4), generate
+
+
+@emitted
+def rotate_halves(
+    typing: TypingContext,
+    heads: NumbaType,
+    num_heads: NumbaType,
+    cos: NumbaType,
+    sin: NumbaType,
+    num_vectors: NumbaType,
+) -> Intrinsic:
+    """Apply rotary positions to contiguous heads in place. Half a head has `num_vectors` vectors; the first half of
+    `sin` is negated. See engine/models/rope.py.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        heads_at, *factors_at = (emit.pointer(args[i]) for i in (0, 2, 3))
+        half = builder.mul(args[4], INT64(VECTOR_BYTES))
+        with emit.loop(args[4], []) as column:
+            first = builder.mul(column.index, INT64(VECTOR_BYTES))
+            halves = (first, builder.add(first, half))
+            cos, sin = ([emit.load(emit.at(factors, at), FLOATS) for at in halves] for factors in factors_at)
+            with emit.loop(args[1], []) as head:
+                at = emit.at(heads_at, builder.mul(head.index, builder.shl(half, INT64(1))))
+                low, high = (emit.load(emit.at(at, offset), FLOATS) for offset in halves)
+                for i, (number, paired) in enumerate(((low, high), (high, low))):
+                    turned = emit.multiply_add(number, cos[i], builder.fmul(paired, sin[i]))
+                    emit.store(turned, emit.at(at, halves[i]))
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 5), generate
+
+
+@emitted
+def read_rows(
+    typing: TypingContext, rows: NumbaType, step: NumbaType, num_vectors: NumbaType, out: NumbaType, element: NumbaType
+) -> Intrinsic:
+    """Convert 16 rows of the cache to contiguous fp32 rows. `step`: bytes from row to row in the cache."""
+    bits = element.bitwidth
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        rows_at, out_at = emit.pointer(args[0]), emit.pointer(args[3])
+        rows = [emit.at(rows_at, builder.mul(args[1], INT64(key))) for key in range(KEYS)]
+        out_step = builder.mul(args[2], INT64(VECTOR_BYTES))
+        with emit.loop(args[2], []) as loop:
+            column = builder.mul(loop.index, INT64(LANES * bits // 8))
+            target = emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+            for key, row in enumerate(rows):
+                values = emit.floats(emit.at(row, column), element)
+                emit.store(values, emit.at(target, builder.mul(out_step, INT64(key))))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, _INTP, _INTP, element), generate
+
+
+@emitted
+def write_row(
+    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, row: NumbaType, element: NumbaType
+) -> Intrinsic:
+    """Convert fp32 values to a row of the cache."""
+    bits = element.bitwidth
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, row_at = emit.pointer(args[0]), emit.pointer(args[2])
+        with emit.loop(args[1], []) as loop:
+            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            if bits == 16:
+                read = builder.fptrunc(read, HALVES)
+            emit.store(read, emit.at(row_at, builder.mul(loop.index, INT64(LANES * bits // 8))), bits // 8)
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, _INTP, element), generate
+
+
+@emitted
+def to_bf16(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, out: NumbaType) -> Intrinsic:
+    """Round fp32 values to bf16, ties to even."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        with emit.loop(args[1], []) as loop:
+            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            half = emit.bf16(read)
+            emit.store(half, emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES // 2))), 2)
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, _INTP), generate
+
+
+@emitted
+def pair_rows(
+    typing: TypingContext, low: NumbaType, high: NumbaType, num_vectors: NumbaType, out: NumbaType, out_step: NumbaType
+) -> Intrinsic:
+    """Interleave two rows of 16-bit numbers. Vectors of 16 pairs are stored `out_step` bytes apart."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        low_at, high_at, out_at = (emit.pointer(args[i]) for i in (0, 1, 3))
+        mask = ir.Constant(ir.VectorType(INT32, 2 * LANES), [lane for i in range(LANES) for lane in (i, LANES + i)])
+        with emit.loop(args[2], []) as loop:
+            at = builder.mul(loop.index, INT64(VECTOR_BYTES // 2))
+            rows = [emit.load(emit.at(row, at), SHORTS, 2) for row in (low_at, high_at)]
+            pairs = builder.shuffle_vector(*rows, mask)
+            emit.store(pairs, emit.at(out_at, builder.mul(loop.index, args[4])), 2)
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 5), generate
+
+
+class _Row:
+    """Scores of one query. Those in the span are visible to the query, the others are hidden."""
+
+    def __init__(self, emit: Emitter, at: Value, num_vectors: Value, span: Value) -> None:
+        self._emit, self._at, self._num_vectors = emit, emit.pointer(at), num_vectors
+        self._start, self._end = (emit.builder.extract_value(span, i) for i in range(2))
+
+    def at(self, index: Value) -> Value:
+        return self._emit.at(self._at, self._emit.builder.mul(index, INT64(VECTOR_BYTES)))
+
+    def hide(self, value: float) -> None:
+        """Write code that sets hidden scores to `value`. It visits only the vectors at both ends of the row."""
+        builder = self._emit.builder
+        first_visible = builder.sdiv(builder.add(self._start, INT64(LANES - 1)), INT64(LANES))
+        self._hide_in(INT64(0), first_visible, value)
+        self._hide_in(builder.sdiv(self._end, INT64(LANES)), self._num_vectors, value)
+
+    def _hide_in(self, first: Value, end: Value, value: float) -> None:
+        emit, builder = self._emit, self._emit.builder
+        count = builder.sub(end, first)
+        with builder.if_then(builder.icmp_signed(">", count, INT64(0))), emit.loop(count, []) as loop:
+            index = builder.add(first, loop.index)
+            lane = emit.splat(builder.trunc(builder.mul(index, INT64(LANES)), INT32))
+            lanes = builder.add(lane, ir.Constant(INTS, list(range(LANES))))
+            start, end = (emit.splat(builder.trunc(bound, INT32)) for bound in (self._start, self._end))
+            is_visible = builder.and_(builder.icmp_signed(">=", lanes, start), builder.icmp_signed("<", lanes, end))
+            at = self.at(index)
+            emit.store(builder.select(is_visible, emit.load(at, FLOATS), constant(FLOATS, value)), at)
+
+
+@emitted
+def exponents(
+    typing: TypingContext, scores: NumbaType, num_vectors: NumbaType, span: NumbaType, scale: NumbaType
+) -> Intrinsic:
+    """scores = 2^((scores - largest) * scale) in place for the visible scores, 0 for hidden ones; returns the sum.
+
+    `span` is a pair (first, end) of visible scores and not empty. The sum does not depend on the number of hidden
+    vectors before the span: a prompt that is chunked differently starts at another offset in its window.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        row, scale = _Row(emit, args[0], args[1], args[2]), emit.splat(args[3])
+        row.hide(float("-inf"))
+        with emit.loop(args[1], [constant(FLOATS, float("-inf"))]) as highest:
+            read = emit.load(row.at(highest.index), FLOATS)
+            highest.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, highest.carried[0], read))
+        largest = emit.splat(emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, highest.next[0]))
+        with emit.loop(args[1], [constant(FLOATS, 0.0)]) as total:
+            read = emit.load(row.at(total.index), FLOATS)
+            power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), scale))
+            emit.store(power, row.at(total.index))
+            total.next.append(emit.add_in_order(total.carried[0], power))
+        row.hide(0.0)
+        return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])
+
+    return types.float32(_INTP, _INTP, span, types.float32), generate
+
+
+@emitted
+def scale_row(
+    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, factor: NumbaType, out: NumbaType
+) -> Intrinsic:
+    """out = values * factor in fp32; `out` may be `values`."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, factor, out_at = emit.pointer(args[0]), emit.splat(args[2]), emit.pointer(args[3])
+        with emit.loop(args[1], []) as loop:
+            at = builder.mul(loop.index, INT64(VECTOR_BYTES))
+            emit.store(builder.fmul(emit.load(emit.at(values_at, at), FLOATS), factor), emit.at(out_at, at))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, types.float32, _INTP), generate
+
+
+@emitted
+def prefetch(typing: TypingContext, at: NumbaType, num_bytes: NumbaType) -> Intrinsic:
+    """Prefetch memory into the L2 cache. The address may be invalid."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        at = emit.pointer(args[0])
+        with emit.loop(builder.udiv(args[1], INT64(CACHE_LINE_BYTES)), []) as loop:
+            line = emit.at(at, builder.mul(loop.index, INT64(CACHE_LINE_BYTES)))
+            emit.call("llvm.prefetch.p0", VOID, line, INT32(0), INT32(2), INT32(1))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP), generate
+
+
+@emitted
+def index_of_largest(typing: TypingContext, values: NumbaType, num_vectors: NumbaType) -> Intrinsic:
+    """Index of the largest value, the first of equal ones. NaNs count as smallest. num_vectors must be at least 1."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        at, lanes = emit.pointer(args[0]), ir.Constant(INTS, list(range(LANES)))
+        with emit.loop(args[1], [constant(FLOATS, -math.inf), constant(INTS, 0)]) as loop:
+            read = emit.load(emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            indices = builder.add(emit.splat(builder.trunc(builder.mul(loop.index, INT64(LANES)), INT32)), lanes)
+            is_larger = builder.fcmp_ordered(">", read, loop.carried[0])
+            loop.next.append(builder.select(is_larger, read, loop.carried[0]))
+            loop.next.append(builder.select(is_larger, indices, loop.carried[1]))
+        values, indices = loop.next
+        largest = emit.splat(emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, values))
+        is_largest = builder.fcmp_ordered("==", values, largest)
+        indices = builder.select(is_largest, indices, constant(INTS, 2**31 - 1))
+        return builder.zext(emit.call("llvm.vector.reduce.umin.v16i32", INT32, indices), INT64)
+
+    return types.intp(_INTP, _INTP), generate
+
+
+@emitted
+def sum_of_exponents(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, largest: NumbaType) -> Intrinsic:
+    """The sum of e^(value - largest), fp32."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        at, largest = emit.pointer(args[0]), emit.splat(args[2])
+        with emit.loop(args[1], [constant(FLOATS, 0.0)]) as total:
+            read = emit.load(emit.at(at, builder.mul(total.index, INT64(VECTOR_BYTES))), FLOATS)
+            power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), constant(FLOATS, LOG2_E)))
+            total.next.append(builder.fadd(total.carried[0], power))
+        return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])
+
+    return types.float32(_INTP, _INTP, types.float32), generate

@@ -1,0 +1,181 @@
+"""KV memory budget: the workers of a machine together never reserve more memory for KV than there is.
+
+    enter ledger ──▶ load weights ──▶ reserve a share of the unreserved budget ──▶ allocate
+
+On CPU the system maps pages of the cache when they are first written. A cache that is too large would only show under
+load, through the OOM killer. The ledger (engine/memory_ledger.py) therefore counts reservations, not pages.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import structlog
+import torch
+
+from engine.memory import DeviceMemory, device_memory
+from engine.memory_ledger import Entry, HeldEntry, MemoryLedger, open_ledger
+from mesh.domain.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """Settings for a worker's share of the memory for KV.
+
+    All workers on a device together use `fraction` of the memory that is free or holds KV. With `utilization` they use
+    that fraction of the device's total memory, minus weights and all other memory in use. A worker gets one of `shares`
+    equal parts, or, with 0 shares, half of the unreserved budget. `ledger` is the folder of the ledger: "" means the
+    default folder, None disables the ledger. `owner` names the worker in messages.
+    """
+
+    fraction: float = 0.6
+    utilization: float = 0.0
+    shares: int = 0
+    ledger: str | None = None
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 1.0:
+            raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.fraction}")
+        if not 0.0 <= self.utilization <= 1.0:
+            raise ConfigurationError(f"memory_utilization must be in [0, 1], got {self.utilization}")
+        if self.shares < 0:
+            raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.shares}")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory for the KV of all workers on a device, in bytes, as one worker computes it once its weights are loaded."""
+
+    memory: DeviceMemory
+    settings: KVMemory
+    own_weights_bytes: int
+    other_entries: Sequence[Entry]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory that is free or filled by KV, minus memory for weights that are still to be loaded."""
+        touched = sum(entry.touched_kv_bytes(self.memory) for entry in self.other_entries)
+        with_touched = self.memory.free_bytes + touched
+        if self.memory.is_lazy:  # a process may have grown for other reasons than KV
+            limit = max((entry.usable_bytes for entry in self.other_entries), default=0)
+            with_touched = max(self.memory.free_bytes, min(with_touched, limit))
+        loading = sum(entry.missing_weights_bytes(self.memory) for entry in self.other_entries)
+        not_started = max(0, self.settings.shares - 1 - len(self.other_entries)) * self.own_weights_bytes
+        return max(0, with_touched - loading - not_started)
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory for the KV of all workers together."""
+        if self.settings.utilization:
+            unused_bytes = (1 - self.settings.utilization) * self.memory.total_bytes
+            return max(0, int(self.usable_bytes - unused_bytes))
+        return int(self.usable_bytes * self.settings.fraction)
+
+    @property
+    def promised_bytes(self) -> int:
+        """Memory that the other workers have reserved for KV."""
+        return sum(entry.kv_bytes for entry in self.other_entries)
+
+    @property
+    def share_bytes(self) -> int:
+        """Memory for the KV of this worker."""
+        unreserved_bytes = max(0, self.total_bytes - self.promised_bytes)
+        if not self.settings.shares:
+            return unreserved_bytes // 2
+        return min(unreserved_bytes, self.total_bytes // self.settings.shares)
+
+    def require(self, kv_bytes: int) -> None:
+        """Raise ConfigurationError if `kv_bytes`, which the operator configured, exceed the unreserved memory."""
+        unreserved_bytes = self.usable_bytes - self.promised_bytes
+        if kv_bytes > unreserved_bytes:
+            raise ConfigurationError(
+                f"{gib(kv_bytes)} are requested for KV, but {gib(max(0, unreserved_bytes))} of memory are left"
+                f"{self._holders()}: lower kv_cache_bytes or max_batch_total_tokens"
+            )
+
+    def describe(self, kv_bytes: int) -> str:
+        """The worker's KV memory and how it was computed, in one line for the log."""
+        rule = (
+            f"memory_utilization {self.settings.utilization:g} of {gib(self.memory.total_bytes)}"
+            if self.settings.utilization
+            else f"{self.settings.fraction:g} of {gib(self.usable_bytes)} free of {gib(self.memory.total_bytes)}"
+        )
+        device = self.memory.key.split()[0]
+        shared = f", shared by {self.settings.shares} workers" if self.settings.shares > 1 else ""
+        return f"{gib(kv_bytes)} for KV on {device}; all workers there: {gib(self.total_bytes)} ({rule}){shared}"
+
+    def too_small(self, block_bytes: int) -> ConfigurationError:
+        """The error for a share that is smaller than one block."""
+        return ConfigurationError(
+            f"no memory for the KV cache: this worker's share is {gib(self.share_bytes)} of {gib(self.total_bytes)} "
+            f"for all workers on this device, and one block takes {block_bytes} bytes{self._holders()}; stop other "
+            "workers, free memory, raise kv_memory_fraction, or lower block_size"
+        )
+
+    def _holders(self) -> str:
+        reserved = [entry for entry in self.other_entries if entry.kv_bytes]
+        held = [f"{entry.owner} (pid {entry.pid}) has {gib(entry.kv_bytes)}" for entry in reserved]
+        return f" ({', '.join(held)})" if held else ""
+
+
+@dataclass(slots=True)
+class KVReservation:
+    """One worker's entry in the ledger. The cache owns it: the memory stays reserved as long as the cache lives."""
+
+    device: torch.device
+    settings: KVMemory
+    weights_bytes: int
+    summary: str = ""
+    _ledger: MemoryLedger | None = field(default=None, repr=False)
+    _held: HeldEntry | None = field(default=None, repr=False)
+
+    @classmethod
+    def enter(cls, device: torch.device, settings: KVMemory, weights_bytes: int) -> "KVReservation":
+        """Announce the worker before it loads weights. If the folder is not usable, log a warning and use no ledger."""
+        reservation = cls(device, settings, weights_bytes)
+        if settings.ledger is not None:
+            try:
+                reservation._ledger = open_ledger(settings.ledger)
+                memory = device_memory(device)
+                reservation._held = reservation._ledger.enter(memory, settings.owner, weights_bytes)
+            except OSError as error:
+                log.warning("KV memory is not shared with other workers of this machine", error=str(error))
+        return reservation
+
+    @contextmanager
+    def blocks(self, block_bytes: int, *, num_blocks: int | None, max_blocks: int | None) -> Iterator[int]:
+        """Yield the number of blocks to allocate inside the `with` block, while the ledger is locked.
+
+        It is `num_blocks`, or, if None, the blocks in the worker's share, at most `max_blocks`. Raises
+        ConfigurationError if there is not enough memory.
+        """
+        with self._locked() as other_entries:
+            budget = Budget(device_memory(self.device), self.settings, self.weights_bytes, other_entries)
+            if num_blocks is None:
+                num_blocks = min(budget.share_bytes // block_bytes, max_blocks or budget.share_bytes)
+                if num_blocks < 1:
+                    raise budget.too_small(block_bytes)
+            elif self._held is not None:
+                budget.require(num_blocks * block_bytes)
+            if self._held is not None:
+                self._held.promise(num_blocks * block_bytes, budget.usable_bytes)
+            self.summary = budget.describe(num_blocks * block_bytes)
+            yield num_blocks
+
+    @contextmanager
+    def _locked(self) -> Iterator[list[Entry]]:
+        if self._ledger is None or self._held is None:
+            yield []
+            return
+        with self._ledger.locked():
+            yield self._ledger.other_entries(self._held)
+
+
+def gib(num_bytes: float) -> str:
+    """Format as GiB with two decimals, or as MiB below 0.1 GiB."""
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB / 10 else f"{num_bytes / (1 << 20):.1f} MiB"

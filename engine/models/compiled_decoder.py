@@ -1,0 +1,207 @@
+"""CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX-512.
+
+In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionShape, attention_shape
+from engine.attention.cpu import head_shape, kernel_batch
+from engine.attention.metadata import ForwardMetadata, one_token
+from engine.kernels.cpu.arguments import Bytes, Floats, Int64s, Span
+from engine.kernels.cpu.batch import NO_WINDOW, Attending, Queries, why_not_paged
+from engine.kernels.cpu.buffers import Buffers
+from engine.kernels.cpu.constants import AMX_DEPTH, PANEL, TILE_ROWS, UNIT
+from engine.kernels.cpu.features import amx_shapes, has_amx, why_no_loops
+from engine.kernels.cpu.matmul import Operand
+from engine.kernels.cpu.normaliser import summarise
+from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.kernels.cpu.step import Activations, Model, Team, Work, output_rows, run_layers
+from engine.kv_cache import KVCache
+from engine.models.config import ModelConfig
+from engine.models.linear_parameters import LinearParameters, Parameters
+from engine.models.loop_threads import LoopThreads
+from engine.models.rope import RotaryEmbedding
+from mesh.domain.cores import Cores
+from mesh.domain.kv import KVLayout
+
+_NO_AMX: Bytes = np.empty(0, np.uint8)
+_MATRIX_NAMES = ("qkv", "o", "gate_up", "down")
+_REQUIRED_FACTS = {
+    "activation": "silu",
+    "norm": "rms",
+    "block": "sequential",
+    "positions": "rotary",
+    "window_rope": None,
+    "gated": True,
+    "experts": None,
+    "attention_scale": None,
+    "attention_softcap": None,
+    "embed_norm": False,
+    "embed_scale": 1.0,
+    "lm_head_bias": False,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+}
+"""Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
+
+
+def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
+    """The reason why the loop cannot run this model, or None if it can."""
+    if (missing := why_no_loops(int8=int8)) is not None:
+        return missing
+    for name, value in _REQUIRED_FACTS.items():
+        if getattr(config, name) != value:
+            return f"{name} {getattr(config, name)}"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % PANEL:
+            return f"{name} {getattr(config, name)}, not a multiple of {PANEL}"
+    return why_not_paged(layout)
+
+
+class CompiledDecoder:
+    """A decoder-only transformer on CPU. The constructor takes every parameter out of `parameters`."""
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, cache: KVCache) -> None:
+        int8 = parameters.scheme == "int8"
+        self.config = config
+        self.attention_backend = "compiled"
+        self.threads = LoopThreads(torch.get_num_threads())
+        # The loop has its own threads. OpenMP threads would spin on their cores between the few torch operations.
+        self.num_torch_threads = 1
+        self._thread_buffers: list[Buffers] = []
+        self._int8 = int8
+        self._bf16 = int8 and has_amx() and config.head_dim % AMX_DEPTH == 0
+        self._heads = attention_shape(config).shard(cache.span.heads)
+        self._embed = parameters.take("embed")
+        self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
+        self._cache = cache.elements
+        self._model = self._build(parameters, cache)
+        self._buffers = Buffers()
+        self._compile()
+
+    @property
+    def phase_cycles(self) -> Int64s:
+        """See Model.phase_cycles. Counts the thread that calls `forward`."""
+        return self.threads.phase_cycles
+
+    def use_cores(self, lent: Cores) -> None:
+        self.threads.use(lent)
+
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: Iterable[tuple[int, int]]) -> Tensor:
+        num_tokens = token_ids.shape[0]
+        acts = self._activations(num_tokens)
+        residual = torch.from_numpy(acts.residual)
+        torch.index_select(self._embed, 0, token_ids, out=residual)
+        model = self._model
+        rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
+        batch = kernel_batch(metadata, model.shape.block_size, rotation)
+        operands, cache = self._operands(num_tokens), self._cache
+        scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
+        work = [
+            Work(acts, operand, Attending(acts.queries, model.shape, batch, thread_scratch), cache)
+            for operand, thread_scratch in zip(operands, scratch, strict=False)
+        ]
+        for first, end in groups:
+            self.threads.run(partial(_run_layers, model, work, Span(first, end)))
+        return residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        # Columns are padded to whole panels; those past the vocabulary are cut off.
+        logits = torch.empty(hidden.shape[0], -(-self.config.vocab_size // PANEL) * PANEL)
+        rows, out = hidden.contiguous().numpy(), logits.numpy()
+        operands = self._operands(hidden.shape[0])
+        self.threads.run(partial(_output_rows, self._model, rows, out, operands))
+        return logits[:, : self.config.vocab_size]
+
+    def _compile(self) -> None:
+        """Compile the loops, or load them from disk, so that the first request need not wait. Runs a step of one token
+        through no layer.
+        """
+        hidden = self.forward(torch.zeros(1, dtype=torch.int64), one_token(), [(0, 0)])
+        summarise(self.logits(hidden).numpy())
+
+    def _build(self, parameters: Parameters, cache: KVCache) -> Model:
+        config = self.config
+        packer = Packer(_matrix_shapes(config, self._heads), int8=self._int8)
+        layers = [f"layers.{layer}" for layer in range(config.num_layers)]
+        for index, name in enumerate(f"{layer}.{matrix}" for layer in layers for matrix in _MATRIX_NAMES):
+            _pack(packer, index, parameters.take_linear(name))
+        _pack(packer, len(layers) * len(_MATRIX_NAMES), parameters.take_output(self._embed))
+        head_norms = np.empty((config.num_layers, 2 if config.qk_norm else 0, config.head_dim), np.float32)
+        if config.qk_norm:
+            for i, layer in enumerate(layers):
+                head_norms[i, 0], head_norms[i, 1] = (
+                    parameters.take(f"{layer}.q_norm"),
+                    parameters.take(f"{layer}.k_norm"),
+                )
+        return Model(
+            weights=packer.weights,
+            input_norms=np.stack([parameters.take(f"{layer}.input_norm").numpy() for layer in layers]),
+            post_norms=np.stack([parameters.take(f"{layer}.post_norm").numpy() for layer in layers]),
+            final_norm=parameters.take("final_norm").numpy(),
+            head_norms=head_norms,
+            windows=np.array([NO_WINDOW if window is None else window for window in config.windows], np.int64),
+            eps=np.float32(config.norm_eps),
+            shape=head_shape(self._heads, cache.layer(0)),
+        )
+
+    def _activations(self, rows: int) -> Activations:
+        config = self.config
+        q_width, qkv_width = _widths(self._heads)
+        qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * qkv_width)
+        mixed = self._buffers.get("mixed", rows * q_width)[: rows * q_width]
+        inner = self._buffers.get("inner", rows * config.intermediate_size)
+        residual = self._buffers.get("residual", rows * config.hidden_size)
+        return Activations(
+            residual=residual[: rows * config.hidden_size].reshape(rows, -1),
+            inner=inner[: rows * config.intermediate_size].reshape(rows, -1),
+            mixed=mixed.reshape(rows, -1),
+            qkv=qkv[: rows * qkv_width].reshape(rows, -1),
+            queries=Queries(qkv, qkv_width, mixed),
+        )
+
+    def _operands(self, rows: int) -> list[Operand]:
+        """One operand for each thread. Threads share the rows and have separate sums."""
+        depth = int(self._model.weights.matrices[:, 2].max())
+        a = self._buffers.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32)
+        factors, amx = self._buffers.get("factors", rows), amx_shapes() if self._int8 else _NO_AMX
+        sums_dtype = np.int32 if self._int8 else np.float32
+        while len(self._thread_buffers) < self.threads.count:
+            self._thread_buffers.append(Buffers())
+        threads = self._thread_buffers[: self.threads.count]
+        return [Operand(a, factors, buffers.get("sums", 2 * TILE_ROWS * UNIT, sums_dtype), amx) for buffers in threads]
+
+
+def _run_layers(model: Model, work: list[Work], layers: Span, team: Team) -> None:
+    run_layers(model, work[team.thread], team, layers)
+
+
+def _output_rows(model: Model, rows: Floats, out: Floats, operands: list[Operand], team: Team) -> None:
+    output_rows(model, rows, out, operands[team.thread], team)
+
+
+def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
+    packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
+
+
+def _widths(heads: AttentionShape) -> tuple[int, int]:
+    """Width of a layer's queries, and width of its queries, keys and values together."""
+    q_width = heads.num_heads * heads.head_dim
+    return q_width, q_width + 2 * heads.num_kv_heads * heads.head_dim
+
+
+def _matrix_shapes(config: ModelConfig, heads: AttentionShape) -> list[MatrixShape]:
+    q_width, qkv_width = _widths(heads)
+    layer = [
+        MatrixShape(qkv_width, config.hidden_size),
+        MatrixShape(config.hidden_size, q_width),
+        MatrixShape(2 * config.intermediate_size, config.hidden_size, gated=True),
+        MatrixShape(config.hidden_size, config.intermediate_size),
+    ]
+    return layer * config.num_layers + [MatrixShape(config.vocab_size, config.hidden_size)]

@@ -1,0 +1,137 @@
+"""StepInput: one engine step as plain arrays: the tokens to compute, the slots of their KV, and the rows to sample.
+
+A StepInput refers to no sequence and holds no tensor, so it can be sent to another process. It is built once per step,
+into buffers that are reused.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from engine.attention.metadata import Chunk, ForwardMetadata
+from engine.batch import ScheduledBatch
+
+Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The step of the batch with this `number`. Arrays are views of the builder's buffers: valid until its next build.
+
+    The tokens of all sequences are concatenated: sequence i has rows `[query_starts[i], query_starts[i + 1])`. The
+    first `num_decodes` sequences compute a single token.
+    """
+
+    number: int
+    num_decodes: int
+    token_ids: Int64s  # [num_tokens]
+    positions: Int64s  # [num_tokens]
+    rope_lengths: Int64s  # [num_tokens]; see engine/models/rope.py
+    slots: Int64s  # [num_tokens]: block_id * block_size + offset of the token's KV
+    block_tables: Int32s  # [num_seqs, max_blocks], padded with block 0, which is valid to read but never used
+    context_lens: Int32s  # [num_seqs]: tokens of each sequence, this step's included
+    prompt_lens: Int32s  # [num_seqs]: tokens of the client's prompt
+    query_starts: Int32s  # [num_seqs + 1]
+    sample_rows: Int64s  # [num_sampled]: rows whose logits are sampled
+    copies: Int64s  # [num_copies, 2]: blocks to copy (source, target) before the forward pass
+
+    def metadata(self, device: torch.device) -> ForwardMetadata:
+        """Metadata for the forward pass, on the model's device. On CPU the tensors share the arrays' memory."""
+        bounds, context_lens = self.query_starts.tolist(), self.context_lens.tolist()
+        chunks = tuple(
+            Chunk(row, start, stop - start, context_lens[row])
+            for row, (start, stop) in enumerate(pairwise(bounds))
+            if row >= self.num_decodes
+        )
+        return ForwardMetadata(
+            positions=to_device(self.positions, device),
+            rope_lengths=to_device(self.rope_lengths, device),
+            slot_mapping=to_device(self.slots, device),
+            block_tables=to_device(self.block_tables, device),
+            context_lens=to_device(self.context_lens, device),
+            prompt_lens=to_device(self.prompt_lens, device),
+            query_starts=to_device(self.query_starts, device),
+            num_decodes=self.num_decodes,
+            chunks=chunks,
+            max_decode_context=max(context_lens[: self.num_decodes], default=0),
+        )
+
+
+class StepInputBuilder:
+    """Builds a StepInput per step, in buffers that grow as needed."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._buffers: dict[str, NDArray[Any]] = {}
+
+    def build(self, batch: ScheduledBatch) -> StepInput:
+        """Flatten a batch. The block table of every item must already cover its last token."""
+        items, size = batch.items, self._block_size
+        counts = np.array([item.num_tokens for item in items], np.int64)
+        context_lens = self._filled("context_lens", [item.end for item in items], np.int32)
+        prompt_lens = self._filled("prompt_lens", [item.sequence.num_prompt_tokens for item in items], np.int32)
+        query_starts = self._filled("query_starts", np.concatenate([[0], counts.cumsum()]), np.int32)
+        owners = np.repeat(np.arange(len(items)), counts)  # [num_tokens]: the sequence of each token
+        positions = self._buffer("positions", (len(owners),), np.int64)
+        np.subtract(np.arange(len(owners)), (query_starts[:-1] - (context_lens - counts))[owners], out=positions)
+        block_tables = self._block_tables(batch)
+        slots = self._buffer("slots", (len(owners),), np.int64)
+        slots[:] = block_tables[owners, positions // size]
+        slots *= size
+        slots += positions % size
+        rope_lengths = self._buffer("rope_lengths", (len(owners),), np.int64)
+        np.maximum(positions + 1, prompt_lens[owners], out=rope_lengths)
+        return StepInput(
+            number=batch.number,
+            num_decodes=batch.num_decodes,
+            token_ids=self._filled("token_ids", [token for item in items for token in item.token_ids()], np.int64),
+            positions=positions,
+            rope_lengths=rope_lengths,
+            slots=slots,
+            block_tables=block_tables,
+            context_lens=context_lens,
+            prompt_lens=prompt_lens,
+            query_starts=query_starts,
+            sample_rows=self._filled("sample_rows", _sample_rows(batch, query_starts), np.int64),
+            copies=np.array(batch.copies, np.int64).reshape(-1, 2),
+        )
+
+    def _block_tables(self, batch: ScheduledBatch) -> Int32s:
+        tables = [item.sequence.block_table for item in batch.items]
+        padded = self._buffer("block_tables", (len(tables), max(map(len, tables), default=0)), np.int32)
+        for row, table in enumerate(tables):
+            padded[row, : len(table)] = table
+            padded[row, len(table) :] = 0
+        return padded
+
+    def _filled(self, name: str, values: Any, dtype: DTypeLike) -> NDArray[Any]:
+        array = self._buffer(name, (len(values),), dtype)
+        array[:] = values
+        return array
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """A view of this shape on the named buffer, which grows if it is too small."""
+        size = int(np.prod(shape))
+        if name not in self._buffers or len(self._buffers[name]) < size:
+            self._buffers[name] = np.empty(2 * size, dtype)
+        return self._buffers[name][:size].reshape(shape)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array as a tensor; on CPU it shares the array's memory."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+
+def _sample_rows(batch: ScheduledBatch, query_starts: Int32s) -> list[int]:
+    """The row of the last known token, and the rows of the drafts, of each item that needs sampling."""
+    rows: list[int] = []
+    for item, stop in zip(batch.items, query_starts[1:].tolist(), strict=True):
+        if item.needs_sampling:
+            rows += range(stop - 1 - len(item.drafts), stop)
+    return rows

@@ -1,0 +1,133 @@
+"""Validation errors in OpenAI's words and with OpenAI's names.
+
+OpenAI's own ranges are checked here, with OpenAI's messages and codes. The router checks everything else. Its messages
+use internal names (`num_choices`, `max_new_tokens`), which are translated to the names in the client's request.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from gateway.errors import InvalidField, Problem
+from gateway.openai.schemas import ChatBody, CompletionBody, SamplingBody
+from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
+from tandem import InvalidRequest
+
+_MAX_DIGITS = 24
+_RANGES: Mapping[str, tuple[int, int | None]] = MappingProxyType(
+    {
+        "temperature": (0, 2),
+        "top_p": (0, 1),
+        "presence_penalty": (-2, 2),
+        "frequency_penalty": (-2, 2),
+        "n": (1, MAX_CHOICES),
+        "best_of": (1, MAX_CHOICES),
+        "max_tokens": (1, None),
+        "max_completion_tokens": (1, None),
+        "logprobs": (0, MAX_TOP_LOGPROBS),
+        "top_logprobs": (0, MAX_TOP_LOGPROBS),
+        "seed": (-(2**63), MAX_SEED),
+    }
+)
+_LENGTH_LIMITS = ("max_total_tokens", "max_input_length")
+_CONTEXT = "the model's context length"
+# The member at the beginning of one of the router's messages.
+_SUBJECT = re.compile(r"(?:each of |each |the )?(([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*)")
+_NAME = re.compile(r"(?<![.\w])(?:chat\.messages|[a-z_]+)")
+
+
+def check_ranges(body: SamplingBody) -> None:
+    """Raise InvalidField for values that OpenAI refuses."""
+    if body.stream_options is not None and not body.stream:
+        message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+        raise InvalidField(message, field="stream_options")
+    if isinstance(body, ChatBody) and not body.messages:
+        message = "Invalid 'messages': empty array. Expected an array with minimum length 1."
+        raise InvalidField(message, field="messages", code="empty_array")
+    for name, (low, high) in _RANGES.items():
+        value = getattr(body, name, None)
+        if value is None or isinstance(value, bool):
+            continue
+        low = 0 if name == "max_tokens" and isinstance(body, CompletionBody) and body.echo else low
+        if value < low:
+            raise _out_of_range(name, value, "below minimum", f">= {low}")
+        if high is not None and value > high:
+            raise _out_of_range(name, value, "above maximum", f"<= {high}")
+
+
+def _out_of_range(name: str, value: float, side: str, expected: str) -> InvalidField:
+    kind = "integer" if isinstance(value, int) else "decimal"
+    shown = str(value)[:_MAX_DIGITS] if isinstance(value, int) else f"{value:g}"
+    message = f"Invalid '{name}': {kind} {side} value. Expected a value {expected}, but got {shown} instead."
+    code = f"{kind}_{side.replace('imum', '').replace(' ', '_')}_value"
+    return InvalidField(message, field=name, code=code)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFieldNames:
+    """Translates names in the router's messages to the members of one request. `members` are the body's own."""
+
+    names: Mapping[str, str]
+    members: frozenset[str]
+
+    @classmethod
+    def of(cls, body: SamplingBody) -> "ClientFieldNames":
+        """Build the translation for a body. A structure has the name of the member that requested it."""
+        limit = "max_tokens"
+        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+            limit = "max_completion_tokens"
+        names = {
+            "num_choices": "n",
+            "max_new_tokens": limit,
+            "min_new_tokens": "min_tokens",
+            "chat.messages": "messages",
+            "token_ids": "prompt",
+            "prompt_logprobs": "echo",
+            "max_total_tokens": _CONTEXT,
+            "max_input_length": _CONTEXT,
+            **_names_of_structure(body),
+        }
+        if isinstance(body, CompletionBody):
+            names["top_logprobs"] = "logprobs"
+        return cls(names, frozenset(type(body).model_fields))
+
+    def translate(self, problem: Problem) -> Problem:
+        """Translate a problem that is the client's fault; return any other unchanged."""
+        if problem.field is not None or problem.row.openai.status != 400:
+            return problem
+        code = "context_length_exceeded" if any(name in problem.message for name in _LENGTH_LIMITS) else problem.code
+        message = _NAME.sub(lambda match: self.names.get(match[0], match[0]), problem.message)
+        return replace(problem, message=message, field=self._field(message), code=code)
+
+    @contextmanager
+    def translating_errors(self) -> Iterator[None]:
+        """Re-raise the router's InvalidRequest inside the block as a translated InvalidField."""
+        try:
+            yield
+        except InvalidRequest as error:
+            translated = self.translate(Problem.of(error))
+            raise InvalidField(translated.message, field=translated.field, code=translated.code) from error
+
+    def _field(self, message: str) -> str | None:
+        match = _SUBJECT.match(message)
+        if match is None:
+            return None
+        path, name = match[1], match[2]
+        if name == "prompt" and "messages" in self.members:
+            return "messages"
+        return path if name in self.members else None
+
+
+def _names_of_structure(body: SamplingBody) -> dict[str, str]:
+    """Map the router's json_schema, regex, choice and grammar to the members that requested them."""
+    guided = {"json_schema": "guided_json", "regex": "guided_regex", "choice": "guided_choice"}
+    guided["grammar"] = "guided_grammar"
+    if body.structured_outputs is not None:
+        return dict.fromkeys(guided, "structured_outputs")
+    if body.response_format is not None:
+        return dict.fromkeys(("json_schema", "json_object"), "response_format")
+    if isinstance(body, ChatBody) and body.tools and body.tool_choice not in (None, "auto", "none"):
+        return {"json_schema": "tools"}
+    return {kind: name for kind, name in guided.items() if getattr(body, name) is not None}

@@ -1,1 +1,0 @@
-"""What prefill and decode workers share that is not the model: settings, registration, drain."""

@@ -1,0 +1,1 @@
+"""Admission of requests: concurrency limits, the queue, and forecasts of waiting times."""

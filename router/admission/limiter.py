@@ -1,0 +1,91 @@
+"""Concurrency limits: how many choices may be in service at a time, in all and per tenant.
+
+A request over a limit is refused at once.
+"""
+
+from collections import Counter
+from typing import Protocol
+
+from mesh.domain.errors import Overloaded
+from router.api.tenants import ANONYMOUS, Tenant
+
+_RETRY_AFTER_S = 1.0
+
+
+class ConcurrencyLimiter(Protocol):
+    """Grants permits. Plug point: LocalLimiter for a single router, SharedLimiter where routers share a cap."""
+
+    @property
+    def max_permits(self) -> int:
+        """The cap over all tenants."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Permits that this router holds now."""
+        ...
+
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list["Permit"]:
+        """Return `count` permits, or raise Overloaded; `cap` lowers the cap for this call.
+
+        Cancellation leaves no permit taken.
+        """
+        ...
+
+    def give_back(self, tenant: Tenant) -> None:
+        """Return one permit. Only Permit.release calls this."""
+        ...
+
+
+class LocalLimiter:
+    """A ConcurrencyLimiter that counts exactly, on one event loop. A request holds one permit per choice."""
+
+    def __init__(self, max_permits: int) -> None:
+        self._max_permits = max_permits
+        self._num_held = 0
+        self._held_by: Counter[str] = Counter()
+
+    @property
+    def max_permits(self) -> int:
+        return self._max_permits
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list["Permit"]:
+        return self.acquire(count, tenant, cap)
+
+    def acquire(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list["Permit"]:
+        """Return `count` permits without waiting, or raise Overloaded."""
+        cap = self._max_permits if cap is None else cap
+        tenant_cap, tenant_held = tenant.max_concurrent_requests, self._held_by[tenant.name]
+        if tenant_cap is not None and tenant_held + count > tenant_cap:
+            raise Overloaded(
+                f"{tenant_held} of your {tenant_cap} requests are in service; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        if self._num_held + count > cap:
+            raise Overloaded(
+                f"{self._num_held} of {cap} requests are in service; try again later", retry_after_s=_RETRY_AFTER_S
+            )
+        self._num_held += count
+        self._held_by[tenant.name] += count
+        return [Permit(self, tenant) for _ in range(count)]
+
+    def give_back(self, tenant: Tenant) -> None:
+        self._num_held -= 1
+        self._held_by[tenant.name] -= 1
+
+
+class Permit:
+    """The right to run one choice. The holder must release it; a second release does nothing."""
+
+    def __init__(self, limiter: ConcurrencyLimiter, tenant: Tenant) -> None:
+        self._limiter: ConcurrencyLimiter | None = limiter
+        self._tenant = tenant
+
+    def release(self) -> None:
+        limiter, self._limiter = self._limiter, None
+        if limiter is not None:
+            limiter.give_back(self._tenant)

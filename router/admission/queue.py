@@ -1,0 +1,276 @@
+"""The queue for workers: attempts wait here, in order, until a prefill and a decode worker have room.
+
+    place() ─▶ waiters (ordered by fair_queue.py) ──pump: is there capacity for the head?──▶ Reservation
+       │          │ cancelled or past its deadline: removed at once
+       │          │ its first token can no longer come in time: Overloaded
+       │          │ no decode worker at all for `no_worker_timeout_s`: NoWorkers
+       └ queue full, or the first token is not expected in time: Overloaded, at once
+
+A pump runs after any event that can free capacity: a heartbeat, a worker joining, finished work. Only the head is
+tried, so that small requests do not overtake a big one forever. Prefill workers have separate budgets for short and
+long prompts (placement/policy.py): if the head lacks only its prefill budget, the first waiter of the other kind is
+tried too.
+
+The queue is bounded. A named tenant may have at most as many waiting requests as there are free slots (dynamic
+thresholds, Choudhury and Hahne 1998): one tenant alone can fill half of the queue, two a third each, and so on. No
+tenant needs a quota, and a newcomer finds a slot as long as tenants do not greatly outnumber slots. Batch requests
+leave a quarter of the queue to others.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded, WorkerBusy
+from router.admission.fair_queue import FairQueue, QueueEntry
+from router.admission.forecast import Forecast, retry_after_s
+from router.placement.in_flight import InFlightTable, Reservation
+from router.placement.policy import NoPlacement, Placement, PlacementQuery, Snapshot, is_short_in, place
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    query: PlacementQuery
+    entry: QueueEntry
+    reservation: asyncio.Future[Reservation]
+    is_replay: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+class _Outage:
+    """A time without any decode worker. After `patience_s` it is `accepted`: requests fail instead of waiting."""
+
+    def __init__(self, patience_s: float, on_accepted: Callable[[], None]) -> None:
+        self.patience_s = patience_s
+        self.accepted = False
+        self._on_accepted = on_accepted
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._timer is not None
+
+    def begin(self) -> None:
+        """There is no decode worker now. Idempotent."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self.patience_s, self._accept)
+
+    def end(self) -> None:
+        """There is a decode worker again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self.accepted = None, False
+
+    def _accept(self) -> None:
+        self.accepted = True
+        self._on_accepted()
+
+
+class PlacementQueue:
+    """Used by one event loop. `snapshot` returns the mesh as it is now."""
+
+    def __init__(
+        self,
+        in_flight: InFlightTable,
+        snapshot: Callable[[], Snapshot],
+        forecast: Forecast,
+        *,
+        max_queued: int,
+        no_worker_timeout_s: float,
+    ) -> None:
+        self._in_flight = in_flight
+        self._snapshot = snapshot
+        self._forecast = forecast
+        self._max_queued = max_queued
+        self._waiters: FairQueue[_Waiter] = FairQueue()
+        self._pump_scheduled = False
+        self._shortage: NoPlacement | None = None
+        self._outage = _Outage(no_worker_timeout_s, self._pump)
+
+    @property
+    def num_queued(self) -> int:
+        """Number of waiting attempts."""
+        return len(self._waiters)
+
+    @property
+    def num_queued_choices(self) -> int:
+        """Number of waiting choices; choices of one prompt wait as one attempt."""
+        return sum(waiter.query.num_seqs for waiter in self._waiters.all())
+
+    @property
+    def shortage(self) -> NoPlacement | None:
+        """Why the head still waits; None if the queue is empty."""
+        return self._shortage if self._waiters else None
+
+    async def place(self, query: PlacementQuery, entry: QueueEntry, *, is_replay: bool = False) -> Reservation:
+        """Wait for capacity. The caller owns the reservation.
+
+        Raises Overloaded if the queue is full or the first token would come too late (never for a replay, which goes to
+        the front), NoWorkers, or InvalidRequest if no worker can ever hold the request. Cancellation leaves nothing
+        behind.
+        """
+        waiter = _Waiter(query, entry, asyncio.get_running_loop().create_future(), is_replay)
+        if is_replay:
+            self._waiters.add_first(waiter)
+            self._pump()
+        else:
+            self._join(waiter)
+        try:
+            return await waiter.reservation
+        except asyncio.CancelledError:
+            self._forget(waiter)
+            raise
+        finally:
+            if waiter.timer is not None:
+                waiter.timer.cancel()
+
+    def wake(self) -> None:
+        """Capacity may have become free: pump soon. Many calls in a row cost one pump."""
+        if self._waiters and not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def close(self) -> None:
+        """Stop the outage timer."""
+        self._outage.end()
+
+    def _join(self, waiter: _Waiter) -> None:
+        """Place at once or enqueue. Raises Overloaded if the queue is full or waiting is useless."""
+        loop, entry = asyncio.get_running_loop(), waiter.entry
+        expected_s = self._expected_s(waiter)
+        is_head = not self._num_tokens_ahead(waiter)
+        self._require_slot(entry, expected_s)
+        self._waiters.add(entry, waiter)
+        self._pump()
+        if waiter.reservation.done():
+            return
+        # The head is never refused: only placed requests can correct a forecast that is too pessimistic.
+        late_s = 0.0 if expected_s is None else loop.time() + expected_s - entry.worthless_after_s
+        if expected_s is not None and late_s > 0 and not is_head:
+            self._leave(waiter)
+            raise Overloaded(
+                f"the first token is expected in {expected_s:.1f} s, which is too late; try again later",
+                retry_after_s=retry_after_s(late_s),
+            )
+        if entry.first_token_by_s is not None:
+            lead_s = self._forecast.first_token.expected_s(waiter.query.num_tokens)
+            waiter.timer = loop.call_at(entry.first_token_by_s - lead_s, self._expire, waiter)
+
+    def _expected_s(self, waiter: _Waiter) -> float | None:
+        """Seconds until the first token if the request were enqueued now; None if unknown."""
+        return self._forecast.first_token_s(self._num_tokens_ahead(waiter), waiter.query.num_tokens)
+
+    def _num_tokens_ahead(self, waiter: _Waiter) -> int:
+        """Tokens of the prompts ahead that are of the same kind, short or long: the other kind does not delay it."""
+        ahead = [waiter_ahead.query for waiter_ahead in self._waiters.ahead_of(waiter.entry)]
+        if not ahead:
+            return 0
+        is_short = is_short_in(self._snapshot())
+        return sum(query.num_tokens for query in ahead if is_short(query) is is_short(waiter.query))
+
+    def _require_slot(self, entry: QueueEntry, expected_s: float | None) -> None:
+        num_free = entry.priority.share_of(self._max_queued) - len(self._waiters)
+        num_of_tenant = self._waiters.num_of(entry.tenant)
+        if num_free <= 0:
+            complaint = f"{len(self._waiters)} requests are waiting already"
+        elif entry.tenant and num_of_tenant >= num_free:
+            complaint = f"{num_of_tenant} of your requests are waiting already"
+        else:
+            return
+        raise Overloaded(f"{complaint}; try again later", retry_after_s=retry_after_s(expected_s))
+
+    def _expire(self, waiter: _Waiter) -> None:
+        """Fail a waiter whose first token can no longer come in time."""
+        if self._leave(waiter) and not waiter.reservation.done():
+            message = "the first token cannot come within ttft_target any more; try again later"
+            error = Overloaded(message, retry_after_s=retry_after_s(self._expected_s(waiter)))
+            waiter.reservation.set_exception(error)
+
+    def _forget(self, waiter: _Waiter) -> None:
+        """Clean up for a cancelled caller: leave the queue, or release a reservation that came too late."""
+        reservation = waiter.reservation
+        if (
+            not self._leave(waiter)
+            and reservation.done()
+            and not reservation.cancelled()
+            and reservation.exception() is None
+        ):
+            reservation.result().release()
+
+    def _leave(self, waiter: _Waiter) -> bool:
+        """Remove the waiter; False if it is not in the queue."""
+        was_waiting = self._waiters.remove(waiter)
+        if was_waiting:
+            self._note_backlog()
+            self.wake()
+        return was_waiting
+
+    def _pump(self) -> None:
+        """Place waiters from the head while there is capacity."""
+        self._pump_scheduled = False
+        while self._waiters and self._place_next():
+            pass
+        self._note_backlog()
+
+    def _place_next(self) -> bool:
+        """Answer the head, or the first waiter of the other kind if only the head's prefill budget is used up.
+
+        Returns False if all must wait.
+        """
+        first, snapshot = self._waiters.first(), self._snapshot()
+        placed = place(first.query, snapshot)
+        self._watch_outage(placed)
+        if isinstance(placed, Placement) or not self._should_wait(placed):
+            self._waiters.take_first()
+            self._answer(first, placed)
+            return True
+        self._shortage = placed
+        return placed is NoPlacement.NO_PREFILL_CAPACITY and self._place_other_kind(first, snapshot)
+
+    def _place_other_kind(self, first: _Waiter, snapshot: Snapshot) -> bool:
+        """Place the first short prompt past a long head that waits for prefill capacity, or the other way round."""
+        is_short = is_short_in(snapshot)
+        candidate = self._waiters.first_where(lambda waiter: is_short(waiter.query) is not is_short(first.query))
+        placed = None if candidate is None else place(candidate.query, snapshot)
+        if candidate is None or not isinstance(placed, Placement):
+            return False
+        self._waiters.take(candidate)
+        self._answer(candidate, placed)
+        return True
+
+    def _note_backlog(self) -> None:
+        """Let the forecast measure the queue's rate only while waiters lack capacity, not while there is no worker."""
+        if self._waiters and not self._outage.is_on:
+            self._forecast.queue.begin()
+        else:
+            self._forecast.queue.end()
+
+    def _watch_outage(self, placed: Placement | NoPlacement) -> None:
+        if placed is NoPlacement.NO_DECODE_WORKER:
+            self._outage.begin()
+        else:
+            self._outage.end()
+
+    def _should_wait(self, shortage: NoPlacement) -> bool:
+        if shortage is NoPlacement.NO_DECODE_WORKER:
+            return not self._outage.accepted
+        return shortage in (NoPlacement.NO_DECODE_CAPACITY, NoPlacement.NO_PREFILL_CAPACITY)
+
+    def _answer(self, waiter: _Waiter, placed: Placement | NoPlacement) -> None:
+        if waiter.reservation.done():
+            return
+        if isinstance(placed, Placement):
+            num_tokens = waiter.query.num_tokens
+            waiter.reservation.set_result(
+                self._in_flight.reserve(placed, num_tokens, self._forecast.placed(num_tokens))
+            )
+        elif placed is NoPlacement.TOO_LARGE:
+            total = waiter.query.max_total_tokens
+            waiter.reservation.set_exception(InvalidRequest(f"no worker can hold a sequence of {total} tokens"))
+        elif placed is NoPlacement.AWAY:
+            message = f"workers that can hold {waiter.query.max_total_tokens} tokens are away; try again later"
+            waiter.reservation.set_exception(WorkerBusy(message) if waiter.is_replay else NoWorkers(message))
+        else:
+            waiter.reservation.set_exception(
+                NoWorkers(f"no decode worker has been there for {self._outage.patience_s:g} s; try again later")
+            )

@@ -1,0 +1,334 @@
+"""Permits that routers share: one cap per model over all routers, held as leases in Redis.
+
+    acquire ─▶ do this router's permits alone reach the cap? refused here
+        └─▶ requested in the next round trip, together with other waiting requests ─▶ leased, or refused
+    release ─▶ sent with the next round trip; held permits are renewed every `renew_s`
+
+One task makes all round trips, one at a time, so a release can never be overtaken by a renewal. A router that dies
+stops renewing: its leases run out after `lease_s`.
+
+While Redis is unavailable a router accepts new work up to its share: the cap divided by the last known number of
+routers, at least 1. It keeps the permits it holds. So all routers together can exceed the cap only by the permits that
+some held beyond their shares when Redis failed, and only until that work ends. When Redis returns, each router writes
+its leases anew.
+
+If Redis has lost its data (wiped, failed over), it does not know all leases until every router has renewed. Until then
+(about two seconds, or a whole lease if a router is missing) a router holds at most what it held when it last knew the
+total, plus its part of what was free then, within its share. A router that has just started holds none.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import structlog
+from redis.asyncio import Redis
+
+from mesh.domain.errors import Overloaded
+from mesh.domain.request import mint_id
+from mesh.registry.redis_connection import FAILURES, open_redis, require_not_cancelled
+from router.admission.limiter import Permit
+from router.admission.permit_leases import Exchange, Keep, LeaseTimes, PermitStore, Take, Taken
+from router.api.tenants import ANONYMOUS, Tenant
+
+log = structlog.get_logger(__name__)
+
+_RETRY_AFTER_S = 1.0
+# A Redis that hangs delays the first requests by this much; from then on it counts as unavailable.
+_PATIENCE_S = 0.25
+_LEAVE_S = 1.0
+_MAX_TAKES = 256
+_MAX_RELEASES = 1024
+
+
+@dataclass(eq=False, slots=True)
+class _Ask:
+    """A waiting request for permits. The reply is None if Redis is unavailable."""
+
+    tenant: str
+    tenant_cap: int | None
+    cap: int
+    ids: list[str]
+    reply: asyncio.Future[Taken | None]
+
+
+class _Holdings:
+    """Permits that this router holds or must still release in Redis, by tenant. A tenant's permits are interchangeable.
+
+    A release that has waited for `keep_s` is dropped: without renewal its lease has expired.
+    """
+
+    def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
+        self.held: defaultdict[str, list[str]] = defaultdict(list)
+        self.num_held = 0
+        self._keep_s = keep_s
+        self._clock = clock
+        self._released: deque[tuple[float, str, str]] = deque()  # when, tenant, id; oldest first
+
+    @property
+    def num_released(self) -> int:
+        """Releases that must still be sent to Redis."""
+        self._drop_expired()
+        return len(self._released)
+
+    def add(self, tenant: str, ids: list[str]) -> None:
+        """Add leased permits."""
+        self.held[tenant].extend(ids)
+        self.num_held += len(ids)
+
+    def release_one(self, tenant: str) -> None:
+        """Release any one of the tenant's permits."""
+        self.give_back(tenant, [self.held[tenant].pop()])
+        self.num_held -= 1
+        if not self.held[tenant]:
+            del self.held[tenant]
+
+    def give_back(self, tenant: str, ids: Iterable[str]) -> None:
+        """Release ids that are not held here but may be leased in Redis."""
+        self._drop_expired()
+        self._released.extend((self._clock(), tenant, permit_id) for permit_id in ids)
+
+    def keeps(self, *, renew: bool) -> list[Keep]:
+        """Return the next batch of releases, oldest first, and with `renew` all held permits.
+
+        With `renew` the result is never empty, so that Redis keeps the router among the known ones.
+        """
+        self._drop_expired()
+        released: defaultdict[str, list[str]] = defaultdict(list)
+        for _, tenant, permit_id in islice(self._released, _MAX_RELEASES):
+            released[tenant].append(permit_id)
+        held = self.held if renew else {}
+        names = {*released, *held} | ({""} if renew else set())
+        return [Keep(name, tuple(released.get(name, ())), tuple(held.get(name, ()))) for name in sorted(names)]
+
+    def mark_sent(self, keeps: list[Keep]) -> None:
+        """Drop releases that were sent to Redis. Some may have expired in the meantime."""
+        sent = {permit_id for keep in keeps for permit_id in keep.released}
+        while self._released and self._released[0][2] in sent:
+            self._released.popleft()
+
+    def _drop_expired(self) -> None:
+        oldest_s = self._clock() - self._keep_s
+        while self._released and self._released[0][0] < oldest_s:
+            self._released.popleft()
+
+
+class SharedPermits:
+    """One router's share of the permits of a model. Used by one event loop; `run()` is the task that calls Redis."""
+
+    def __init__(
+        self,
+        url: str,
+        router_id: str,
+        cap: int,
+        times: LeaseTimes | None = None,
+        *,
+        model: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._url = url
+        self._cap = cap
+        self._times = times or LeaseTimes()
+        self._store = PermitStore(router_id, self._times, model)
+        # A round trip in progress may have renewed permits that were released meanwhile.
+        self._holdings = _Holdings(self._times.lease_s + 2 * _PATIENCE_S, clock)
+        self._asks: list[_Ask] = []
+        self._wake = asyncio.Event()
+        self._num_routers = 1
+        self._allowance = 0
+        self._was_connected = False
+        self.connected = asyncio.Event()
+        """Set while Redis decides; while clear, this router's share decides."""
+
+    @property
+    def num_held(self) -> int:
+        return self._holdings.num_held
+
+    @property
+    def share(self) -> int:
+        """The permits that this router may hold while Redis is unavailable."""
+        return max(1, self._cap // self._num_routers)
+
+    async def acquire(
+        self, count: int, tenant: str = "", tenant_cap: int | None = None, cap: int | None = None
+    ) -> None:
+        """Take `count` permits, or raise Overloaded; `cap` lowers the cap for this call.
+
+        Cancellation leaves no permit taken.
+        """
+        ask = _Ask(tenant, tenant_cap, self._cap if cap is None else cap, [mint_id() for _ in range(count)], _reply())
+        self._require_capacity(ask, share_of=1)
+        if self.connected.is_set():
+            self._asks.append(ask)
+            self._wake.set()
+            try:
+                taken = await ask.reply
+            except asyncio.CancelledError:
+                if not ask.reply.cancelled() and (answer := ask.reply.result()) is not None and answer.granted:
+                    self._give_back(ask)
+                raise
+            if taken is not None:
+                if not taken.granted:
+                    raise _overloaded(taken.num_held, tenant_cap if taken.by_tenant else ask.cap, taken.by_tenant)
+                return
+            # Redis may have granted these without our receiving the answer.
+            self._holdings.give_back(tenant, ask.ids)
+        self._require_capacity(ask, share_of=self._num_routers)
+        self._holdings.add(tenant, [mint_id() for _ in range(count)])
+
+    def release(self, tenant: str = "") -> None:
+        """Release one of the tenant's permits."""
+        self._holdings.release_one(tenant)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Exchange permits with Redis until cancelled."""
+        async with open_redis(self._url, timeout_s=_PATIENCE_S) as redis:
+            try:
+                renew_at_s = 0.0
+                while True:
+                    require_not_cancelled()
+                    is_due = time.monotonic() >= renew_at_s
+                    if is_due:
+                        renew_at_s = time.monotonic() + self._times.renew_s
+                    if is_due or self.connected.is_set():
+                        await self._round_trip(redis, renew=is_due)
+                    await self._wait(renew_at_s)
+            finally:
+                self._note_disconnected([])
+
+    async def leave(self) -> None:
+        """Release all permits at once, if Redis is available. Call it after `run` has ended."""
+        for tenant, ids in self._holdings.held.items():
+            self._holdings.give_back(tenant, ids)
+        try:
+            async with asyncio.timeout(_LEAVE_S), open_redis(self._url, timeout_s=_PATIENCE_S) as redis:
+                while self._holdings.num_released:
+                    keeps = self._holdings.keeps(renew=False)
+                    await self._store.exchange(redis, Exchange(present=False, keeps=keeps))
+                    self._holdings.mark_sent(keeps)
+                await self._store.leave(redis)
+        except FAILURES as error:
+            log.warning("permits stay leased until they expire", error=str(error))
+
+    async def _wait(self, renew_at_s: float) -> None:
+        if not self._asks:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, renew_at_s - time.monotonic())):
+                    await self._wake.wait()
+        self._wake.clear()
+
+    async def _round_trip(self, redis: Redis, *, renew: bool) -> None:
+        asks, self._asks = self._asks[:_MAX_TAKES], self._asks[_MAX_TAKES:]
+        asks = [ask for ask in asks if not ask.reply.done()]
+        keeps = self._holdings.keeps(renew=renew)
+        if not keeps and not asks:
+            return
+        exchange = Exchange(renew, self._num_routers, renew and self._was_connected, keeps, self._takes(asks))
+        try:
+            known, answers = await self._store.exchange(redis, exchange)
+        except FAILURES as error:
+            self._note_disconnected(asks, error)
+            return
+        except BaseException:
+            self._note_disconnected(asks)
+            raise
+        self._holdings.mark_sent(keeps)
+        if renew and known is not None:
+            # While leases are being written anew, routers missing from the count may only be late.
+            self._num_routers = max(1, known.num_routers, self._num_routers if known.settling else 0)
+            if not known.settling:
+                self._note_total(known.num_leased)
+            self._note_connected()
+        if self._holdings.num_released:
+            self._wake.set()  # there is another batch, or a permit was released meanwhile
+        for ask, taken in zip(asks, answers, strict=True):
+            self._answer(ask, taken)
+            if taken.is_total:
+                self._note_total(taken.num_held)
+
+    def _takes(self, asks: list[_Ask]) -> list[Take]:
+        takes, held = list[Take](), self.num_held
+        for ask in asks:
+            takes.append(Take(ask.tenant, ask.tenant_cap, ask.cap, ask.ids, self._allowance, held))
+            held += len(ask.ids)
+        return takes
+
+    def _answer(self, ask: _Ask, taken: Taken) -> None:
+        if taken.granted:
+            self._holdings.add(ask.tenant, ask.ids)
+        if not ask.reply.done():
+            ask.reply.set_result(taken)
+        elif taken.granted:  # the caller was cancelled
+            self._give_back(ask)
+
+    def _give_back(self, ask: _Ask) -> None:
+        for _ in ask.ids:
+            self.release(ask.tenant)
+
+    def _note_total(self, num_leased: int) -> None:
+        """Update the allowance: all routers together hold this many permits."""
+        free = max(0, self._cap - num_leased) // self._num_routers
+        # Limited to the share: other routers may take free permits before this router knows.
+        self._allowance = min(self.num_held + free, max(self.num_held, self.share))
+
+    def _note_connected(self) -> None:
+        self._was_connected = True
+        if not self.connected.is_set():
+            self.connected.set()
+            log.info("permits are shared", routers=self._num_routers, cap=self._cap)
+
+    def _note_disconnected(self, asks: list[_Ask], error: BaseException | None = None) -> None:
+        """Redis is unavailable: answer waiting requests by this router's share."""
+        waiting, self._asks = [*asks, *self._asks], []
+        if self.connected.is_set() and error is not None:
+            log.warning("redis is away", what="permits", share=self.share, error=str(error))
+        self.connected.clear()
+        for ask in waiting:
+            if ask.reply.done():
+                self._holdings.give_back(ask.tenant, ask.ids)
+            else:
+                ask.reply.set_result(None)
+
+    def _require_capacity(self, ask: _Ask, *, share_of: int) -> None:
+        """Raise Overloaded if this router alone reaches a cap divided by `share_of`."""
+        count, tenant_cap = len(ask.ids), ask.tenant_cap
+        held_by_tenant = len(self._holdings.held.get(ask.tenant, ()))
+        if tenant_cap is not None and held_by_tenant + count > max(1, tenant_cap // share_of):
+            raise _overloaded(held_by_tenant, tenant_cap, True)
+        if self.num_held + count > max(1, ask.cap // share_of):
+            raise _overloaded(self.num_held, ask.cap, False)
+
+
+class SharedLimiter:
+    """A ConcurrencyLimiter whose permits are leases that routers share."""
+
+    def __init__(self, shared: SharedPermits, max_permits: int) -> None:
+        self._shared = shared
+        self.max_permits = max_permits
+
+    @property
+    def num_held(self) -> int:
+        return self._shared.num_held
+
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list[Permit]:
+        await self._shared.acquire(count, tenant.name, tenant.max_concurrent_requests, cap)
+        return [Permit(self, tenant) for _ in range(count)]
+
+    def give_back(self, tenant: Tenant) -> None:
+        self._shared.release(tenant.name)
+
+
+def _reply() -> "asyncio.Future[Taken | None]":
+    return asyncio.get_running_loop().create_future()
+
+
+def _overloaded(num_held: int, cap: int | None, by_tenant: bool) -> Overloaded:
+    whose = "your " if by_tenant else ""
+    return Overloaded(
+        f"{num_held} of {whose}{cap} requests are in service; try again later", retry_after_s=_RETRY_AFTER_S
+    )

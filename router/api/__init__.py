@@ -1,0 +1,1 @@
+"""The public port: gRPC servicers, API keys, tenants, validation, limits and readiness."""

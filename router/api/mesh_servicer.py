@@ -1,0 +1,125 @@
+"""The operators' API: the mesh as this router sees it. Translation only."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import grpc
+
+from mesh import wire
+from router.api import worker_messages
+from router.api.generation_servicer import CallerDirectory, timing_to_proto
+from router.model_router import ModelRouter
+from router.observe.journal import Incident, Journal, Trace
+from router.placement.in_flight import Transfers
+from router.placement.policy import InFlight, NoPlacement
+from router.workers.membership import WorkerView
+from tandem.v1 import mesh_pb2, mesh_pb2_grpc
+
+_SHORTAGES: Mapping[NoPlacement | None, mesh_pb2.Shortage] = MappingProxyType(
+    {
+        NoPlacement.NO_DECODE_WORKER: mesh_pb2.SHORTAGE_DECODE_WORKER,
+        NoPlacement.NO_DECODE_CAPACITY: mesh_pb2.SHORTAGE_DECODE_ROOM,
+        NoPlacement.NO_PREFILL_CAPACITY: mesh_pb2.SHORTAGE_PREFILL_ROOM,
+    }
+)
+
+
+class MeshServicer(mesh_pb2_grpc.MeshServicer):
+    """`clock` is the registry's monotonic clock, in seconds."""
+
+    def __init__(
+        self, models: Sequence[ModelRouter], journal: Journal, callers: CallerDirectory, clock: Callable[[], float]
+    ) -> None:
+        self._models = models
+        self._journal = journal
+        self._callers = callers
+        self._clock = clock
+
+    async def ListWorkers(
+        self, request: mesh_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
+    ) -> mesh_pb2.ListWorkersResponse:
+        """List all known workers, recent incidents, and recent and running requests."""
+        self._callers.tenant_of(context.invocation_metadata()).require_operator()
+        models, journal = self._models, self._journal
+        return mesh_pb2.ListWorkersResponse(
+            workers=[worker for model in models for worker in self._workers(model)],
+            queued_requests=sum(model.queue.num_queued for model in models),
+            active_requests=sum(model.limiter.num_held for model in models),
+            shortage=self._shortage(),
+            ended_choices=journal.num_ended,
+            failed_choices=journal.num_failed,
+            replays=journal.num_replays,
+            incidents=map(self._incident, journal.incidents),
+            traces=map(self._trace, journal.traces),
+            running=map(self._trace, journal.running),
+        )
+
+    def _shortage(self) -> mesh_pb2.Shortage:
+        """The shortage of the first model whose requests wait."""
+        shortages = (model.queue.shortage for model in self._models)
+        first = next((shortage for shortage in shortages if shortage is not None), None)
+        return _SHORTAGES.get(first, mesh_pb2.SHORTAGE_UNSPECIFIED)
+
+    def _workers(self, model: ModelRouter) -> list[mesh_pb2.WorkerStatus]:
+        views, serving = model.mesh.views(), model.mesh.serving()
+        in_flight = model.in_flight.by_worker(views)
+        return [
+            self._worker(
+                view,
+                in_flight.get(view.info.incarnation, InFlight()),
+                serving,
+                model.in_flight.transfers(view.info),
+                canary_error=model.mesh.canary_error(view.info),
+            )
+            for view in views
+        ]
+
+    def _worker(
+        self,
+        view: WorkerView,
+        in_flight: InFlight,
+        serving: frozenset[str],
+        transfers: Transfers,
+        *,
+        canary_error: str,
+    ) -> mesh_pb2.WorkerStatus:
+        return mesh_pb2.WorkerStatus(
+            record=worker_messages.record_to_proto(view.info),
+            load=worker_messages.load_to_proto(view.load),
+            state=worker_messages.state_to_proto(view.state),
+            last_seen=wire.duration_to_proto(self._age_s(view.last_seen_s)),
+            serving=view.info.incarnation in serving,
+            open_transfers=transfers.num_open,
+            transferred_bytes=transfers.num_bytes,
+            prefilling_tokens=in_flight.prefill_tokens,
+            canary_error=canary_error,
+        )
+
+    def _incident(self, incident: Incident) -> mesh_pb2.Incident:
+        return mesh_pb2.Incident(
+            kind=f"INCIDENT_KIND_{incident.kind.name}",
+            age=wire.duration_to_proto(self._age_s(incident.at_s)),
+            worker_id=incident.worker_id,
+            request_id=incident.request_id,
+            cause=incident.cause,
+        )
+
+    def _trace(self, trace: Trace) -> mesh_pb2.RequestTrace:
+        attempts = (
+            mesh_pb2.AttemptPlace(prefill_worker=workers.prefill, decode_worker=workers.decode, failure=workers.failure)
+            for workers in trace.attempt_workers
+        )
+        return mesh_pb2.RequestTrace(
+            request_id=trace.request_id,
+            age=wire.duration_to_proto(self._age_s(trace.at_s)),
+            prompt_tokens=trace.prompt_tokens,
+            completion_tokens=trace.completion_tokens,
+            cached_tokens=trace.cached_tokens,
+            finish_reason=wire.finish_to_proto(trace.finish_reason),
+            error=trace.error,
+            timing=None if trace.timing is None else timing_to_proto(trace.timing),
+            places=attempts,
+        )
+
+    def _age_s(self, at_s: float) -> float:
+        return max(0.0, self._clock() - at_s)

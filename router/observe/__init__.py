@@ -1,0 +1,1 @@
+"""Observability for operators: journal, timelines, metrics and traces."""

@@ -1,0 +1,182 @@
+"""Renders a model's chat template in a dedicated process.
+
+Templates come with checkpoints and are only partly trusted, and their input comes from clients. Inside the router a
+template could hold the interpreter lock, and block every stream, for the duration of one step. In its own process it
+has limits on CPU time and memory (sandbox.py). A process that exceeds them ends; the next rendering starts another one.
+
+Frames go over pipes: the length as four bytes, then JSON. The first frame has the template; the others are requests,
+[[[role, content, extra_json], ...], tools_json, [the fields of Rendering]]. Answers are [kind, text]. The process has
+none of the router's secrets in its environment, and ends when its standard input is closed.
+"""
+
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO, Any
+
+import structlog
+
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
+from router.text.chat import DEFAULT_RENDERING, ChatMessage, ChatTemplate, Rendering, too_big
+from router.text.sandbox import MAX_RENDER_S, limit_process, limited_time
+
+log = structlog.get_logger(__name__)
+
+# The process limits its own CPU time; this is for a machine so busy that the process gets none.
+_MAX_WAIT_S = 60.0
+_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
+_LENGTH = struct.Struct(">I")
+_MAX_FRAME_BYTES = 1 << 28
+_DONE, _REFUSED, _BROKEN = "done", "refused", "broken"
+
+
+class TemplateProcess:
+    """Renders one chat at a time. Methods block and are thread-safe. Call `close` at the end."""
+
+    def __init__(self, template: ChatTemplate, *, max_render_s: float = MAX_RENDER_S) -> None:
+        self._template = template
+        self._max_render_s = max_render_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the process before the first rendering. Raises ConfigurationError if the template is broken."""
+        with self._lock:
+            self._running()
+
+    def render(self, messages: Sequence[ChatMessage], tools_json: str = "", how: Rendering = DEFAULT_RENDERING) -> str:
+        turns = [(turn.role, turn.content, turn.extra_json) for turn in messages]
+        request = [turns, tools_json, (how.values_json, how.adds_generation_prompt, how.continues_final)]
+        with self._lock:
+            try:
+                kind, text = self._ask(self._running(), request)
+            except (OSError, EOFError) as error:
+                log.warning("chat template process ended", status=self._kill(), cause=str(error))
+                raise too_big() from error
+        if kind != _DONE:
+            raise InvalidRequest(text)
+        return text
+
+    def close(self) -> None:
+        """End the process, even while it renders."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()  # a waiting render call gets an EOFError
+        with self._lock:
+            self._kill()
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._kill()
+        if self._closed:
+            raise EOFError("closed")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+        )
+        template = self._template
+        try:
+            parts = [template.source, template.special_tokens, template.tool_source, self._max_render_s]
+            kind, text = self._ask(self._process, parts)
+        except (OSError, EOFError) as error:
+            status = self._kill()
+            raise ConfigurationError(
+                f"the chat template cannot be compiled: its process ended with {status}"
+            ) from error
+        if kind != _DONE:
+            raise ConfigurationError(text)
+        return self._process
+
+    def _ask(self, process: "subprocess.Popen[bytes]", request: Any) -> tuple[str, str]:
+        """Raises OSError or EOFError if the process has ended or does not answer in time."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        _write(process.stdin, request)
+        kind, text = _read(process.stdout, until_s=time.monotonic() + _MAX_WAIT_S)
+        return kind, text
+
+    def _kill(self) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()
+        with process:
+            return process.wait()
+
+
+def _environment() -> dict[str, str]:
+    known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    return known | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _write(pipe: IO[bytes], value: Any) -> None:
+    raw = json.dumps(value).encode()
+    pipe.write(_LENGTH.pack(len(raw)) + raw)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes], *, until_s: float | None = None) -> Any:
+    """Read one frame. Raises EOFError at the end, TimeoutError (an OSError) after `until_s` on the monotonic clock."""
+    (length,) = _LENGTH.unpack(_read_bytes(pipe, _LENGTH.size, until_s))
+    if length > _MAX_FRAME_BYTES:
+        raise EOFError("a frame is too long")
+    return json.loads(_read_bytes(pipe, length, until_s))
+
+
+def _read_bytes(pipe: IO[bytes], count: int, until_s: float | None) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        if until_s is not None:
+            _await_bytes(pipe, until_s)
+        chunk = os.read(pipe.fileno(), min(1 << 20, count - len(received)))
+        if not chunk:
+            raise EOFError("closed")
+        received += chunk
+    return bytes(received)
+
+
+def _await_bytes(pipe: IO[bytes], until_s: float) -> None:
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    if not poll.poll(1000 * max(0.0, until_s - time.monotonic())):
+        raise TimeoutError("no answer in time")
+
+
+def main() -> None:
+    """Run the template process until its standard input is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the router reacts to Ctrl-C in a terminal
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    limit_process()
+    source, special_tokens, tool_source, max_render_s = _read(requests)
+    template = ChatTemplate(source, special_tokens, tool_source)
+    try:
+        with limited_time(max_render_s):
+            template.compile()
+    except ConfigurationError as error:
+        return _write(answers, (_BROKEN, str(error)))
+    _write(answers, (_DONE, ""))
+    while True:
+        turns, tools_json, how = _read(requests)
+        try:
+            with limited_time(max_render_s):
+                answer = _DONE, template.render([ChatMessage(*turn) for turn in turns], tools_json, Rendering(*how))
+        except MeshError as error:
+            answer = _REFUSED, str(error)
+        _write(answers, answer)
+
+
+if __name__ == "__main__":
+    main()

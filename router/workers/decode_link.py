@@ -1,0 +1,259 @@
+"""Decode links: the router's one stream to each run of a decode worker, with commands down and tokens of all sequences
+up.
+
+    hello ─▶ welcome ─▶ start/abort ... ◀─ reserved, step outputs, failed ... ─▶ broken: every attempt on it has failed
+
+`DecodeLinks` opens a link when a worker joins, closes it when the worker leaves, and opens it again after a break. One
+reader per link hands messages to the attempts by a plain call: no task, timer or queue per token. Messages for attempts
+that have ended are dropped. The stream has no deadline and lives as long as the worker; keepalive and the registry's
+heartbeats detect its end.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Protocol
+
+import grpc
+import structlog
+
+from mesh import wire
+from mesh.domain.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    ModelFailed,
+    SequencePreempted,
+    TransferCorrupt,
+    TransferFailed,
+    WorkerBusy,
+    WorkerDraining,
+    WorkerLost,
+)
+from mesh.domain.request import Request
+from mesh.domain.tokens import SequenceFailure, StepOutput
+from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from mesh.v1 import decode_pb2, decode_pb2_grpc
+from router.workers.channels import Caller, Channels, responses_of
+from router.workers.membership import Registry, WorkerView
+
+_WELCOME_TIMEOUT_S = 5.0
+
+SequenceKey = tuple[str, int]
+
+_ERRORS: dict[SequenceFailure, type[MeshError]] = {
+    SequenceFailure.NO_CAPACITY: WorkerBusy,
+    SequenceFailure.PREEMPTED: SequencePreempted,
+    SequenceFailure.KV_REFUSED: TransferCorrupt,
+    SequenceFailure.KV_MISSING: TransferFailed,
+    SequenceFailure.DRAINING: WorkerDraining,
+    SequenceFailure.INTERNAL: WorkerLost,
+    SequenceFailure.DEADLINE: DeadlineExceeded,
+}
+
+
+class SequenceListener(Protocol):
+    """Receives the events of one attempt. Called on the event loop; must not block."""
+
+    def on_reserved(self, ready_tokens: int) -> None:
+        """The worker holds the blocks, and the KV of this many leading tokens is already in its prefix cache."""
+        ...
+
+    def on_output(self, output: StepOutput) -> None:
+        """The worker has sampled new tokens, or the sequence has finished."""
+        ...
+
+    def on_failed(self, error: MeshError) -> None:
+        """The worker has given up the attempt, or is lost. No further event follows."""
+        ...
+
+
+class DecodeLink:
+    """The link to one run of a worker. Call `run` once; the link is dead when `run` returns."""
+
+    def __init__(self, info: WorkerInfo, channel: grpc.aio.Channel, caller: Caller) -> None:
+        self.info = info
+        self.is_up = False
+        self._stub = decode_pb2_grpc.DecodeStub(channel)
+        self._caller = caller
+        self._listeners: dict[SequenceKey, SequenceListener] = {}
+        self._commands: asyncio.Queue[decode_pb2.AttachRequest | None] = asyncio.Queue()
+
+    async def run(self, on_up: Callable[[], None]) -> None:
+        """Attach, and deliver messages until the stream breaks. Raises its error; cancel to close the link."""
+        call = self._stub.Attach(self._outgoing(), metadata=self._caller.metadata)
+        responses = responses_of(call)
+        try:
+            await self._wait_welcome(responses)
+            self.is_up = True
+            on_up()
+            async for response in responses:
+                self._deliver(response)
+            raise WorkerLost("the worker has ended the stream")
+        finally:
+            self.is_up = False
+            # grpc.aio ends the task that reads `_outgoing` if we cancel the call, but not if the worker ends it.
+            self._commands.put_nowait(None)
+            await responses.aclose()
+            self._fail_all(WorkerLost("the decode worker is lost"))
+
+    def start(
+        self,
+        request: Request,
+        transfer_id: str,
+        listener: SequenceListener,
+        fork_listeners: Sequence[SequenceListener] = (),
+    ) -> None:
+        """Start an attempt and its forks. Each listener gets its own events until failure, finish or abort."""
+        self._listeners[request.request_id, request.attempt] = listener
+        for fork, fork_listener in zip(request.forks, fork_listeners, strict=True):
+            self._listeners[fork.request_id, fork.attempt] = fork_listener
+        start = decode_pb2.StartSequence(sequence=wire.request_to_proto(request), transfer_id=transfer_id)
+        self._commands.put_nowait(decode_pb2.AttachRequest(start=start))
+
+    def abort(self, key: SequenceKey) -> None:
+        """Abort an attempt, if the worker has not ended it. Its listener gets no further events."""
+        if self._listeners.pop(key, None) is not None and self.is_up:
+            abort = decode_pb2.AbortSequence(request_id=key[0], attempt=key[1])
+            self._commands.put_nowait(decode_pb2.AttachRequest(abort=abort))
+
+    async def _outgoing(self) -> AsyncIterator[decode_pb2.AttachRequest]:
+        hello = decode_pb2.AttachHello(router_id=self._caller.router_id, worker_incarnation=self.info.incarnation)
+        yield decode_pb2.AttachRequest(hello=hello)
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    async def _wait_welcome(self, responses: AsyncIterator[decode_pb2.AttachResponse]) -> None:
+        try:
+            async with asyncio.timeout(_WELCOME_TIMEOUT_S):
+                response = await anext(responses, None)
+        except TimeoutError as error:
+            raise WorkerLost(f"the worker did not answer within {_WELCOME_TIMEOUT_S:g} s") from error
+        if response is None or response.welcome.worker_incarnation != self.info.incarnation:
+            raise WorkerLost("another run of the worker answers at its address")
+
+    def _deliver(self, response: decode_pb2.AttachResponse) -> None:
+        kind = response.WhichOneof("event")
+        if kind == "step":
+            for message in response.step.outputs:
+                self._deliver_output(wire.output_from_proto(message))
+        elif kind == "reserved":
+            listener = self._listeners.get((response.reserved.request_id, response.reserved.attempt))
+            if listener is not None:
+                listener.on_reserved(response.reserved.ready_tokens)
+        elif kind == "failed":
+            listener = self._listeners.pop((response.failed.request_id, response.failed.attempt), None)
+            if listener is not None:
+                listener.on_failed(_error_of(response.failed))
+
+    def _deliver_output(self, output: StepOutput) -> None:
+        key = (output.request_id, output.attempt)
+        listener = self._listeners.get(key)
+        if listener is None:
+            return
+        if output.finish_reason is not None:
+            del self._listeners[key]
+        listener.on_output(output)
+
+    def _fail_all(self, error: MeshError) -> None:
+        listeners, self._listeners = self._listeners, {}
+        for listener in listeners.values():
+            listener.on_failed(error)
+
+
+def _error_of(failed: decode_pb2.SequenceFailed) -> MeshError:
+    reason = wire.failure_from_proto(failed.reason)
+    if reason is SequenceFailure.TOO_LARGE:
+        return InvalidRequest("prompt and max_new_tokens together are longer than a decode worker can hold")
+    if reason is SequenceFailure.REFUSED:
+        return InvalidRequest(failed.detail)
+    if reason is SequenceFailure.MODEL_FAILED:
+        return ModelFailed(failed.detail)
+    return _ERRORS[reason](f"the decode worker gave up the sequence: {reason.value}: {failed.detail}")
+
+
+log = structlog.get_logger(__name__)
+
+_FIRST_RETRY_S = 1.0
+_MAX_RETRY_S = 10.0
+
+
+class DecodeLinks:
+    """One link per decode worker's current incarnation. `on_change` is called when a link comes up or breaks."""
+
+    def __init__(self, registry: Registry, channels: Channels, caller: Caller, on_change: Callable[[], None]) -> None:
+        self._registry = registry
+        self._channels = channels
+        self._caller = caller
+        self._on_change = on_change
+        self._links: dict[str, DecodeLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._num_failures: dict[str, int] = {}  # breaks in a row, by incarnation
+
+    def find(self, info: WorkerInfo) -> DecodeLink | None:
+        """Return the working link to this run of a worker, or None."""
+        link = self._links.get(info.incarnation)
+        return link if link is not None and link.is_up else None
+
+    def unreachable(self, views: Iterable[WorkerView]) -> frozenset[str]:
+        """Return the incarnations of decode workers without a working link: they get no requests."""
+        return frozenset(
+            view.info.incarnation
+            for view in views
+            if view.info.role is WorkerRole.DECODE and self.find(view.info) is None
+        )
+
+    def reconcile(self) -> None:
+        """Open links to workers that are in the registry, and close the others."""
+        views = self._registry.workers()
+        present = {
+            view.info.incarnation: view.info
+            for view in views
+            if view.info.role is WorkerRole.DECODE and view.state is not WorkerState.LOST
+        }
+        for incarnation in self._num_failures.keys() - {view.info.incarnation for view in views}:
+            del self._num_failures[incarnation]
+        for incarnation in self._tasks.keys() - present.keys():
+            self._tasks.pop(incarnation).cancel()
+        for incarnation, info in present.items():
+            if incarnation not in self._tasks:
+                self._tasks[incarnation] = asyncio.get_running_loop().create_task(self._keep(info))
+
+    async def close(self) -> None:
+        """Close all links; the attempts on them fail."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, info: WorkerInfo) -> None:
+        """Keep one link open. If it breaks, the worker counts as lost until its next heartbeat."""
+        await asyncio.sleep(self._retry_delay_s(info.incarnation))
+        link = DecodeLink(info, self._channels.get(info), self._caller)
+        self._links[info.incarnation] = link
+        try:
+            await link.run(lambda: self._on_up(info))
+        except MeshError as error:
+            log.warning("decode link broken", worker=info.worker_id, address=info.address, error=str(error))
+        except Exception:
+            log.exception("decode link failed", worker=info.worker_id)
+        finally:
+            if self._links.get(info.incarnation) is link:
+                del self._links[info.incarnation]
+        self._on_broken(info)
+
+    def _on_up(self, info: WorkerInfo) -> None:
+        self._num_failures.pop(info.incarnation, None)
+        self._on_change()
+
+    def _on_broken(self, info: WorkerInfo) -> None:
+        if self._tasks.get(info.incarnation) is not asyncio.current_task():
+            return  # reconcile has already replaced this task
+        del self._tasks[info.incarnation]
+        self._num_failures[info.incarnation] = self._num_failures.get(info.incarnation, 0) + 1
+        self._registry.lose(info.worker_id, info.incarnation)
+        self._on_change()
+
+    def _retry_delay_s(self, incarnation: str) -> float:
+        num_failures = self._num_failures.get(incarnation, 0)
+        return min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (num_failures - 1)) if num_failures else 0.0

@@ -1,0 +1,205 @@
+"""Health of workers: canaries establish trust, and a circuit breaker on clients' attempts revokes it. No I/O, no clock.
+
+    decode worker   NONE ── canary that it prefills itself ──▶ LOCAL ── canary from a FULL prefill worker ──▶ FULL
+    prefill worker  NONE ───────── canary to a decode worker that is LOCAL or FULL ─────────────────────────▶ FULL
+
+    tripped (`trip_after` failures in a row): down to NONE; a decode worker whose transfers failed, to LOCAL
+
+A worker is only tested alone or with a proven partner, so a faulty worker floor no other from being proven. A decode
+worker needs no partner for its first step, and serves as LOCAL, prefilling itself; the partner for every other step
+changes from canary to canary. A failed canary is held against no worker, because it cannot tell which end of a transfer
+was at fault: the subject merely stays where it was until its next canary.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from mesh.domain.errors import LeaseExpired, Replayable, TransferCorrupt, TransferFailed, WorkerLost
+from mesh.domain.worker import WorkerInfo, WorkerRole
+from router.placement.policy import Placement
+
+_FIRST_BACKOFF_S = 0.5
+_MAX_BACKOFF_S = 10.0
+_TRANSFER_ERRORS = (TransferFailed, TransferCorrupt, LeaseExpired)
+
+
+class Trust(IntEnum):
+    """The proof that a worker has given so far: none, that it generates on its own, or all that its role requires."""
+
+    NONE = 0
+    LOCAL = 1
+    FULL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A test of `subject` that runs at `placement`. `before` is the subject's trust when the canary was sent."""
+
+    subject: WorkerInfo
+    placement: Placement
+    before: Trust
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerTrip:
+    """A circuit breaker has tripped: the worker is down to `trust` after this many failures in a row."""
+
+    info: WorkerInfo
+    trust: Trust
+    num_failures: int
+
+
+@dataclass(slots=True)
+class _Record:
+    """One run of a worker. `num_failures` (of clients' attempts) and `num_failed_canaries` count consecutive failures.
+
+    `num_trips` counts trips that each came soon after a successful canary: a worker whose fault canaries do not detect
+    is tested less and less often.
+    """
+
+    trust: Trust = Trust.NONE
+    num_failures: int = 0
+    num_failed_canaries: int = 0
+    num_trips: int = 0
+    canary_error: str = ""
+    is_testing: bool = False
+    next_try_s: float = 0.0
+    proven_at_s: float = 0.0
+    failed_at_s: float = 0.0
+
+
+class WorkerHealth:
+    """The health of each run of a worker. `clock` is the InFlightTable's monotonic clock, in seconds."""
+
+    def __init__(self, clock: Callable[[], float], *, trip_after: int) -> None:
+        self._clock = clock
+        self._trip_after = trip_after
+        self._records: dict[str, _Record] = {}
+
+    def trust(self, info: WorkerInfo) -> Trust:
+        """Return the trust in this run of a worker."""
+        return self._record(info).trust
+
+    def canary_error(self, info: WorkerInfo) -> str:
+        """Return the error of this run's last canary; empty if it succeeded."""
+        return self._record(info).canary_error
+
+    def follow(self, infos: Iterable[WorkerInfo]) -> None:
+        """Track exactly these runs of workers, lost ones included, and drop the records of others."""
+        self._records = {info.incarnation: self._record(info) for info in infos}
+
+    def start_due(self, usable: Sequence[WorkerInfo]) -> list[Canary]:
+        """Return the canaries to send now, at most one per worker. The caller must report each by `passed` or `failed`.
+
+        `usable` are the workers that could get requests if they were proven.
+        """
+        now_s = self._clock()
+        due = [(canary, record) for canary, record in self._pending(usable) if record.next_try_s <= now_s]
+        for _, record in due:
+            record.is_testing = True
+        return [canary for canary, _ in due]
+
+    def next_due_s(self, usable: Sequence[WorkerInfo]) -> float | None:
+        """Seconds until the next canary is due; None if none is due before the mesh changes."""
+        now_s = self._clock()
+        return min((max(0.0, record.next_try_s - now_s) for _, record in self._pending(usable)), default=None)
+
+    def passed(self, canary: Canary) -> None:
+        """The canary has succeeded. Trust that was revoked while it ran stays revoked."""
+        subject, placement = self._record(canary.subject), canary.placement
+        subject.is_testing, subject.num_failed_canaries, subject.canary_error = False, 0, ""
+        if subject.trust is canary.before:
+            self._raise(subject, Trust.LOCAL if placement.prefill is None else Trust.FULL)
+        decode = self._record(placement.decode)
+        if placement.prefill is not None and decode.trust is Trust.LOCAL:
+            self._raise(decode, Trust.FULL)
+
+    def failed(self, canary: Canary, error: str = "") -> None:
+        """The canary has failed or was cancelled; `error` is shown to operators."""
+        subject = self._record(canary.subject)
+        subject.is_testing = False
+        subject.num_failed_canaries += 1
+        subject.canary_error = error
+        subject.next_try_s = self._clock() + backoff_s(subject.num_failed_canaries)
+
+    def _pending(self, usable: Sequence[WorkerInfo]) -> Iterator[tuple[Canary, _Record]]:
+        """Yield the next canary of each worker that needs one and is not being tested."""
+        prefills = [i for i in usable if i.role is WorkerRole.PREFILL and self.trust(i) is Trust.FULL]
+        decodes = [i for i in usable if i.role is WorkerRole.DECODE and self.trust(i) is not Trust.NONE]
+        for info in usable:
+            record = self._record(info)
+            placement = _next_step(info, record, prefills, decodes)
+            if placement is not None and not record.is_testing:
+                yield Canary(info, placement, record.trust), record
+
+    def _raise(self, record: _Record, trust: Trust) -> None:
+        record.trust, record.proven_at_s, record.num_failures = trust, self._clock(), 0
+
+    def attempt_finished(self, placement: Placement) -> None:
+        """Reset the failure counts of the attempt's workers."""
+        for info in _workers_of(placement):
+            self._record(info).num_failures = 0
+
+    def attempt_failed(
+        self, placement: Placement, error: Replayable, *, blamed: WorkerInfo | None, started_s: float
+    ) -> list[BreakerTrip]:
+        """Count a failed attempt and return the circuit breakers that trip.
+
+        Lack of capacity, preemption and draining are not failures. Neither end of a transfer can tell which end is at
+        fault, so a broken transfer counts against both. An attempt that started before the worker's last successful
+        canary, or before its last failure, is not counted: all streams that break with a worker are one event.
+        """
+        is_transfer = placement.prefill is not None and isinstance(error, _TRANSFER_ERRORS)
+        if is_transfer:
+            suspects = _workers_of(placement)
+        elif isinstance(error, (WorkerLost, *_TRANSFER_ERRORS)):
+            suspects = [blamed] if blamed is not None else []
+        else:
+            suspects = []
+        trips = [self._count(info, started_s, is_transfer=is_transfer) for info in suspects]
+        return [trip for trip in trips if trip is not None]
+
+    def _count(self, info: WorkerInfo, started_s: float, *, is_transfer: bool) -> BreakerTrip | None:
+        record = self._record(info)
+        floor = Trust.LOCAL if is_transfer and info.role is WorkerRole.DECODE else Trust.NONE
+        if record.trust <= floor or started_s < max(record.proven_at_s, record.failed_at_s):
+            return None
+        record.num_failures += 1
+        record.failed_at_s = self._clock()
+        if record.num_failures < self._trip_after:
+            return None
+        trip = BreakerTrip(info, floor, record.num_failures)
+        now_s = self._clock()
+        is_early = now_s - record.proven_at_s < _MAX_BACKOFF_S
+        record.num_trips = record.num_trips + 1 if is_early else 1
+        record.trust, record.num_failures, record.next_try_s = floor, 0, now_s + backoff_s(record.num_trips - 1)
+        return trip
+
+    def _record(self, info: WorkerInfo) -> _Record:
+        """Return the record of this run; a throw-away record for a run that is gone."""
+        return self._records.get(info.incarnation) or _Record()
+
+
+def backoff_s(num_failures: int) -> float:
+    """Return the seconds to wait after this many failures in a row; 0 without failures."""
+    return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)) if num_failures else 0.0
+
+
+def _workers_of(placement: Placement) -> list[WorkerInfo]:
+    return [info for info in (placement.prefill, placement.decode) if info is not None]
+
+
+def _next_step(
+    info: WorkerInfo, record: _Record, prefills: Sequence[WorkerInfo], decodes: Sequence[WorkerInfo]
+) -> Placement | None:
+    """Return where the worker's next canary runs; None if it is fully proven or has no partner."""
+    if record.trust is Trust.FULL:
+        return None
+    if info.role is WorkerRole.DECODE and record.trust is Trust.NONE:
+        return Placement(None, info)
+    partners = prefills if info.role is WorkerRole.DECODE else decodes
+    if not partners:
+        return None
+    partner = partners[record.num_failed_canaries % len(partners)]
+    return Placement(partner, info) if info.role is WorkerRole.DECODE else Placement(info, partner)

@@ -1,0 +1,148 @@
+"""The table of workers that one router knows, fed by their heartbeats. No I/O, no clocks of its own."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from mesh.domain.errors import LayoutMismatch
+from mesh.domain.worker import PROTOCOL_VERSION, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker at one moment. `cached` is a live view of its prefix cache's block hashes: read it at once."""
+
+    info: WorkerInfo
+    load: WorkerLoad
+    state: WorkerState
+    last_seen_s: float
+    cached: frozenset[bytes] | set[bytes] = field(repr=False)
+
+
+class Registry(Protocol):
+    """The workers that a router can use. Plug point: Membership, fed over gRPC or by RedisRegistry."""
+
+    def workers(self) -> list[WorkerView]:
+        """Return all known workers, by role and id. Lost workers stay listed for a while, as LOST, for operators."""
+        ...
+
+    def find(self, worker_id: str) -> WorkerView | None:
+        """Return the worker, or None if it is unknown."""
+        ...
+
+    def lose(self, worker_id: str, incarnation: str) -> None:
+        """Mark an unreachable worker LOST. A later heartbeat of the same incarnation brings it back."""
+        ...
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the event loop's thread after any change."""
+        ...
+
+
+class Membership:
+    """The in-process Registry. Used by one event loop; `clock` returns monotonic seconds.
+
+    `require_fits` is called with each worker that joins, and raises LayoutMismatch if this router cannot use it.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], require_fits: Callable[[WorkerInfo], None] = lambda info: None
+    ) -> None:
+        self._clock = clock
+        self._require_fits = require_fits
+        self._views: dict[str, WorkerView] = {}
+        self._next_event: dict[str, int] = {}
+        self._callbacks: list[Callable[[], None]] = []
+
+    def workers(self) -> list[WorkerView]:
+        return sorted(self._views.values(), key=lambda view: (view.info.role.value, view.info.worker_id))
+
+    def find(self, worker_id: str) -> WorkerView | None:
+        return self._views.get(worker_id)
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def join(self, info: WorkerInfo) -> None:
+        """Add a worker that has registered. Raises LayoutMismatch if it is incompatible with the known workers."""
+        self._require_fits(info)
+        self._require_compatible(info)
+        self._views[info.worker_id] = WorkerView(
+            info, WorkerLoad(free_blocks=info.num_blocks), WorkerState.READY, self._clock(), set()
+        )
+        self._next_event[info.worker_id] = 0
+        self._changed()
+
+    def _require_compatible(self, info: WorkerInfo) -> None:
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise LayoutMismatch(
+                f"worker {info.worker_id} speaks protocol {info.protocol_version}, this router {PROTOCOL_VERSION}"
+            )
+        for view in self._views.values():
+            peer = view.info
+            if view.state is WorkerState.LOST or peer.worker_id == info.worker_id or peer.model != info.model:
+                continue
+            peer.layout.require_same(info.layout)
+            if peer.tokenizer_fingerprint != info.tokenizer_fingerprint:
+                raise LayoutMismatch(
+                    f"tokenizers differ: {peer.tokenizer_fingerprint} at {peer.worker_id}, "
+                    f"{info.tokenizer_fingerprint} at {info.worker_id}"
+                )
+
+    def heartbeat(self, worker_id: str, incarnation: str, load: WorkerLoad, state: WorkerState) -> None:
+        """Update a worker. Heartbeats of other than its current incarnation are ignored."""
+        view = self._current(worker_id, incarnation)
+        if view is not None:
+            self._views[worker_id] = replace(view, load=load, state=state, last_seen_s=self._clock())
+            self._changed()
+
+    def apply_cache_events(
+        self, worker_id: str, incarnation: str, first_number: int, events: Iterable[CacheEvent]
+    ) -> bool:
+        """Apply changes of a worker's prefix cache. False if events are missing: the caller must request a snapshot."""
+        view = self._current(worker_id, incarnation)
+        if view is None:
+            return True
+        if first_number != self._next_event[worker_id]:
+            return False
+        assert isinstance(view.cached, set)
+        for event in events:
+            self._next_event[worker_id] += 1
+            if event.evicted:
+                view.cached.discard(event.block_hash)
+            else:
+                view.cached.add(event.block_hash)
+        return True
+
+    def replace_cache(self, worker_id: str, incarnation: str, next_number: int, hashes: Iterable[bytes]) -> None:
+        """Replace a worker's cached hashes by a snapshot; `next_number` is the number of its next event."""
+        view = self._current(worker_id, incarnation)
+        if view is not None:
+            self._views[worker_id] = replace(view, cached=set(hashes))
+            self._next_event[worker_id] = next_number
+
+    def lose(self, worker_id: str, incarnation: str) -> None:
+        view = self._current(worker_id, incarnation)
+        if view is not None and view.state is not WorkerState.LOST:
+            self._views[worker_id] = replace(view, state=WorkerState.LOST, cached=set())
+            self._next_event[worker_id] = -1  # any next event is a gap, so that a returning worker sends a snapshot
+            self._changed()
+
+    def expire(self, *, silent_s: float, forget_s: float) -> None:
+        """Mark workers LOST after `silent_s` without a heartbeat; drop them after `forget_s`."""
+        now = self._clock()
+        for view in list(self._views.values()):
+            silence = now - view.last_seen_s
+            if silence > silent_s:
+                self.lose(view.info.worker_id, view.info.incarnation)
+            if silence > forget_s:
+                del self._views[view.info.worker_id]
+                self._changed()
+
+    def _current(self, worker_id: str, incarnation: str) -> WorkerView | None:
+        view = self._views.get(worker_id)
+        return view if view is not None and view.info.incarnation == incarnation else None
+
+    def _changed(self) -> None:
+        for callback in self._callbacks:
+            callback()

@@ -1,0 +1,210 @@
+"""The router's side of the Redis registry: follows all workers and feeds a Membership.
+
+    beat published ─▶ signature valid, fresh, not a replay? ─▶ Membership: join, heartbeat, cache events
+                          └─ no: refused                          └─ gap in the events: request a snapshot
+    every second: read the newest beat of every worker from its key, in case published messages were lost
+
+While Redis is unavailable the Membership stays as it is, and silent workers are checked directly (DirectChecks). The
+same check keeps a worker that alone has lost its connection to Redis. Workers register again when Redis returns, so
+nothing in Redis has to survive.
+"""
+
+import asyncio
+import time
+
+import structlog
+from redis.asyncio import Redis
+
+from mesh import wire
+from mesh.domain.errors import LayoutMismatch
+from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerState
+from mesh.registry.redis_connection import LogLimit, require_not_cancelled, require_registry, stay_connected
+from mesh.registry.redis_keys import BEATS, WORKERS, ask_channel, record_key
+from mesh.registry.redis_records import Beat, RecordSeal, Refused, ReplayGuard
+from mesh.rpc.credentials import Credentials
+from router.admission.limiter import ConcurrencyLimiter
+from router.admission.shared_limiter import SharedLimiter, SharedPermits
+from router.settings import RouterSettings
+from router.workers.channels import Caller
+from router.workers.membership import Membership
+from router.workers.redis_probe import DirectChecks
+from router.workers.registry_servicer import FORGET_S, SILENT_S
+
+log = structlog.get_logger(__name__)
+
+_MAX_WORKERS = 10_000
+_LOAD_INTERVAL_S = 1.0
+_DEAF_S = 3.0
+# The same beat comes both from its key and over the channel; that is no replay attack.
+_OVERLAP_S = 2.0
+_PROBE_AFTER_S = 3 * HEARTBEAT_INTERVAL_S
+
+
+class RedisRegistry:
+    """Feeds one router's Membership (clock: time.monotonic). Run `run()` as a task; it ends only when cancelled."""
+
+    def __init__(self, url: str, membership: Membership, credentials: Credentials) -> None:
+        key = require_registry(url, credentials.key)
+        self._url = url
+        self._membership = membership
+        self._seal = RecordSeal(key)
+        self._guard = ReplayGuard()
+        self._checks = DirectChecks(membership, credentials)
+        self._log_limit = LogLimit()
+        self._misfits: dict[str, str] = {}  # refused incarnations, by worker id
+        self._outbox: dict[str, bytes] = {}  # messages to send, by worker id: a refusal, or empty to request a snapshot
+        self.connected = asyncio.Event()
+        """Set while this router receives beats."""
+
+    async def run(self) -> None:
+        """Follow the workers until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stay_connected(self._url, "discovery", self._follow))
+            group.create_task(self._watch_silence())
+
+    async def _follow(self, redis: Redis) -> None:
+        try:
+            async with redis.pubsub() as beats:
+                await beats.subscribe(BEATS)
+                loaded_s = heard_s = 0.0
+                while True:
+                    require_not_cancelled()
+                    if time.monotonic() - loaded_s > _LOAD_INTERVAL_S:
+                        await beats.ping()
+                        await self._load(redis)
+                        loaded_s = time.monotonic()
+                        heard_s = heard_s or loaded_s
+                        self.connected.set()
+                    message = await beats.get_message(ignore_subscribe_messages=True, timeout=HEARTBEAT_INTERVAL_S)
+                    if message is not None:
+                        heard_s = time.monotonic()
+                        if message["type"] == "message":
+                            self._take(message["data"])
+                    elif time.monotonic() - heard_s > _DEAF_S:
+                        raise TimeoutError("the subscription is silent")
+                    await self._send_outbox(redis)
+        finally:
+            self.connected.clear()
+
+    async def _load(self, redis: Redis) -> None:
+        """Read the newest beat of each worker from its key, and remove the ids of workers whose keys have expired."""
+        ids = [str(name, "utf-8", "replace") for name in await _members(redis)]
+        records = await redis.mget([record_key(name) for name in ids]) if ids else []
+        for record in records:
+            if isinstance(record, bytes):
+                self._take(record)
+        expired = [name for name, record in zip(ids, records, strict=True) if record is None]
+        if expired:
+            await redis.zrem(WORKERS, *expired)
+        self._misfits = {name: incarnation for name, incarnation in self._misfits.items() if name in ids}
+        self._guard.forget_silent()
+
+    async def _send_outbox(self, redis: Redis) -> None:
+        messages, self._outbox = self._outbox, {}
+        for worker_id, message in messages.items():
+            await redis.publish(ask_channel(worker_id), message)
+
+    def _take(self, sealed: bytes) -> None:
+        try:
+            beat = self._seal.open(sealed)
+            if self._guard.is_new(beat):
+                self._apply(beat)
+            elif self._guard.lag_s(beat) > _OVERLAP_S:
+                raise Refused("it is older than a beat that its worker has sent before: replayed")
+        except Refused as refused:
+            if self._log_limit.allows(str(refused)):
+                log.warning("registry message refused", cause=str(refused))
+
+    def _apply(self, beat: Beat) -> None:
+        info, message = beat.info, beat.message
+        if message.HasField("snapshot"):
+            snapshot = message.snapshot
+            self._membership.replace_cache(
+                info.worker_id, info.incarnation, snapshot.next_number, snapshot.block_hashes
+            )
+            return
+        if not message.HasField("heartbeat"):
+            return
+        state = wire.state_from_proto(message.heartbeat.state)
+        if state is WorkerState.LOST:
+            self._membership.lose(info.worker_id, info.incarnation)
+            log.warning("worker left", worker=info.worker_id, role=info.role.value)
+        elif self._has_joined(info):
+            load = wire.load_from_proto(message.heartbeat.load)
+            self._membership.heartbeat(info.worker_id, info.incarnation, load, state)
+            cache_events = message.heartbeat.cache_events
+            events = [CacheEvent(event.block_hash, event.evicted) for event in cache_events.events]
+            is_followed = self._membership.apply_cache_events(
+                info.worker_id, info.incarnation, cache_events.first_number, events
+            )
+            if not is_followed:
+                self._outbox[info.worker_id] = b""
+
+    def _has_joined(self, info: WorkerInfo) -> bool:
+        """Add a worker that is new or has restarted. False if it is incompatible."""
+        known = self._membership.find(info.worker_id)
+        if known is not None and known.info.incarnation == info.incarnation:
+            return True
+        try:
+            self._membership.join(info)
+        except LayoutMismatch as mismatch:
+            if self._misfits.get(info.worker_id) != info.incarnation:
+                self._misfits[info.worker_id] = info.incarnation
+                log.error("worker refused", worker=info.worker_id, address=info.address, error=str(mismatch))
+            # Sent again with every beat: the worker may not have subscribed yet.
+            self._outbox[info.worker_id] = self._seal.seal_refusal(info.incarnation, str(mismatch))
+            return False
+        self._misfits.pop(info.worker_id, None)
+        log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
+        return True
+
+    async def _watch_silence(self) -> None:
+        """Check silent workers directly, and expire those that do not answer.
+
+        While Redis is unavailable, lost workers are checked as well, because no beat can come.
+        """
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            silent = [
+                view
+                for view in self._membership.workers()
+                if time.monotonic() - view.last_seen_s > _PROBE_AFTER_S
+                and (view.state is not WorkerState.LOST or not self.connected.is_set())
+            ]
+            await self._checks.check(silent)
+            self._membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)
+
+
+class SharedRegistry:
+    """A Coordination through Redis: routers share the workers and the cap on permits. Raises ConfigurationError."""
+
+    address = ""
+
+    def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
+        self._registry = RedisRegistry(settings.registry_url, membership, caller.credentials)
+        self._settings = settings
+        self._router_id = caller.router_id
+        self._permits: list[SharedPermits] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def limiter_for(self, model: str) -> ConcurrencyLimiter:
+        cap = self._settings.max_concurrent_requests
+        permits = SharedPermits(self._settings.registry_url, self._router_id, cap, model=model)
+        self._permits.append(permits)
+        return SharedLimiter(permits, cap)
+
+    async def start(self) -> None:
+        runs = (self._registry.run(), *(permits.run() for permits in self._permits))
+        self._tasks = [asyncio.create_task(run) for run in runs]
+
+    async def stop(self) -> None:
+        """Release all leases at once, so that other routers need not wait until they expire."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(permits.leave() for permits in self._permits))
+
+
+async def _members(redis: Redis) -> list[bytes]:
+    members: list[bytes] = await redis.zrange(WORKERS, 0, _MAX_WORKERS - 1)  # type: ignore[assignment]
+    return members

@@ -1,0 +1,1 @@
+"""The capacity planning of `tandem plan`: predictions for a model on a device, and measurements to compare with."""

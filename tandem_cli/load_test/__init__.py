@@ -1,0 +1,1 @@
+"""The load test behind `tandem bench`: load generator, targets, figures and reports."""

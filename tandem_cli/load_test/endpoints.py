@@ -1,0 +1,84 @@
+"""Opens the endpoint to measure: a mesh behind its router, or another server."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tandem
+from mesh.domain.errors import ConfigurationError
+from tandem.sync import ClientOptions
+from tandem_cli.load_test.load import Target
+from tandem_cli.load_test.meshes import own_mesh
+from tandem_cli.load_test.plan import Arm
+from tandem_cli.load_test.targets import mesh_target
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An open endpoint. `blocking` creates a synchronous client for threads; None if the endpoint has none."""
+
+    target: Target
+    vocab_size: int
+    max_total_tokens: int | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+    as_text: bool = False
+    blocking: Callable[[], tandem.Client] | None = None
+
+
+Opener = Callable[[], AbstractAsyncContextManager[Endpoint]]
+
+
+@dataclass(frozen=True)
+class OpenAIServer:
+    """Address, model and prompt format of an OpenAI-compatible server."""
+
+    url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    vocab_size: int = 1000
+    as_text: bool = False
+
+
+@asynccontextmanager
+async def mesh_endpoint(address: str, model: str | None, options: ClientOptions) -> AsyncIterator[Endpoint]:
+    """A mesh that is already running. The client neither retries nor resumes, so that refusals and broken streams are
+    counted.
+    """
+    options = {**options, "max_retries": 0, "resume_timeout": 0.0}
+    async with tandem.AsyncClient(address, **options) as client:
+        served = await client.model(model or "")
+        workers = [
+            {"id": worker.worker_id, "role": worker.role, "device": worker.device} for worker in await client.workers()
+        ]
+        yield Endpoint(
+            mesh_target(client, model),
+            served.vocab_size,
+            served.max_total_tokens,
+            {"server": f"grpc://{address}", "model": served.name, "workers": workers},
+            blocking=lambda: tandem.Client(address, **options),
+        )
+
+
+@asynccontextmanager
+async def own_endpoint(arm: Arm) -> AsyncIterator[Endpoint]:
+    """A mesh that is started for the measurement and stopped afterwards."""
+    async with own_mesh(arm.up, arm.pace) as address, mesh_endpoint(address, None, {}) as endpoint:
+        endpoint.about["up"] = list(arm.up)
+        if arm.pace:
+            endpoint.about["pace"] = arm.pace
+        yield endpoint
+
+
+@asynccontextmanager
+async def openai_endpoint(server: OpenAIServer) -> AsyncIterator[Endpoint]:
+    """An OpenAI-compatible server that is already running. Raises ConfigurationError if the extra `bench` is
+    missing.
+    """
+    try:
+        from tandem_cli.load_test.openai import OpenAITarget
+    except ImportError as error:
+        raise ConfigurationError("--openai needs the extra: pip install 'tandem-serve[bench]'") from error
+    async with OpenAITarget(server.url, server.model, api_key=server.api_key) as target:
+        about = {"server": server.url, "model": server.model}
+        yield Endpoint(target, server.vocab_size, about=about, as_text=server.as_text)

@@ -1,0 +1,163 @@
+"""The load generator: closed loops of clients, and open loops of arrivals.
+
+A closed loop fixes the number of requests in flight: each client sends its next request when the last one has ended. An
+open loop fixes the rate: requests arrive at given times, regardless of the state of the server.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import tandem
+from tandem_cli.load_test.figures import percentile as percentile
+from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
+from tandem_cli.load_test.records import OnDone, Record, Run, RunRecorder
+
+OnToken: TypeAlias = Callable[[], None]
+Send: TypeAlias = Callable[[list[int], int, OnToken], Awaitable[int]]
+"""`send(prompt, max_new_tokens, on_token)` runs one request and returns its number of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Token counts of an answer, as reported by the server."""
+
+    num_tokens: int
+    input_tokens: int
+
+
+Target: TypeAlias = Callable[[Job, OnToken], Awaitable[Reply]]
+"""`target(job, on_token)` runs a request and calls `on_token` per message with tokens. Raises Refused or Failed."""
+
+
+def poisson_arrivals(rate: float, count: int, seed: int | str) -> list[float]:
+    """`count` arrival times in seconds of a Poisson process with `rate` arrivals per second, determined by `seed`."""
+    rng = random.Random(seed)
+    times: list[float] = []
+    now = 0.0
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        times.append(now)
+    return times
+
+
+class LoadGenerator:
+    """Sends jobs to a target and records them. Use it for one run."""
+
+    def __init__(self, target: Target, on_done: OnDone = lambda _: None) -> None:
+        self._target = target
+        self.recorder = RunRecorder(on_done)
+
+    async def closed_loop(self, jobs: Sequence[Job], num_clients: int) -> Run:
+        """Run all jobs with `num_clients` clients, each of which sends its next job when the last one has ended."""
+        unsent = iter(jobs)
+
+        async def client() -> None:
+            for job in unsent:
+                await self.send(job, self.recorder.now_s())
+
+        await together(client() for _ in range(num_clients))
+        return self.recorder.close()
+
+    async def open_loop(self, jobs: Sequence[Job], arrivals_s: Sequence[float]) -> Run:
+        """Send each job at its arrival time."""
+
+        async def arrive(job: Job, arrival_s: float) -> None:
+            await asyncio.sleep(max(0.0, arrival_s - self.recorder.now_s()))
+            await self.send(job, arrival_s)
+
+        await together(arrive(job, at_s) for job, at_s in zip(jobs, arrivals_s, strict=True))
+        return self.recorder.close()
+
+    async def send(self, job: Job, arrival_s: float, group: str = "") -> Record:
+        """Send one request and return its record."""
+        with self.recorder.entry(job.max_tokens, arrival_s, group) as record:
+            reply = await self._target(job, lambda: record.token_s.append(self.recorder.now_s()))
+            record.num_tokens, record.input_tokens = reply.num_tokens, reply.input_tokens
+        return record
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run the coroutines concurrently. The first error cancels the others and is raised unchanged."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def through(client: tandem.AsyncClient) -> Send:
+    """A `Send` that sends requests to a mesh."""
+
+    async def send(prompt: list[int], max_new_tokens: int, on_token: OnToken) -> int:
+        count = 0
+        async for _ in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True):
+            on_token()
+            count += 1
+        return count
+
+    return send
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Size of a closed loop. Prompts are random and share no prefix, neither with each other nor with other workloads.
+    Otherwise prefix caches, filled by a warm-up or a smaller load, would replace work of the engine."""
+
+    num_clients: int
+    requests_per_client: int = 2
+    input_tokens: int = 256
+    output_tokens: int = 64
+    vocab_size: int = 32000
+    seed: int = 0
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids of the prompt of each request."""
+        return [list(job.token_ids or ()) for job in self.jobs()]
+
+    def jobs(self) -> list[Job]:
+        """One job per request, always the same for equal workloads."""
+        lengths = Lengths(self.input_tokens, self.output_tokens, self.vocab_size)
+        sizes = (self.num_clients, self.requests_per_client, self.input_tokens, self.output_tokens)
+        return random_jobs(lengths, self.num_clients * self.requests_per_client, f"{self.seed}/{sizes}")
+
+
+@dataclass(slots=True)
+class Measured:
+    """Results of one run without failures. Times are in seconds; gaps are between tokens of one stream."""
+
+    duration_s: float = 0.0
+    num_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of the complete run, prefill included."""
+        return self.num_tokens / self.duration_s
+
+
+async def run_closed_loop(workload: Workload, send: Send) -> Measured:
+    """Run the workload through `send`. An error of `send` ends the run and is raised."""
+
+    async def target(job: Job, on_token: OnToken) -> Reply:
+        prompt = list(job.token_ids or ())
+        return Reply(await send(prompt, job.max_tokens, on_token), len(prompt))
+
+    run = await LoadGenerator(target).closed_loop(workload.jobs(), workload.num_clients)
+    return Measured(
+        run.duration_s,
+        sum(record.num_tokens for record in run.records),
+        [record.ttft_s for record in run.records if record.ttft_s is not None],
+        [gap for record in run.records for gap in record.gaps_s],
+    )
+
+
+def median_run(runs: Sequence[Measured]) -> Measured:
+    """The run with the median throughput."""
+    ordered = sorted(runs, key=lambda run: run.tokens_per_s)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,102 @@
+"""Workers without a model: real processes and real KV transfers, but steps that only take a configured time.
+
+    TANDEM_PACE=10,0.05 python -m tandem_cli.load_test.paced decode --model ... --registry-address ...
+
+A step sleeps for 10 ms, and for 0.05 ms more per token. Many such workers fit on one core, so the mesh around them can
+be measured on a machine without enough cores for engines.
+"""
+
+import os
+import sys
+import time
+from functools import partial
+
+import torch
+
+import decode_worker.__main__ as decode
+import prefill_worker.__main__ as prefill
+from decode_worker.settings import DecodeSettings
+from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.kv_cache import KVCache
+from engine.load import RunnerSettings, kv_layout
+from engine.models.config import load_config
+from engine.sequence import SequenceState
+from engine.weights import Progress
+from mesh.domain.tokens import SampledToken
+from mesh.process import ServiceProgram
+from prefill_worker.settings import PrefillSettings
+
+PACE_ENV = "TANDEM_PACE"
+_DEFAULT_PACE = "10,0.05"
+_NUM_BLOCKS = 1024
+_NUM_LETTERS = 26
+_STAMP_PERIOD_MS = 8000.0
+
+
+class PacedRunner:
+    """A HostedRunner that sleeps instead of computing. Tokens cycle through the alphabet, and their log-probs encode
+    the time of their creation (`delay_s`). KV consists of zeros, and is transferred like any other.
+    """
+
+    attention_backend = "none"
+
+    def __init__(self, kv_cache: KVCache, step_s: float, token_s: float) -> None:
+        self.kv_cache = kv_cache
+        self._step_s = step_s
+        self._token_s = token_s
+
+    def prepare_thread(self) -> None: ...
+
+    def prepare(self, sequence: SequenceState) -> None: ...
+
+    def use_cores(self, lent: tuple[int, ...]) -> None: ...
+
+    def clear_blocks(self, block_ids: list[int]) -> None: ...
+
+    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
+        """Sleep for the time of the step, then report all layers as computed."""
+        time.sleep(self._step_s + self._token_s * sum(item.end - item.start for item in batch.items))
+        if on_layers is not None:
+            on_layers(batch, 0, self.kv_cache.layout.num_layers)
+        return [_output(item) for item in batch.items]
+
+    def forget(self, sequence: SequenceState) -> None: ...
+
+
+def _output(item: ScheduledSequence) -> RunnerOutput:
+    if not item.needs_sampling:
+        return RunnerOutput()
+    return RunnerOutput((SampledToken(ord("a") + item.end % _NUM_LETTERS, -_stamp_ms()),))
+
+
+def _stamp_ms() -> float:
+    """The time modulo 8 s, which a 32-bit float holds with a precision of a microsecond."""
+    return (1000 * time.monotonic()) % _STAMP_PERIOD_MS
+
+
+def delay_s(logprob: float) -> float:
+    """Seconds since the token with this log-prob was made on this machine. Valid below 8 s."""
+    return ((_stamp_ms() + logprob) % _STAMP_PERIOD_MS) / 1000
+
+
+def load(settings: RunnerSettings, on_progress: Progress | None) -> PacedRunner:
+    """Load a paced runner with the KV layout of the model and the pace from the environment."""
+    step_ms, token_ms = map(float, os.environ.get(PACE_ENV, _DEFAULT_PACE).split(","))
+    layout = kv_layout(load_config(settings.model_dir), settings)
+    cache = KVCache(layout, settings.num_blocks or _NUM_BLOCKS, torch.device("cpu"))
+    return PacedRunner(cache, step_ms / 1000, token_ms / 1000)
+
+
+def main() -> int:
+    """Run one worker. The first argument is its role; the others are flags of that role."""
+    role = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if role == "prefill":
+        return ServiceProgram("prefill_worker", PrefillSettings, partial(prefill.serve, load=load)).main()
+    if role == "decode":
+        return ServiceProgram("decode_worker", DecodeSettings, partial(decode.serve, load=load)).main()
+    sys.stderr.write("usage: python -m tandem_cli.load_test.paced prefill|decode [FLAGS]\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""`tandem plan`: memory and best-case speed of a model on a device, and the number of workers that a load needs."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import structlog
+
+from checkpoint.source import ModelSource
+from engine.models.config import EncoderDecoderConfig, ModelConfig, load_config
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import DTYPE_BYTES
+from tandem_cli.capacity.capacity import QUANTIZED, Capacity, Precision, model_size
+from tandem_cli.capacity.device_probe import probe
+from tandem_cli.capacity.devices import DEVICES, Device, find_device
+from tandem_cli.capacity.engine_steps import EngineSteps, StepPlan
+from tandem_cli.capacity.fleet import Load, batches_to_plan
+from tandem_cli.capacity.planning import PlanRequest, plan_capacity
+from tandem_cli.capacity.predictions import PREFILL, decode_name, read_measured
+from tandem_cli.plan_tables import show
+from tandem_cli.tables import wide_console
+from tandem_cli.up_settings import find_model
+
+NAME = "plan"
+ABOUT = "plan capacity: memory, concurrent users, best-case speed, workers for a load, and cost"
+
+_HERE = "here"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default="tandem-small", help="model folder, or name of a bundled model")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPE_BYTES,
+        help="type of weights and KV (default: float32 on this machine, else that of the checkpoint)",
+    )
+    parser.add_argument(
+        "--quantize", choices=("none", *QUANTIZED), default="none", help="quantization of the linear layers (none)"
+    )
+    _add_device(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument("--input-tokens", type=_positive_int, default=256, metavar="N", help="tokens of a prompt (256)")
+    load.add_argument("--output-tokens", type=_positive_int, default=64, metavar="N", help="tokens of an answer (64)")
+    about = "sequences per decode step (default: those of 1 8 32 128 that fit)"
+    load.add_argument("--batch", type=_positive_int, nargs="+", metavar="N", help=about)
+    demand = load.add_mutually_exclusive_group()
+    demand.add_argument("--rate", type=_positive, default=1.0, metavar="R", help="requests per second (1)")
+    demand.add_argument(
+        "--users",
+        type=_positive_int,
+        metavar="N",
+        help="instead of a rate: users who send their next request immediately",
+    )
+    load.add_argument(
+        "--link-gbit-per-s",
+        type=_positive,
+        nargs="+",
+        default=[10.0, 100.0],
+        metavar="G",
+        help="bandwidth of the links that carry KV (10 100)",
+    )
+    measured = parser.add_argument_group("measurements to show beside the predictions")
+    measured.add_argument("--measure", action="store_true", help="measure the engine with this model on this machine")
+    measured.add_argument("--measured", type=Path, metavar="FILE", help="show results that tandem bench --json wrote")
+    parser.add_argument(
+        "--price-per-hour", type=_positive, metavar="P", help="price of the device, to compute prices of tokens"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    device = parser.add_argument_group("device")
+    device.add_argument(
+        "--device", metavar="NAME", help=f"here: this machine's CPU, measured (default); or {', '.join(DEVICES)}"
+    )
+    device.add_argument(
+        "--threads", type=_positive_int, metavar="N", help="threads on this machine (default: all allowed cores)"
+    )
+    device.add_argument(
+        "--memory", type=_positive, metavar="GB", help="describe an unlisted device: memory in 1e9 bytes"
+    )
+    device.add_argument("--bandwidth", type=_positive, metavar="GB/s", help="memory bandwidth of the unlisted device")
+    device.add_argument(
+        "--flops",
+        type=_positive,
+        metavar="TFLOP/s",
+        help="dense arithmetic of the unlisted device, at the type of the weights",
+    )
+    device.add_argument(
+        "--memory-share", type=_positive, default=0.9, metavar="S", help="share of the memory for weights and KV (0.9)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan on stdout."""
+    model_dir = find_model(ModelSource(args.model))
+    config = load_config(model_dir)
+    if isinstance(config, EncoderDecoderConfig):
+        raise ConfigurationError(
+            f"{config.architecture} has an encoder, whose output the decoder attends to: the formulas here hold "
+            "for decoder-only models"
+        )
+    precision = _precision(args, config)
+    load = Load(args.input_tokens, args.output_tokens, args.rate)
+    with _only_warnings():
+        device = _device(args, precision)
+        capacity = Capacity(model_size(config), precision, device.rates(precision), args.memory_share)
+        args.batch = batches_to_plan(capacity, load, args.batch)
+        measured_ms = _measured_ms(args, model_dir)
+    request = PlanRequest(
+        load,
+        args.batch,
+        args.users,
+        args.link_gbit_per_s,
+        args.price_per_hour,
+    )
+    plan = {
+        "model": {
+            "name": args.model,
+            **asdict(capacity.model),
+            "params": capacity.model.params,
+            "active_params": capacity.model.active_params,
+        },
+        "device": {"name": device.name, "source": device.source, **asdict(capacity.device)},
+        **plan_capacity(capacity, request, measured_ms),
+    }
+    if args.json:
+        sys.stdout.write(json.dumps(plan) + "\n")
+    else:
+        show(plan, wide_console())
+    return 0
+
+
+def _precision(args: argparse.Namespace, config: ModelConfig) -> Precision:
+    is_here = (args.device or _HERE) == _HERE and args.bandwidth is None
+    dtype = args.dtype or ("float32" if is_here else config.dtype)
+    return Precision(dtype if args.quantize == "none" else args.quantize, dtype)
+
+
+def _device(args: argparse.Namespace, precision: Precision) -> Device:
+    numbers = (args.memory, args.bandwidth, args.flops)
+    if any(value is not None for value in numbers):
+        if args.device or not all(value is not None for value in numbers):
+            raise ConfigurationError("use --memory, --bandwidth and --flops together, or use --device")
+        rates = dict.fromkeys((precision.weights, precision.other), args.flops * 1e12)
+        return Device("as given", args.memory * 1e9, args.bandwidth * 1e9, rates, "the command line")
+    if (args.device or _HERE) == _HERE:
+        return probe(_num_threads(args)).device()
+    return find_device(args.device)
+
+
+def _measured_ms(args: argparse.Namespace, model_dir: Path) -> dict[str, float]:
+    times_ms: dict[str, float] = {}
+    if args.measured is not None:
+        times_ms = read_measured(args.measured, args.input_tokens)
+    if args.measure:
+        if (args.device or _HERE) != _HERE:
+            raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
+        if args.quantize not in ("none", "int8"):
+            raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs none or int8")
+        context = args.input_tokens + args.output_tokens // 2
+        steps = EngineSteps(
+            StepPlan(model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args))
+        )
+        steps.prompt_ms()  # warm-up: compiles kernels, touches memory
+        times_ms[PREFILL] = min(steps.prompt_ms() for _ in range(3))
+        times_ms |= {decode_name(batch): steps.decode_ms(batch) for batch in args.batch}
+    return times_ms
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """Hide log lines of the engine below warnings, which are not part of the plan."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def _num_threads(args: argparse.Namespace) -> int:
+    return args.threads or len(os.sched_getaffinity(0))
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be > 0, got {text}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
+    return value

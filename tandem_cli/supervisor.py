@@ -1,0 +1,290 @@
+"""Runs a mesh as child processes, in the foreground.
+
+    start routers ──listening──▶ start workers and gateway ──all ready──▶ trial requests ──▶ ready ──▶ watch
+    a service exits: restart it with backoff; routers and gateway keep their addresses
+    SIGINT, SIGTERM: stop gateway and routers (they drain), then workers; a second signal kills all
+
+All events pass through one queue and are handled in order by one task.
+"""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from mesh.domain.errors import ConfigurationError
+from tandem import TandemError
+from tandem_cli.backoff import Backoff
+from tandem_cli.child import Child, ChildEvent, Launch
+from tandem_cli.display import Display
+from tandem_cli.services import MeshPlan, Service
+
+_STOP_LIMIT_S = 60.0
+_CONFIGURATION_STATUS = 2
+
+Trial = Callable[[str], Awaitable[None]]
+"""Sends a request through the router at an address and all parts behind it. Raises TandemError."""
+
+
+class MeshFailed(Exception):
+    """A service exited, or did not become ready. The message names the service and contains the end of its log."""
+
+
+class _StopRequested(Exception):
+    """SIGINT or SIGTERM arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Signal:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StartTimedOut:
+    """The time limit for the start of the mesh has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TrialEnded:
+    error: TandemError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _RestartDue:
+    service: Service
+
+
+_Event: TypeAlias = ChildEvent | _Signal | _StartTimedOut | _TrialEnded | _RestartDue
+
+
+class Supervisor:
+    """Runs the services of one mesh from start to stop. Use it once."""
+
+    def __init__(self, plan: MeshPlan, launch: Launch, display: Display, trial: Trial) -> None:
+        self._plan = plan
+        self._display = display
+        self._trial = trial
+        self._queue: asyncio.Queue[_Event] = asyncio.Queue()
+        self._launch = launch
+        self._children: dict[str, Child] = {}
+        self._started_s: dict[str, float] = {}
+        self._backoffs: dict[str, Backoff] = {}
+        self._registries: dict[str, str] = {}
+        """The registry address of each router, by its name."""
+        self._down: set[str] = set()
+        self._is_stopping = False
+
+    async def run(self, on_ready: Callable[[str, str], None]) -> None:
+        """Serve until a signal arrives. Raises MeshFailed or ConfigurationError.
+
+        Calls `on_ready(addresses of the routers, address of the gateway or "")` once.
+        """
+        with self._signals():
+            try:
+                await self._start()
+                self._display.table(self._children.values())
+                on_ready(
+                    ",".join(self._addresses("router")),
+                    self._children["gateway"].address if "gateway" in self._children else "",
+                )
+                await self._watch()
+            except _StopRequested:
+                self._display.loaded()
+                self._display.line("stopping")
+            finally:
+                self._display.loaded()
+                await self._stop()
+
+    async def _start(self) -> None:
+        """Start all services. Returns after a successful trial request through each router."""
+        timer = asyncio.get_running_loop().call_later(
+            self._plan.settings.model_loading_timeout, self._queue.put_nowait, _StartTimedOut()
+        )
+        try:
+            for router in self._plan.routers():
+                await self._spawn(router)
+            await self._until_all_ready()
+            self._display.loaded()
+            for address in self._addresses("router"):
+                await self._run_trial(address)
+        finally:
+            timer.cancel()
+
+    async def _until_all_ready(self) -> None:
+        not_ready = set(self._children)
+        while not_ready:
+            event = await self._next_while_starting(not_ready)
+            if not isinstance(event, ChildEvent):
+                continue
+            name = event.child.service.name
+            if event.kind == "loading":
+                self._display.loading(name, float(event.fields["fraction"]))
+            elif event.kind == "kv_memory":
+                self._display.line(f"{name}: {event.fields['summary']}")
+            elif event.kind == "ready":
+                not_ready.discard(name)
+            elif event.kind == "listening" and event.child.service.role == "router":
+                self._registries[name] = event.fields["registry_address"]
+                if len(self._registries) < self._plan.settings.routers:
+                    continue
+                for service in self._services_behind_routers():
+                    not_ready.add(service.name)
+                    await self._spawn(service)
+
+    def _services_behind_routers(self) -> list[Service]:
+        """Workers and gateway, which need the addresses of the routers. With several routers, workers register in
+        Redis.
+        """
+        settings = self._plan.resolve(self._plan.router(), self._launch.environ)
+        gateway = self._plan.gateway(self._addresses("router"), settings)
+        workers = self._plan.workers(next(iter(self._registries.values())))
+        return [*workers, *([gateway] if gateway else [])]
+
+    def _addresses(self, role: str) -> list[str]:
+        return [child.address for child in self._children.values() if child.service.role == role]
+
+    async def _run_trial(self, address: str) -> None:
+        async def attempt() -> None:
+            try:
+                await self._trial(address)
+            except TandemError as error:
+                self._queue.put_nowait(_TrialEnded(error))
+            else:
+                self._queue.put_nowait(_TrialEnded(None))
+
+        trial = asyncio.create_task(attempt())
+        try:
+            event: _Event | None = None
+            while not isinstance(event, _TrialEnded):
+                event = await self._next_while_starting({"the trial request"})
+            if event.error is not None:
+                raise MeshFailed(f"all services are up, but a trial request failed: {event.error}")
+        finally:
+            trial.cancel()
+            await asyncio.gather(trial, return_exceptions=True)
+
+    async def _next_while_starting(self, waiting_for: set[str]) -> _Event:
+        """The next event. Raises MeshFailed or ConfigurationError if it means that the start has failed."""
+        event = await self._next()
+        if isinstance(event, _StartTimedOut):
+            raise MeshFailed(self._describe_timeout(waiting_for))
+        if isinstance(event, ChildEvent) and event.kind == "exited":
+            child, status = event.child, event.fields["status"]
+            if status == _CONFIGURATION_STATUS and child.tail:
+                raise ConfigurationError(child.tail[-1])
+            raise MeshFailed(f"{child.service.name} {_describe_exit(status)} while starting{_end_of_log(child)}")
+        return event
+
+    async def _watch(self) -> None:
+        """Restart services that exit until a signal arrives. Raises MeshFailed if no router is left."""
+        while True:
+            event = await self._next()
+            if isinstance(event, _RestartDue):
+                await self._respawn(event.service)
+            elif isinstance(event, ChildEvent):
+                self._on_child_event(event)
+
+    def _on_child_event(self, event: ChildEvent) -> None:
+        child = event.child
+        name = child.service.name
+        if event.kind == "ready":
+            self._display.line(f"{name}: ready again (pid {child.pid})")
+        if event.kind != "exited":
+            return
+        child.kill()  # also kills processes that it has started
+        exit_text = _describe_exit(event.fields["status"])
+        self._down.add(name)
+        if self._plan.settings.no_restart:
+            if self._down.issuperset(self._registries):
+                raise MeshFailed(f"the {name} {exit_text}{_end_of_log(child)}")
+            self._display.warning(name, f"{exit_text}; it is not restarted")
+            return
+        self._schedule_restart(self._replacement(child), exit_text)
+
+    def _schedule_restart(self, service: Service, reason: str) -> None:
+        lived_s = time.monotonic() - self._started_s[service.name]
+        delay_s = self._backoffs.setdefault(service.name, Backoff()).delay_s(lived_s)
+        self._display.warning(service.name, f"{reason}; restarting it in {delay_s:g} s")
+        asyncio.get_running_loop().call_later(delay_s, self._queue.put_nowait, _RestartDue(service))
+
+    async def _respawn(self, service: Service) -> None:
+        try:
+            await self._spawn(service)
+        except MeshFailed as error:  # the machine cannot run another process now
+            self._schedule_restart(service, str(error))
+
+    def _replacement(self, child: Child) -> Service:
+        """The replacement for a service that exited. Routers and gateway keep their addresses, which others use."""
+        registry_port = self._registries.get(child.service.name, "")
+        if child.service.role not in ("router", "gateway"):
+            return child.service
+        return child.service.listening_at(
+            port=child.address, registry_port=registry_port, metrics_port=child.metrics_address
+        )
+
+    async def _next(self) -> _Event:
+        event = await self._queue.get()
+        if isinstance(event, _Signal):
+            raise _StopRequested
+        return event
+
+    async def _spawn(self, service: Service) -> None:
+        self._started_s[service.name] = time.monotonic()
+        try:
+            child = await Child.start(service, self._launch, on_event=self._queue.put_nowait, on_warning=self._warn)
+        except OSError as error:
+            raise MeshFailed(f"cannot start {service.name}: {error}") from error
+        self._children[service.name] = child
+        self._down.discard(service.name)
+
+    async def _stop(self) -> None:
+        """Stop gateway and routers, then all workers. Returns when all children have exited."""
+        self._is_stopping = True
+        front = [child for child in self._children.values() if child.service.role in ("gateway", "router")]
+        await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in front))
+        await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in self._children.values()))
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: int) -> None:
+        """The first signal starts an orderly stop; a signal during the stop kills all children."""
+        self._queue.put_nowait(_Signal(number))
+        if self._is_stopping:
+            for child in self._children.values():
+                child.kill()
+
+    def _warn(self, name: str, text: str) -> None:
+        """Show a warning, but not during a stop, when services warn about each other's exit."""
+        if not self._is_stopping:
+            self._display.warning(name, text)
+
+    def _describe_timeout(self, waiting_for: set[str]) -> str:
+        late = [child for name, child in self._children.items() if name in waiting_for]
+        names = ", ".join(sorted(waiting_for))
+        logs = "".join(map(_end_of_log, late))
+        return f"not ready after {self._plan.settings.model_loading_timeout:g} s: {names}{logs}"
+
+
+def _describe_exit(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
+
+
+def _end_of_log(child: Child) -> str:
+    lines = "".join(f"\n    {line[:400]}" for line in child.tail)
+    return f"; {child.service.name}'s log {child.log_path} ends with:{lines}" if lines else f"; log: {child.log_path}"

@@ -1,0 +1,323 @@
+"""`tandem up`: starts and supervises a mesh."""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import tandem
+from engine.cores import make_core_table
+from gateway.settings import GatewaySettings
+from mesh.domain.errors import ConfigurationError
+from mesh.line_writer import steady_output
+from mesh.settings import load_settings
+from router.api.api_keys import digest_of, new_key
+from router.settings import RouterSettings
+from tandem_cli.child import Launch, Programs
+from tandem_cli.display import Display
+from tandem_cli.log_file import make_log_folder
+from tandem_cli.model_plans import Overrides, available_cores, find_draft, join_models, plan_models
+from tandem_cli.services import ROLES, MeshPlan, passed_on, roles_of, split_by_role
+from tandem_cli.serving import LowCode, read_low_code
+from tandem_cli.setting_names import check_names
+from tandem_cli.supervisor import MeshFailed, Supervisor
+from tandem_cli.trial import Trial
+from tandem_cli.up_settings import HandlerChoice, UpSettings
+
+NAME = "up"
+ABOUT = 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve'
+
+_LMI_PORT = 8080
+_REDIS_S = 5.0
+
+PROGRAMS: Programs = {role: (sys.executable, "-m", module) for role, (module, _) in ROLES.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the settings of `tandem up`, and those of the services under the same names."""
+    parser.set_defaults(programs=PROGRAMS)
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file; tables: up, router, gateway, prefill_worker, decode_worker"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="[MODEL/]ROLE.KEY=VALUE",
+        help="set a setting of one role, or of one role of one model; repeatable",
+    )
+    parser.add_argument(
+        "--serving-properties",
+        metavar="FILE",
+        help="serving.properties file of LMI; OPTION_* and variables of TGI and SageMaker are always read",
+    )
+    for setting in fields(UpSettings):
+        if not setting.metadata["secret"]:
+            _add_flag(parser, setting)
+    services = parser.add_argument_group("settings of the services")
+    for roles, setting in passed_on().values():
+        _add_flag(services, setting, f" ({roles})")
+
+
+def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
+    about = f"{setting.metadata['about']} (default {setting.default!r}){suffix}".replace("%", "%%")
+    optional_value: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.type is bool else {}
+    flag = "--" + setting.name.replace("_", "-")
+    action: dict[str, Any] = {"action": "append"} if setting.name == "model" else {}
+    parser.add_argument(
+        flag, dest=setting.name, default=argparse.SUPPRESS, metavar="VALUE", help=about, **optional_value, **action
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the mesh and serve until a signal arrives. Returns the exit status."""
+    display = Display(Console(stderr=True, highlight=False))
+    unknown = check_names(args.config, os.environ)
+    low_code = read_low_code(args.serving_properties, os.environ, roles_of(), has_handler=_has_handler(args))
+    for line in low_code.lines:
+        display.line(line)
+    for line in (*low_code.warnings, *unknown):
+        display.line(line, "yellow")
+    settings = _settings(args, low_code, display)
+    trial_key = new_key()
+    with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
+        core_table = Path(folder) / "table"
+        make_core_table(core_table, max(available_cores()) + 1)
+        plan = replace(_plan(args, settings, low_code, display), core_table=core_table)
+        environ = _child_environ(settings, trial_key, _handler_properties(plan, low_code))
+        plan = _with_lmi_defaults(plan, low_code, environ, display).sharing_memory(environ)
+        trial = _check(plan, environ, trial_key)
+        for model in plan.models if plan.pin else ():
+            display.line(model.cores.describe(model.name if len(plan.models) > 1 else ""))
+        return _serve(plan, display, trial, programs=args.programs, environ=environ)
+
+
+def _serve(plan: MeshPlan, display: Display, trial: Trial, *, programs: Programs, environ: Mapping[str, str]) -> int:
+    with steady_output():
+        try:
+            with _log_folder(plan.settings, display) as log_dir:
+                supervisor = Supervisor(plan, Launch(programs, environ, log_dir), display, trial)
+                asyncio.run(supervisor.run(_announce_ready))
+        except MeshFailed as error:
+            sys.stderr.write(f"tandem: {error}\n")
+            return 1
+    return 0
+
+
+def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> UpSettings:
+    values = low_code.of("up") | {
+        setting.name: getattr(args, setting.name) for setting in fields(UpSettings) if setting.name in args
+    }
+    if args.serving_properties:
+        values = {"http_port": _LMI_PORT} | values
+    if "model" in args:
+        values["model"] = join_models(args.model)
+    if "@" in values.get("registry_url", ""):
+        raise ConfigurationError(
+            "--registry-url contains a password, and flags are visible to all users: set TANDEM_REGISTRY_URL instead"
+        )
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    config = [f"--config={args.config}"] if args.config else []
+    origins = {name: origin for name, origin in low_code.origins.get("up", {}).items() if name not in args}
+    resolved = load_settings(UpSettings, [*flags, *config], prog=NAME, flag_origins=origins)
+    if resolved.origins["model"] != "default":
+        return resolved.values
+    if low_code.model_folder:
+        return replace(resolved.values, model=_model_beside(Path(low_code.model_folder), args.serving_properties))
+    if any(low_code.values.values()):
+        display.line(f"no key or variable names a model: serving the bundled {resolved.values.model}", "yellow")
+    return resolved.values
+
+
+def _model_beside(folder: Path, properties: str) -> str:
+    """The folder of serving.properties, whose checkpoint LMI serves if no key names a model. Raises
+    ConfigurationError.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(
+            f"{properties} names no model: set option.model_id, or put the file beside a checkpoint's config.json"
+        )
+    return str(folder.resolve())
+
+
+def _handler_properties(plan: MeshPlan, low_code: LowCode) -> dict[str, str]:
+    """The keys for a handler. `model_id` is the folder of the model, where the handler finds the tokenizer files."""
+    folder = {"model_id": plan.models[0].folder} if len(plan.models) == 1 else {}
+    return low_code.properties | folder
+
+
+def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, display: Display) -> MeshPlan:
+    """The plan of the mesh. Downloads the models, once, before any service starts."""
+    overrides = Overrides.read(args.set)
+    flags_by_role = _flags_by_role(args)
+    values = {role: low_code.of(role) | role_flags for role, role_flags in flags_by_role.items()}
+    find_draft(values["decode"], settings)
+    try:
+        models = plan_models(settings, overrides, lambda name: partial(display.loading, f"download {name}"))
+    finally:
+        display.loaded()
+    origins = {
+        role: {name: origin for name, origin in role_origins.items() if name not in flags_by_role.get(role, {})}
+        for role, role_origins in low_code.origins.items()
+    }
+    for path in (override.partition("=")[0] for override in overrides.for_all):
+        role, _, name = path.partition(".")
+        origins.setdefault(role, {})[name.replace("-", "_")] = f"--set {path}"
+    pin = hasattr(os, "sched_getaffinity")
+    return MeshPlan(settings, models, pin, config=args.config, values=values, value_origins=origins)
+
+
+def _flags_by_role(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    flags = {name: getattr(args, name) for name in passed_on() if name in args}
+    return split_by_role(flags, Overrides.read(args.set).for_all)
+
+
+def _has_handler(args: argparse.Namespace) -> bool:
+    options = {"handler": _flags_by_role(args)["gateway"].get("handler"), "config": args.config}
+    flags = [f"--{name}={value}" for name, value in options.items() if value]
+    names = [setting.name for setting in fields(GatewaySettings)]
+    return bool(load_settings(HandlerChoice, flags, prog="gateway", names=names).values.handler)
+
+
+def _with_lmi_defaults(plan: MeshPlan, low_code: LowCode, environ: Mapping[str, str], display: Display) -> MeshPlan:
+    """Apply LMI's defaults to router settings that no flag, variable or settings file sets."""
+    origins = plan.origins(plan.router(), environ)
+    unset = {name: value for name, value in low_code.router_defaults.items() if origins[name] == "default"}
+    for name, value in unset.items():
+        display.line(f"job_queue_size={value} (LMI's default): router.{name} = {value}")
+    return replace(plan, values={**plan.values, "router": {**plan.values["router"], **unset}})
+
+
+def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
+    """Check all settings and ports before the start. Raises ConfigurationError; returns the trial request to send."""
+    router: RouterSettings = plan.resolve(plan.router(), environ)
+    _require_keys_file(router, environ)
+    _require_redis(plan.settings.routers, router.registry_url)
+    identity = router.load_public_tls()
+    tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
+    for worker in plan.workers("127.0.0.1:1"):
+        plan.resolve(worker, environ)
+    for number in range(plan.settings.routers if plan.settings.port else 1):
+        _require_free_port(plan.settings.host, plan.settings.port + number)
+    gateway = plan.gateway(["127.0.0.1:1"], router)
+    if gateway is not None:
+        http: GatewaySettings = plan.resolve(gateway, environ)
+        _require_installed("uvicorn")
+        _require_free_port(http.host, http.port)
+    return Trial(router.prefill_threshold if plan.has_prefill else 0, trial_key, tls)
+
+
+def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> None:
+    """Reject TGI's API_KEY if it would not protect the mesh: users who set it expect that clients need a key."""
+    if environ.get("API_KEY") and not router.api_keys_file and not router.allow_anonymous:
+        raise ConfigurationError(
+            "API_KEY is set, but Tandem reads keys from a file: create it with `tandem keys new` and set "
+            "--api-keys-file, or set --allow-anonymous to serve without keys"
+        )
+
+
+def _require_redis(num_routers: int, url: str) -> None:
+    """Check that Redis answers. Several routers share their workers and permits through it."""
+    if num_routers > 1 and not url:
+        raise ConfigurationError(
+            f"--routers {num_routers} needs --registry-url redis://HOST:PORT/0: several routers share their workers "
+            "and the cap on requests in Redis"
+        )
+    if not url:
+        return
+    if importlib.util.find_spec("redis") is None:
+        raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]")
+    from mesh.registry.redis_connection import FAILURES, open_redis
+
+    async def ping() -> None:
+        async with open_redis(url, timeout_s=_REDIS_S) as redis:
+            await redis.ping()
+
+    try:
+        asyncio.run(ping())
+    except FAILURES as error:  # the message has host and port, never the URL, which may contain a password
+        raise ConfigurationError(f"the Redis of registry_url does not answer: {error}") from error
+
+
+def _require_installed(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigurationError("the HTTP gateway is not installed: pip install 'tandem-serve[gateway]'")
+
+
+def _require_free_port(host: str, port: int) -> None:
+    """Fail early with a clear message if a port is in use. The service itself binds the port later."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another port") from error
+
+
+def _child_environ(settings: UpSettings, trial_key: str, properties: Mapping[str, str]) -> dict[str, str]:
+    handler_environ = {"TANDEM_HANDLER_PROPERTIES": json.dumps(properties)} if properties else {}
+    mesh_environ = {
+        "TANDEM_MESH_KEY": settings.mesh_key or secrets.token_hex(32),
+        "TANDEM_TRIAL_KEY_SHA256": digest_of(trial_key),
+    }
+    if settings.registry_url:
+        mesh_environ["TANDEM_REGISTRY_URL"] = settings.registry_url
+    environ = handler_environ | os.environ | mesh_environ
+    packages = Path(__file__).resolve().parent.parent
+    if (packages / "pyproject.toml").exists():  # a checkout that is not installed
+        folders = (str(packages), str(packages / "client"), environ.get("PYTHONPATH"))
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    return environ
+
+
+@contextmanager
+def _log_folder(settings: UpSettings, display: Display) -> Iterator[Path]:
+    """The folder for logs. A temporary folder is removed at the end, unless there were failures or warnings."""
+    if settings.log_dir:
+        folder = _create_log_folder(settings.log_dir)
+        display.line(f"logs: {folder}")
+        yield folder
+        return
+    folder = Path(tempfile.mkdtemp(prefix="tandem-"))
+    display.line(f"logs: {folder}")
+    is_clean = False
+    try:
+        yield folder
+        is_clean = not display.has_warned
+    finally:
+        if is_clean:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            display.line(f"logs are kept in {folder}")
+
+
+def _create_log_folder(path: str) -> Path:
+    folder = Path(path)
+    try:
+        make_log_folder(folder)
+    except OSError as error:
+        raise ConfigurationError(f"cannot create the log folder {folder}: {error.strerror}") from error
+    return folder
+
+
+def _announce_ready(address: str, http_address: str) -> None:
+    sys.stdout.write(f"ready {address}\n")
+    if http_address:
+        sys.stdout.write(f"http http://{http_address}\n")
+    sys.stdout.flush()

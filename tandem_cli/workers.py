@@ -1,0 +1,119 @@
+"""`tandem workers`: shows the workers, their state and their load."""
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+import tandem
+from tandem_cli.colours import strip_controls
+from tandem_cli.connection import add_connection_arguments, open_client
+from tandem_cli.tables import wide_console
+
+NAME = "workers"
+ABOUT = "show the workers and their load"
+
+_COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
+_STATE_STYLES = {"ready": "green", "draining": "yellow", "stalled": "red", "lost": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSnapshot:
+    """The mesh at one point in time, in seconds of the monotonic clock."""
+
+    at_s: float
+    mesh: tandem.Mesh
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_connection_arguments(parser)
+    parser.add_argument("--watch", action="store_true", help="refresh the table until Ctrl-C")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates (1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table once, or refresh it until interrupted."""
+    console = wide_console()
+    with open_client(args) as client:
+        first = _take_snapshot(client)
+        if not args.watch:
+            console.print(render(first, None))
+            return 0
+        try:
+            _watch(client, first, console, args.interval)
+        except KeyboardInterrupt:
+            return 0
+    return 0
+
+
+def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
+    """The table of workers. With the snapshot `before`, it also has their speeds."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in (*_COLUMNS, *(("tokens/s",) if before else ())):
+        table.add_column(name, overflow="fold")
+    has_drafts = any(worker.speculative != "none" for worker in now.mesh.workers)
+    if has_drafts:
+        table.add_column("accepted", overflow="fold")
+    speeds = tokens_per_s(before, now) if before else {}
+    for worker in now.mesh.workers:
+        table.add_row(
+            worker.role,
+            Text(strip_controls(worker.worker_id)),
+            Text(worker.state, _STATE_STYLES.get(worker.state, "")),
+            str(worker.pid),
+            Text(strip_controls(worker.address)),
+            str(worker.load.num_running),
+            str(worker.load.num_waiting),
+            f"{worker.load.free_blocks}/{worker.num_blocks}",
+            f"{worker.last_seen_s:.1f} s",
+            *((_speed(speeds.get(worker.incarnation)),) if before else ()),
+            *((_accepted(worker),) if has_drafts else ()),
+        )
+    failing = [worker for worker in now.mesh.workers if worker.canary_error and not worker.serving]
+    canary_errors = [Text(f"{worker.worker_id} gets no requests: {worker.canary_error}", "red") for worker in failing]
+    counts = f"{now.mesh.active_requests} active, {now.mesh.queued_requests} queued"
+    return Group(table, *canary_errors, Text(counts, "dim"))
+
+
+def tokens_per_s(before: MeshSnapshot, now: MeshSnapshot) -> Mapping[str, float]:
+    """Tokens generated (decode) and computed (prefill) per second, by incarnation."""
+    earlier = {worker.incarnation: _num_tokens(worker) for worker in before.mesh.workers}
+    elapsed_s = max(now.at_s - before.at_s, 1e-9)
+    return {
+        worker.incarnation: (_num_tokens(worker) - earlier[worker.incarnation]) / elapsed_s
+        for worker in now.mesh.workers
+        if worker.incarnation in earlier
+    }
+
+
+def _num_tokens(worker: tandem.Worker) -> int:
+    return worker.load.computed_tokens if worker.role == "prefill" else worker.load.generated_tokens
+
+
+def _accepted(worker: tandem.Worker) -> str:
+    """The share of drafted tokens that speculative decoding accepted; empty without drafts."""
+    load = worker.load
+    return f"{load.accepted_tokens / load.drafted_tokens:.0%} of {load.drafted_tokens}" if load.drafted_tokens else ""
+
+
+def _speed(tokens_per_second: float | None) -> str:
+    return "" if tokens_per_second is None else f"{tokens_per_second:.0f}"
+
+
+def _take_snapshot(client: tandem.Client) -> MeshSnapshot:
+    return MeshSnapshot(time.monotonic(), client.mesh(timeout=10))
+
+
+def _watch(client: tandem.Client, first: MeshSnapshot, console: Console, interval_s: float) -> None:
+    before = first
+    with Live(render(first, None), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            now = _take_snapshot(client)
+            live.update(render(now, before), refresh=True)
+            before = now

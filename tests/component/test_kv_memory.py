@@ -1,0 +1,251 @@
+"""Memory for KV: all workers of a machine together promise no more than there is."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.kv_cache import KVCache
+from engine.kv_memory import Budget, KVMemory, KVReservation
+from engine.load import RunnerSettings, kv_layout, load_model_runner
+from engine.memory import DeviceMemory, anonymous_bytes, device_memory
+from engine.memory_ledger import Entry, open_ledger
+from engine.models.config import load_config
+from mesh.domain.errors import ConfigurationError
+from tests.defects import Repaired
+from worker.settings import WorkerSettings
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+MACHINE = DeviceMemory("cpu", total_bytes=64_000, free_bytes=40_000, is_lazy=True)
+BLOCK_BYTES = 10
+NUM_WORKERS = 6
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A ledger of its own on a machine of 64,000 bytes."""
+    monkeypatch.setattr("engine.kv_memory.device_memory", lambda _: MACHINE)
+    return str(tmp_path / "ledger")
+
+
+def reserve(wanted: KVMemory, *, num_blocks: int | None = None, weights_bytes: int = 0) -> tuple[KVReservation, int]:
+    reservation = KVReservation.enter(CPU, wanted, weights_bytes)
+    with reservation.blocks(BLOCK_BYTES, num_blocks=num_blocks, max_blocks=None) as granted_blocks:
+        return reservation, granted_blocks * BLOCK_BYTES
+
+
+def promised_at_once(wanted: KVMemory) -> list[int]:
+    """What six workers promise that reserve at the same time, while all of them live."""
+    ready = threading.Barrier(NUM_WORKERS)
+
+    def work(number: int) -> tuple[KVReservation, int]:
+        reservation = KVReservation.enter(CPU, replace(wanted, owner=f"worker-{number}"), 0)
+        ready.wait(60)
+        with reservation.blocks(BLOCK_BYTES, num_blocks=None, max_blocks=None) as num_blocks:
+            return reservation, num_blocks * BLOCK_BYTES
+
+    with ThreadPoolExecutor(NUM_WORKERS) as threads:
+        found = list(threads.map(work, range(NUM_WORKERS)))
+    return [num_bytes for _, num_bytes in found]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit"),
+    [
+        (KVMemory(fraction=0.6, shares=NUM_WORKERS), 24_000),
+        (KVMemory(fraction=0.6), 24_000),
+        (KVMemory(utilization=0.9, shares=NUM_WORKERS), 33_600),  # 0.9 x 64,000 without the 24,000 in use
+        (KVMemory(utilization=0.9), 33_600),
+    ],
+)
+def test_workers_started_at_once_promise_no_more_than_the_budget(ledger: str, wanted: KVMemory, limit: int) -> None:
+    promised = promised_at_once(replace(wanted, ledger=ledger))
+    assert sum(promised) <= limit
+    assert min(promised) > 0
+    if wanted.shares:
+        assert promised == [limit // NUM_WORKERS // BLOCK_BYTES * BLOCK_BYTES] * NUM_WORKERS
+
+
+def test_six_real_workers(checkpoint: Callable[[str], Path], ledger: str, repaired: Repaired) -> None:
+    settings = RunnerSettings(checkpoint("llama"), load_format="dummy", kv_memory=KVMemory(ledger=ledger, shares=6))
+    block_bytes = kv_layout(load_config(settings.model_dir), settings).block_bytes
+    free_bytes = 600 * block_bytes
+    patched = pytest.MonkeyPatch()
+    with patched.context() as patch:
+        memory = DeviceMemory("cpu", 2 * free_bytes, free_bytes, is_lazy=True)
+        patch.setattr("engine.kv_memory.device_memory", lambda _: memory)
+        # Their weights, which are not in this made-up memory.
+        patch.setattr("engine.load._weights_bytes", lambda *_: 0)
+        with ThreadPoolExecutor(NUM_WORKERS) as threads:
+            runners = list(threads.map(lambda _: load_model_runner(settings), range(NUM_WORKERS)))
+    blocks = [runner.kv_cache.num_blocks for runner in runners]
+    assert blocks == [60] * NUM_WORKERS
+    repaired("M3", f"6 workers started at once promise {sum(blocks) / 600:.0%} of the free memory in all (0.6 asked)")
+
+
+def test_workers_by_hand_each_take_half_of_what_is_left(ledger: str) -> None:
+    held = [reserve(KVMemory(ledger=ledger)) for _ in range(3)]
+    assert [num_bytes for _, num_bytes in held] == [12_000, 6_000, 3_000]
+
+
+def test_a_worker_that_comes_too_late_is_told_who_has_the_memory(ledger: str) -> None:
+    first = reserve(KVMemory(ledger=ledger, shares=1, owner="decode-7"))
+    with pytest.raises(ConfigurationError, match=rf"no memory for the KV cache.*decode-7 \(pid {os.getpid()}\) has"):
+        reserve(KVMemory(ledger=ledger, shares=1))
+    del first
+    assert reserve(KVMemory(ledger=ledger, shares=1))[1] == 24_000
+
+
+def test_a_number_of_tokens_that_is_not_there_is_refused(ledger: str) -> None:
+    first, _ = reserve(KVMemory(ledger=ledger), num_blocks=3000)
+    with pytest.raises(ConfigurationError, match=r"are requested for KV, but .* of memory are left"):
+        reserve(KVMemory(ledger=ledger), num_blocks=1001)
+    assert reserve(KVMemory(ledger=ledger), num_blocks=1000)[1] == 10_000
+    del first
+
+
+def test_weights_that_are_still_to_come_are_left_free(ledger: str) -> None:
+    loading = KVReservation.enter(CPU, KVMemory(ledger=ledger), weights_bytes=10**12)
+    with pytest.raises(ConfigurationError, match="no memory"):
+        reserve(KVMemory(ledger=ledger))
+    del loading
+    # Two more of the three have not even begun; they will have weights as large as this one's.
+    assert reserve(KVMemory(ledger=ledger, shares=3), weights_bytes=5000)[1] == 0.6 * (40_000 - 2 * 5000) / 3
+
+
+def test_what_kv_has_filled_counts_as_its_own() -> None:
+    """A worker that comes back gets what it had, although the others have filled theirs meanwhile."""
+    gpu = DeviceMemory("cuda", total_bytes=100, free_bytes=60, is_lazy=False)
+    other = Entry("cuda", "other", os.getpid(), weights_bytes=10, anonymous_bytes_before=0, kv_bytes=20)
+    assert Budget(gpu, KVMemory(fraction=0.6, shares=2), 0, [other]).share_bytes == 0.6 * (60 + 20) // 2
+    own_bytes = anonymous_bytes(os.getpid())
+    filled = Entry("cpu", "other", os.getpid(), 0, own_bytes // 2, kv_bytes=30, usable_bytes=200)
+    cpu, wanted = replace(gpu, key="cpu", is_lazy=True), KVMemory(fraction=0.6, shares=2)
+    assert Budget(cpu, wanted, 0, [filled]).usable_bytes == 90
+    assert Budget(cpu, wanted, 0, [replace(filled, anonymous_bytes_before=10 * own_bytes)]).usable_bytes == 60
+    # Its process has grown by something else: KV cannot have filled what was not free.
+    assert Budget(cpu, wanted, 0, [replace(filled, usable_bytes=70)]).usable_bytes == 70
+
+
+def test_other_devices_have_other_memory(ledger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = reserve(KVMemory(ledger=ledger, shares=1))
+    monkeypatch.setattr("engine.kv_memory.device_memory", lambda _: replace(MACHINE, key="cuda 1", is_lazy=False))
+    assert reserve(KVMemory(ledger=ledger, shares=1))[1] == first[1] == 24_000
+
+
+_HOLDER = """
+import sys, time
+from engine.memory import DeviceMemory
+from engine.memory_ledger import open_ledger
+ledger = open_ledger(sys.argv[1])
+held = ledger.enter(DeviceMemory("cpu", 1, 1, True), "other", 0)
+with ledger.locked():
+    held.promise(24_000, 40_000)
+print("promised", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_worker_promises_nothing(ledger: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", _HOLDER, ledger], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "promised\n"
+        with pytest.raises(ConfigurationError, match="no memory"):
+            reserve(KVMemory(ledger=ledger, shares=1))
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(60)
+        assert reserve(KVMemory(ledger=ledger, shares=1))[1] == 24_000
+
+
+def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    reservation = KVReservation.enter(CPU, KVMemory(ledger=str(file)), 0)
+    with reservation.blocks(BLOCK_BYTES, num_blocks=None, max_blocks=5) as num_blocks:
+        assert num_blocks == 5
+    assert "KV memory is not shared" in capsys.readouterr().out
+
+
+def test_the_users_own_ledger_is_private() -> None:
+    open_ledger("")
+    folder = next(path for path in Path("/dev/shm").glob("tandem-memory-*") if path.stat().st_uid == os.getuid())
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_this_machine_has_memory() -> None:
+    memory = device_memory(CPU)
+    assert 0 < memory.free_bytes <= memory.total_bytes
+    assert memory.is_lazy
+
+
+@pytest.mark.parametrize(
+    ("group", "files"),
+    [
+        ("0::/box", {"memory.max": "5000", "memory.current": "3000", "memory.stat": "anon 1\ninactive_file 1000\n"}),
+        (
+            "4:memory:/box",
+            {
+                "memory.limit_in_bytes": "5000",
+                "memory.usage_in_bytes": "3000",
+                "memory.stat": "total_inactive_file 1000\n",
+            },
+        ),
+    ],
+)
+def test_a_containers_limit_counts_as_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, files: dict[str, str]
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"{group}\n7:cpu:/else\n")
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
+    root = tmp_path / "cgroup" / ("" if group.startswith("0") else "memory")
+    (root / "box").mkdir(parents=True)
+    for name, content in files.items():
+        (root / "box" / name).write_text(content)
+    monkeypatch.setattr("engine.memory._PROC", tmp_path / "proc")
+    limits = ("engine.memory._VERSIONS", [(root, *version[1:]) for version in _versions(group)])
+    monkeypatch.setattr(*limits)
+    memory = device_memory(CPU)
+    assert (memory.total_bytes, memory.free_bytes) == (5000, 3000)
+    assert memory.key != "cpu"
+
+
+def _versions(group: str) -> list[tuple[object, ...]]:
+    from engine.memory import _VERSIONS
+
+    return [version for version in _VERSIONS if version[1] == ("0" if group.startswith("0") else "memory")]
+
+
+def test_cache_keeps_the_reservation(ledger: str, checkpoint: Callable[[str], Path]) -> None:
+    settings = RunnerSettings(checkpoint("llama"))
+    reservation, _ = reserve(KVMemory(ledger=ledger, shares=1))
+    cache = KVCache(kv_layout(load_config(settings.model_dir), settings), 4, CPU, reservation=reservation)
+    del reservation
+    with pytest.raises(ConfigurationError):
+        reserve(KVMemory(ledger=ledger, shares=1))
+    del cache
+    assert reserve(KVMemory(ledger=ledger, shares=1))[1] == 24_000
+
+
+@pytest.mark.parametrize("wrong", [{"kv_memory_fraction": 1.5}, {"memory_utilization": 1.1}, {"kv_memory_shares": -1}])
+def test_wrong_settings(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        WorkerSettings(model="m", registry_address="h:1", **wrong)  # type: ignore[arg-type]
+
+
+def test_a_gpu_is_known_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes may call the same GPU cuda:0 and cuda:1."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (60, 100))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="GPU-7"))
+    for name in ("cuda:0", "cuda:1"):
+        assert device_memory(torch.device(name)) == DeviceMemory("cuda GPU-7", 100, 60, is_lazy=False)

@@ -1,0 +1,185 @@
+"""OpenAI's contract at its edges: what is accepted, what is refused, and in which words."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.defects import Repaired
+from tests.fakes.sdk_router import Script
+from tests.service.gateway.http import RunningGateway, gateway_at, running_gateway
+
+USER = {"role": "user", "content": "hi"}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {CHAT: {"messages": [USER]}, COMPLETIONS: {"prompt": "One fine day"}}
+# Names of the SDK and of the protocol.
+INTERNAL = ("num_choices", "max_new_tokens", "min_new_tokens", "max_total_tokens", "max_input_length", "token_ids")
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with running_gateway() as running:
+        yield running
+
+
+@pytest.fixture
+async def routed(make_mesh: Any) -> AsyncIterator[httpx2.AsyncClient]:
+    """A gateway before a real router, which checks what the gateway does not."""
+    mesh = await make_mesh()
+    await mesh.decode()
+    async with gateway_at(mesh.router.public.address) as (_, _, http):
+        yield http
+
+
+async def refusal(http: httpx2.AsyncClient, path: str, **members: Any) -> dict[str, Any]:
+    response = await http.post(path, json=BODIES[path] | members)
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert not any(name in error["message"] for name in INTERNAL), error
+    return error
+
+
+@pytest.mark.parametrize("seed", [-1, 0, -(2**63), 2**63 - 1, 2**64 - 1])
+async def test_any_seed(gateway: RunningGateway, seed: int, repaired: Repaired) -> None:
+    for path, body in BODIES.items():
+        assert (await gateway.post(path, body | {"seed": seed})).status_code == 200
+        assert gateway.script.requests[-1].sampling.seed == seed % 2**64
+    repaired("F10", "seeds from -2^63 to 2^64-1 accepted")
+
+
+@pytest.mark.parametrize(
+    ("members", "code", "message"),
+    [
+        (
+            {"temperature": 9},
+            "decimal_above_max_value",
+            "decimal above maximum value. Expected a value <= 2, but got 9",
+        ),
+        ({"temperature": -0.5}, "decimal_below_min_value", "Expected a value >= 0, but got -0.5 instead."),
+        ({"top_p": 1.5}, "decimal_above_max_value", "Expected a value <= 1, but got 1.5 instead."),
+        ({"presence_penalty": 3}, "decimal_above_max_value", "Expected a value <= 2, but got 3 instead."),
+        ({"frequency_penalty": -3}, "decimal_below_min_value", "Expected a value >= -2, but got -3 instead."),
+        ({"n": 9}, "integer_above_max_value", "Expected a value <= 8, but got 9 instead."),
+        ({"max_tokens": 0}, "integer_below_min_value", "Expected a value >= 1, but got 0 instead."),
+        ({"seed": 2**64}, "integer_above_max_value", "Invalid 'seed'"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", BODIES)
+async def test_values_out_of_range_are_refused_in_openais_words(
+    gateway: RunningGateway, path: str, members: dict[str, Any], code: str, message: str, repaired: Repaired
+) -> None:
+    error = await refusal(gateway.http, path, **members)
+    [name] = members
+    assert (error["param"], error["code"]) == (name, code)
+    assert error["message"].startswith(f"Invalid '{name}': ")
+    assert message in error["message"]
+    assert not gateway.script.requests, "the router is not asked"
+    repaired("F10", "temperature 9, n 9, max_tokens 0: OpenAI's message, param and code")
+
+
+@pytest.mark.parametrize(
+    ("path", "members", "param", "message"),
+    [
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "Invalid 'max_completion_tokens'"),
+        (CHAT, {"messages": []}, "messages", "empty array"),
+        (CHAT, {"messages": [{"role": 3}]}, "messages[0].role", "messages.0.role"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "Field required"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
+        (CHAT, {"messages": "hi"}, "messages", "messages"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "only allowed when 'stream' is enabled"),
+        (COMPLETIONS, {"stream_options": {}}, "stream_options", "only allowed when 'stream' is enabled"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        (CHAT, {"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema", "schema"),
+        (CHAT, {"response_format": {"type": "yaml"}}, "response_format.type", "json_object"),
+        (CHAT, {"response_format": {}}, "response_format.type", "required"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "Missing required"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}},
+            "response_format.json_schema.schema",
+            "schema",
+        ),
+        (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "prompt"),
+        (COMPLETIONS, {"n": "many"}, "n", "valid integer"),
+        (COMPLETIONS, {"best_of": 9}, "best_of", "Expected a value <= 8"),
+    ],
+)
+async def test_errors_name_the_clients_member(
+    gateway: RunningGateway, path: str, members: dict[str, Any], param: str, message: str
+) -> None:
+    error = await refusal(gateway.http, path, **members)
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "members", "param", "code", "message"),
+    [
+        (CHAT, {"max_tokens": 1000}, "messages", "context_length_exceeded", "max_tokens (1000) must be <="),
+        (
+            CHAT,
+            {"max_completion_tokens": 999},
+            "messages",
+            "context_length_exceeded",
+            "the model's context length (",
+        ),
+        (CHAT, {"messages": [USER | {"content": "x " * 900}]}, "messages", "context_length_exceeded", "prompt has"),
+        (COMPLETIONS, {"prompt": "x " * 900}, "prompt", "context_length_exceeded", "prompt has"),
+        (COMPLETIONS, {"prompt": [9999]}, "prompt", None, "token id 9999"),
+        (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", None, "min_tokens (9) must be <= max_tokens (3)"),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", None, "must be one of"),
+        (CHAT, {"logit_bias": {"1": 101}}, "logit_bias[1]", None, "must be in [-100, 100]"),
+        (CHAT, {"stop": ["a"] * 5}, "stop", None, "5 entries"),
+        (CHAT, {"guided_regex": "(a"}, "guided_regex", None, "guided_regex cannot be used"),
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+            "response_format",
+            None,
+            "response_format cannot be used",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_routers_errors_name_the_clients_member(
+    routed: httpx2.AsyncClient,
+    path: str,
+    members: dict[str, Any],
+    param: str,
+    code: str | None,
+    message: str,
+    stream: bool,
+    repaired: Repaired,
+) -> None:
+    error = await refusal(routed, path, stream=stream, **members)
+    assert (error["param"], error["code"]) == (param, code)
+    assert message in error["message"]
+    repaired("F10", "the router's refusals name n, max_tokens, messages, response_format, and error.param is set")
+
+
+async def test_parts_of_a_text_are_lines(gateway: RunningGateway, repaired: Repaired) -> None:
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
+    await gateway.post(CHAT, {"messages": [USER | {"content": parts}]})
+    assert gateway.script.requests[-1].chat.messages[0].content == "One\ntwo"
+    repaired("F10", "text parts are joined with a newline")
+
+
+async def test_a_schema_with_json_object_is_enforced(gateway: RunningGateway) -> None:
+    schema = {"type": "object", "properties": {}}
+    await gateway.post(CHAT, BODIES[CHAT] | {"response_format": {"type": "json_object", "schema": schema}})
+    assert json.loads(gateway.script.requests[-1].sampling.structure.json_schema) == schema
+
+
+async def test_openais_own_client_reads_the_error() -> None:
+    async with (
+        running_gateway(Script()) as gateway,
+        openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}], n=100)
+    assert (caught.value.param, caught.value.code) == ("n", "integer_above_max_value")

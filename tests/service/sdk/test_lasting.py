@@ -1,0 +1,162 @@
+"""Calls whose router dies go on at the next router, or at the same address: nobody can tell from their events."""
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+import pytest
+
+import tandem
+from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router
+
+BROKE = Refusal(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+EVERYTHING = {"prompt": "Go: ", "n": 3, "top_logprobs": 2, "prompt_logprobs": True, "echo": True}
+LIMIT_S = 60
+
+
+def breaks_after(*num_messages: int) -> deque[Refusal]:
+    """Of the calls that come, the first break after so many messages each."""
+    return deque(dataclasses.replace(BROKE, after_messages=number) for number in num_messages)
+
+
+@asynccontextmanager
+async def client_of(*routers: FakeRouter, **options: float) -> AsyncIterator[tandem.AsyncClient]:
+    addresses = ",".join(router.address for router in routers)
+    async with tandem.AsyncClient(addresses, timeout=LIMIT_S, **options) as client:  # type: ignore[arg-type]
+        yield client
+
+
+async def events_of(client: tandem.AsyncClient, **arguments: object) -> list[tandem.TokenEvent]:
+    return [event async for event in client.stream(**arguments)]  # type: ignore[arg-type]
+
+
+def of_choices(events: Iterable[tandem.TokenEvent]) -> dict[int, list[tandem.TokenEvent]]:
+    """Sorted out: in which order choices take turns is left to the router."""
+    sorted_out: dict[int, list[tandem.TokenEvent]] = {}
+    for event in events:
+        sorted_out.setdefault(event.index, []).append(event)
+    return sorted_out
+
+
+@pytest.mark.parametrize("tokens_per_message", [1, 4])
+@pytest.mark.parametrize("num_messages", [0, 1, 2, 3, 7, 10, 23])
+async def test_events_are_those_of_a_call_that_nothing_happened_to(num_messages: int, tokens_per_message: int) -> None:
+    async with running_router() as first, running_router() as second:
+        async with client_of(second) as client:
+            expected = await events_of(client, **EVERYTHING)
+        first.script.refusals = breaks_after(num_messages)
+        second.script.tokens_per_message = tokens_per_message
+        async with client_of(first, second) as client:
+            events = await events_of(client, **EVERYTHING)
+        assert len(first.script.requests) == 1
+    assert [event.prompt_tokens for event in events] == [event.prompt_tokens for event in expected]
+    assert of_choices(events) == of_choices(expected)
+
+
+async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with AsyncExitStack() as stack:
+        old = FakeRouter(Script(hold_after_messages=3))
+        await old.start()
+        await old.set_serving(True)
+        client = await stack.enter_async_context(client_of(old, max_retries=0))
+        call = asyncio.create_task(client.generate(prompt="", temperature=0.5))
+        waiting = asyncio.create_task(client.generate(prompt="One", max_new_tokens=1))
+        await asyncio.wait_for(old.script.holding.wait(), LIMIT_S)
+        await old.stop()
+        new = FakeRouter(Script())
+        await new.start(int(old.address.rpartition(":")[2]))  # not serving yet: it knows no workers
+        stack.push_async_callback(new.stop)
+        assert not call.done()
+        await new.set_serving(True)
+        assert (await call).text == STORY
+        assert (await waiting).text == " "
+        seeds = {request.sampling.seed for request in (*old.script.requests, *new.script.requests)}
+    assert len(seeds - {0}) == 1, "the draws of the first call would be others"
+
+
+async def test_draws_are_repeatable_whoever_chooses_the_seed() -> None:
+    async with running_router() as router, client_of(router) as client:
+        for arguments in ({"temperature": 1.0}, {"temperature": 1.0}, {"temperature": 1.0, "seed": 7}, {"top_k": 3}):
+            await client.generate(prompt="", **arguments)  # type: ignore[arg-type]
+        first, second, given, greedy = (request.sampling for request in router.script.requests)
+    assert first.HasField("seed")
+    assert second.HasField("seed")
+    assert first.seed != second.seed
+    assert given.seed == 7
+    assert not greedy.HasField("seed")
+
+
+@pytest.mark.parametrize(
+    ("story", "shown"), [("One fine night.", "the answer was different"), ("One", "the answer was different")]
+)
+async def test_another_answer_is_not_passed_off_as_this_one(story: str, shown: str) -> None:
+    async with running_router() as first, running_router(Script(story=story)) as second:
+        first.script.refusals = breaks_after(12)
+        async with client_of(first, second) as client:
+            events = client.stream(prompt="")
+            assert "".join([(await anext(events)).text for _ in range(12)]) == STORY[:12]
+            with pytest.raises(tandem.ConnectionFailed, match=shown):
+                await anext(events)
+
+
+async def test_resuming_can_be_turned_off() -> None:
+    async with running_router() as first, running_router() as second:
+        first.script.refusals = breaks_after(2)
+        async with client_of(first, second, resume_timeout=0) as client:
+            with pytest.raises(tandem.ConnectionFailed, match="Socket closed"):
+                await client.generate(prompt="")
+        assert second.script.requests == []
+
+
+async def test_a_call_that_breaks_every_router_is_given_up() -> None:
+    async with running_router() as router:
+        router.script.refusals = breaks_after(*range(1, 20))
+        async with client_of(router) as client:
+            with pytest.raises(tandem.ConnectionFailed, match="Socket closed"):
+                await client.generate(prompt="")
+        assert len(router.script.requests) == 5
+
+
+async def test_a_refusal_of_the_second_router_is_told_as_the_loss_it_follows() -> None:
+    async with running_router() as first, running_router() as second:
+        first.script.refusals = breaks_after(2)
+        second.script.refusals = deque([Refusal(grpc.StatusCode.NOT_FOUND, "other model")])
+        async with client_of(first, second) as client:
+            with pytest.raises(tandem.ConnectionFailed, match="Socket closed"):
+                await client.generate(prompt="")
+
+
+@pytest.mark.parametrize("limits", [{"timeout": 1.0}, {}])
+async def test_looking_for_a_router_has_an_end(limits: dict[str, float]) -> None:
+    async with running_router() as router:
+        router.script.refusals = breaks_after(2)
+        async with client_of(router, resume_timeout=LIMIT_S if limits else 0.5) as client:
+            events = client.stream(prompt="", **limits)  # type: ignore[arg-type]
+            await anext(events)
+            await router.set_serving(False)
+            assert (await anext(events)).text == "n"
+            with pytest.raises(tandem.DeadlineExceeded if limits else tandem.ConnectionFailed):
+                await anext(events)
+        assert len(router.script.requests) == 1
+
+
+async def test_a_first_token_that_has_come_cannot_come_too_late() -> None:
+    async with running_router() as first, running_router() as second:
+        first.script.refusals = breaks_after(2)
+        async with client_of(first, second) as client:
+            await client.generate(prompt="", ttft_target=0.25)
+        (request,) = second.script.requests
+    assert request.ttft_target.ToTimedelta().total_seconds() > LIMIT_S / 2
+
+
+def test_the_client_without_an_event_loop(threaded_router: FakeRouter) -> None:
+    threaded_router.script.refusals = breaks_after(5)
+    with tandem.Client(threaded_router.address, timeout=LIMIT_S) as client:
+        assert client.generate(prompt="").text == STORY
+    with tandem.Client(threaded_router.address, timeout=LIMIT_S, resume_timeout=0) as client:
+        threaded_router.script.refusals = breaks_after(5)
+        with pytest.raises(tandem.ConnectionFailed):
+            client.generate(prompt="")

@@ -1,0 +1,37 @@
+"""Ctrl-C in the middle of a benchmark: the runs that have ended are shown and saved."""
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+from tests.defects import Repaired
+from tests.fakes.openai_server import OpenAIScript, running_openai_server
+
+_ROUNDS = 60
+_LIMIT_S = 120.0
+
+
+async def test_the_rounds_that_ended_are_shown(tmp_path: Path, repaired: Repaired) -> None:
+    file = tmp_path / "results.json"
+    flags = ["--model", "m", "--concurrency", "1", "--num-requests", "2", "--repeats", str(_ROUNDS)]
+    async with running_openai_server(OpenAIScript()) as url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tandem_cli", "bench", "--openai", f"{url}/v1", *flags, "--json", str(file)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        async with asyncio.timeout(_LIMIT_S):
+            while b"4 of 60" not in (line := await process.stderr.readline()):
+                assert line, "it ended by itself"
+            process.send_signal(signal.SIGINT)
+            out, _ = await process.communicate()
+    assert process.returncode == 130
+    (point,) = json.loads(file.read_text())["points"]
+    assert 3 <= len(point["runs"]) < _ROUNDS
+    text = out.decode()
+    assert "interrupted: only the runs that were complete by then are shown" in text
+    assert "tokens/s" in text
+    repaired("F14", f"a bench stopped after 3 of {_ROUNDS} rounds shows and saves them")

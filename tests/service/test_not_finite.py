@@ -1,0 +1,94 @@
+"""NaN in a mesh of real workers: one clear error, no replay, and all others get the very same answers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import decode_worker.__main__
+import prefill_worker.__main__
+import tandem
+from decode_worker.settings import DecodeSettings
+from engine.load import RunnerSettings, load_model_runner
+from engine.model_runner import ModelRunner
+from engine.weights import Progress
+from prefill_worker.settings import PrefillSettings
+from router.__main__ import RouterProcess
+from router.settings import RouterSettings
+from tests.component.checkpoints import build_checkpoint
+from tests.defects import Repaired
+from tests.parity import moves_kv
+
+BAD_TOKEN = 261
+GOOD = [list(range(first, first + 40)) for first in (20, 70, 120)]
+BAD = [*range(1, 30), BAD_TOKEN, *range(30, 50)]
+
+
+def load_poisoned(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
+    """A model whose embedding of one token has become NaN since it was loaded; canaries do not use that token."""
+    runner = load_model_runner(settings, on_progress)
+    with torch.no_grad():
+        runner._model._embed[BAD_TOKEN] = float("nan")
+    return runner
+
+
+@asynccontextmanager
+async def mesh(model_dir: Path, *, colocated: bool, **changes: Any) -> AsyncIterator[tandem.AsyncClient]:
+    router = RouterProcess(RouterSettings(model=str(model_dir), port=0, registry_port=0))
+    await router.start()
+    own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.internal.address, "device": "cpu"}
+    own |= {"num_threads": 1, "kv_cache_bytes": 2**24, "drain_grace_s": 1.0, **changes}
+    serving = [decode_worker.__main__.serve(DecodeSettings(worker_id="decode-0", **own), load_poisoned)]
+    if not colocated:
+        settings = PrefillSettings(worker_id="prefill-0", **own)
+        serving.append(prefill_worker.__main__.serve(settings, load_poisoned))
+    workers = [asyncio.create_task(each) for each in serving]
+    try:
+        async with tandem.AsyncClient(router.public.address) as client:
+            await client.wait_ready()
+            while not colocated and not await moves_kv(client):
+                pass  # until the prefill worker is proven, the decode worker computes prompts itself
+            yield client
+    finally:
+        await router.stop(0)
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def answers(client: tandem.AsyncClient, *, with_bad: bool) -> list[Any]:
+    prompts = [*GOOD, *([BAD] * 3 if with_bad else [])]
+    asked = (client.generate(token_ids=ids, max_new_tokens=16, ignore_eos=True) for ids in prompts)
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize(
+    ("colocated", "changes"),
+    [(True, {}), (False, {}), (False, {"quantize": "int8"}), (False, {"enforce_eager": True})],
+    ids=["colocated", "separated", "int8", "eager"],
+)
+async def test_one_clear_error(model_dir: Path, colocated: bool, changes: dict[str, Any], repaired: Repaired) -> None:
+    async with mesh(model_dir, colocated=colocated, prefix_caching=False, **changes) as client:
+        before = await answers(client, with_bad=False)
+        mixed = await answers(client, with_bad=True)
+        after = await answers(client, with_bad=False)
+        replays = (await client.mesh()).replays
+    for error in mixed[len(GOOD) :]:
+        assert isinstance(error, tandem.InternalError)
+        assert "NaN or infinity" in str(error)
+    tokens = [[result.tokens for result in results[: len(GOOD)]] for results in (before, mixed, after)]
+    if changes:
+        tokens = [[[replace(token, logprob=None) for token in each] for each in results] for results in tokens]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert replays == 0
+    repaired("M7", "in a mesh: INTERNAL with the reason, no replay; requests beside and after it get the same answers")

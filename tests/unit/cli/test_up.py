@@ -1,0 +1,299 @@
+"""What `tandem up` is about to start, by its flags, files and variables: nothing is started."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.handler.__main__ import HandlerSettings
+from mesh.domain.errors import ConfigurationError
+from mesh.rpc.probe import ProbeSettings
+from mesh.settings_file import near_name
+from tandem_cli.child import Launch
+from tandem_cli.display import Display
+from tandem_cli.main import main
+from tandem_cli.services import MeshPlan
+from tandem_cli.setting_names import all_names, check_names
+from tandem_cli.supervisor import MeshFailed
+from tandem_cli.trial import Trial
+from tests.defects import Repaired
+
+Planned = Callable[..., tuple[MeshPlan, Launch]]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """The plan and the launch of `tandem up` with these flags."""
+    found: list[tuple[MeshPlan, Launch]] = []
+
+    class Recorder:
+        def __init__(self, plan: MeshPlan, launch: Launch, display: Display, trial: Trial) -> None:
+            found.append((plan, launch))
+
+        async def run(self, on_ready: Callable[[str, str], None]) -> None:
+            """Start nothing."""
+
+    monkeypatch.setattr("tandem_cli.up.Supervisor", Recorder)
+
+    def run(*flags: str) -> tuple[MeshPlan, Launch]:
+        assert main(["up", "--port", "0", *flags]) == 0
+        return found[-1]
+
+    return run
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The line on stderr with which `tandem up` refuses these flags."""
+    assert main(["up", *flags]) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def write_properties(folder: Path, text: str) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "serving.properties").write_text(text)
+    return str(folder / "serving.properties")
+
+
+SEED = "engine=MPI\noption.rolling_batch=auto\noption.max_rolling_batch_size=4\n"
+
+
+def test_properties_without_a_model_mean_their_own_folder(
+    tmp_path: Path, planned: Planned, capsys: pytest.CaptureFixture[str], repaired: Repaired
+) -> None:
+    path = write_properties(tmp_path / "flan", SEED)
+    assert "flan/serving.properties names no model: set option.model_id" in refusal(
+        capsys, "--serving-properties", path, "--http-port", "0"
+    )
+    (tmp_path / "flan" / "config.json").write_text("{}")
+    plan, _ = planned("--serving-properties", path, "--http-port", "0")
+    assert plan.models[0].folder == str(tmp_path / "flan")
+    assert plan.models[0].name == "flan"
+    repaired("M1", "the checkpoint beside it, else refused in words")
+
+
+@pytest.mark.parametrize("key", ["option.model_id", "option.s3url"])
+def test_a_model_that_a_key_names_wins_over_the_folder(tmp_path: Path, planned: Planned, key: str) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    path = write_properties(tmp_path / "flan", f"{SEED}{key}={tmp_path}/other\n")
+    (tmp_path / "flan" / "config.json").write_text("{}")
+    plan, _ = planned("--serving-properties", path, "--http-port", "0")
+    assert plan.models[0].folder == f"{tmp_path}/other"
+    plan, _ = planned("--serving-properties", path, "--http-port", "0", "--model", f"{tmp_path}/flan")
+    assert plan.models[0].folder == f"{tmp_path}/flan"
+
+
+def test_two_names_of_the_model_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_properties(tmp_path, "option.model_id=a/b\noption.s3url=s3://c/d\n")
+    assert "contradict each other" in refusal(capsys, "--serving-properties", path)
+
+
+def test_a_settings_file_names_the_model(tmp_path: Path, planned: Planned) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "own.toml").write_text('model = "tandem-small"\n')
+    path = write_properties(tmp_path, SEED)
+    plan, _ = planned("--serving-properties", path, "--http-port", "0", "--config", str(tmp_path / "own.toml"))
+    assert plan.models[0].name == "tandem-small"
+
+
+def test_options_without_a_model_say_what_is_served(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPTION_MAX_ROLLING_BATCH_SIZE", "9")
+    planned()
+    assert "serving the bundled tandem-small" in capsys.readouterr().err
+
+
+def test_a_handler_finds_the_models_files(tmp_path: Path, planned: Planned, repaired: Repaired) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.py").write_text("def handle(inputs): ...")
+    path = write_properties(tmp_path, "option.entryPoint=model.py\noption.model_id=tandem-small\noption.mine=1\n")
+    plan, launch = planned("--serving-properties", path, "--http-port", "0")
+    properties = json.loads(launch.environ["TANDEM_HANDLER_PROPERTIES"])
+    assert properties["mine"] == "1"
+    assert properties["model_id"] == plan.models[0].folder
+    assert (Path(properties["model_id"]) / "tokenizer.json").is_file()
+    repaired("M16", "a handler's model_id is the model's folder, with its tokenizer")
+
+
+TYPOS = [
+    ("max_roling_batch_size = 3", "unknown key max_roling_batch_size; did you mean max_rolling_batch_size?"),
+    ("[decode_worker]\nmax_roling_batch_size = 3", "in [decode_worker]; did you mean max_rolling_batch_size?"),
+    ("[decode]\nmax_roling_batch_size = 3", "in [decode]; did you mean max_rolling_batch_size?"),
+    ("[decode_workers]\nblock_size = 8", "unknown table [decode_workers]; did you mean decode_worker?"),
+    ("[gateway]\nhandlers = 1", "unknown key handlers in [gateway]; did you mean handler?"),
+    ("nobody_knows = 1", "unknown key nobody_knows"),
+    ("[decode]\nblock_size = 8\n[decode_worker]\nblock_size = 4", "block_size in [decode_worker] and in [decode]"),
+    ("up = 3", "unknown key up"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), TYPOS)
+def test_typing_errors_of_a_settings_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (tmp_path / "own.toml").write_text(text)
+    assert said in refusal(capsys, "--config", str(tmp_path / "own.toml"))
+
+
+def test_tables_may_have_the_names_of_roles(tmp_path: Path, planned: Planned, repaired: Repaired) -> None:
+    (tmp_path / "own.toml").write_text(
+        'prefill = 2\nlog_level = "error"\n[decode]\nmax_rolling_batch_size = 5\n[prefill_worker]\nblock_size = 8\n'
+    )
+    plan, launch = planned("--config", str(tmp_path / "own.toml"))
+    workers = [plan.resolve(worker, launch.environ) for worker in plan.workers("127.0.0.1:1")]
+    assert [worker.block_size for worker in workers] == [8, 8, 16]
+    assert workers[-1].max_rolling_batch_size == 5
+    assert {worker.log_level for worker in workers} == {"error"}
+    repaired("M6", f"{len(TYPOS)} kinds of errors refused, 'did you mean'; [decode] is [decode_worker]")
+
+
+def test_wrong_names_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "--set", "decode.max_roling_batch_size=3").endswith("did you mean max_rolling_batch_size?")
+    monkeypatch.setenv("TANDEM_MAX_ROLING_BATCH_SIZE", "3")
+    assert refusal(capsys).endswith("did you mean TANDEM_MAX_ROLLING_BATCH_SIZE?")
+
+
+def test_variables_that_nobody_reads_are_warned_about() -> None:
+    """Not those that Kubernetes sets for a service of our name."""
+    environ = {"TANDEM_NOBODY": "1", "TANDEM_SERVICE_HOST": "10.0.0.1", "TANDEM_PORT_50051_TCP_ADDR": "10.0.0.1"}
+    environ |= {"TANDEM_MESH_KEY": "k", "TANDEM_API_KEY": "k", "TANDEM_ROUTER_SERVICE_PORT": "1", "OTHER": "1"}
+    assert check_names(None, environ) == ["TANDEM_NOBODY is not known and has no effect"]
+
+
+def test_no_two_settings_look_like_typing_errors_of_each_other() -> None:
+    """A component refuses names close to its own: another component's must not be."""
+    others = [each.name for cls in (HandlerSettings, ProbeSettings) for each in fields(cls)]
+    names = sorted({name for own in all_names().values() for name in own} | set(others))
+    close = [(one, other) for one, other in combinations(names, 2) if near_name(one, [other])]
+    assert close == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"MAX_CONCURRENT_REQUESTS": "many"}, "must be int, got 'many' (from MAX_CONCURRENT_REQUESTS)"),
+        ({"OPTION_MAX_ROLLING_BATCH_SIZE": "x"}, "from option.max_rolling_batch_size (OPTION_MAX_ROLLING_BATCH_SIZE)"),
+        ({"CUDA_MEMORY_FRACTION": "1.5"}, "memory_utilization from CUDA_MEMORY_FRACTION"),
+        ({"MODEL_LOADING_TIMEOUT": "-1"}, "model_loading_timeout from MODEL_LOADING_TIMEOUT"),
+    ],
+)
+def test_a_wrong_value_is_blamed_on_what_the_user_has_set(
+    environ: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    repaired: Repaired,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert said in refusal(capsys)
+    repaired("F14", "a wrong value is blamed on the variable or key that has it")
+
+
+def test_a_flag_that_wins_is_blamed_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MAX_CONCURRENT_REQUESTS", "5")
+    assert "(from --set decode.max-rolling-batch-size)" in refusal(capsys, "--set", "decode.max-rolling-batch-size=x")
+    said = refusal(capsys, "--max-concurrent-requests", "many")
+    assert "max_concurrent_requests must be int, got 'many' (from flag --max-concurrent-requests)" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "shares"),
+    [
+        (("--prefill", "2", "--decode", "4"), {"6"}),
+        (("--colocated",), {"1"}),
+        (("--set", "decode.device=cuda:1", "--set", "prefill.device=cuda"), {"1"}),
+        (("--model", "a=tandem-small", "--model", "b=tandem-small"), {"4"}),
+        (("--set", "decode.device=cpu"), {"2"}),  # the others, on auto, may be there too
+        (("--kv-memory-shares", "9"), {"9"}),
+    ],
+)
+def test_workers_are_told_with_how_many_they_share_memory(
+    planned: Planned, flags: tuple[str, ...], shares: set[str]
+) -> None:
+    plan, launch = planned(*flags)
+    workers: list[Any] = [plan.resolve(worker, launch.environ) for worker in plan.workers("127.0.0.1:1")]
+    assert {str(worker.kv_memory_shares) for worker in workers} == shares
+
+
+def test_rope_of_tgi_and_lmi_reaches_workers_and_router(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repaired: Repaired
+) -> None:
+    monkeypatch.setenv("ROPE_SCALING", "dynamic")
+    monkeypatch.setenv("ROPE_FACTOR", "2.0")
+    for flags, scaling, theta in (
+        ((), {"rope_type": "dynamic", "factor": 2.0}, 0.0),
+        (
+            ("--serving-properties", write_properties(tmp_path, _ROPE), "--http-port", "0"),
+            {"type": "linear", "factor": 4.0},
+            1e6,
+        ),
+    ):
+        plan, launch = planned(*flags)
+        for service in (plan.router(), *plan.workers("127.0.0.1:1")):
+            settings = plan.resolve(service, launch.environ)
+            assert json.loads(settings.rope_scaling) == scaling
+            assert settings.rope_theta == theta
+    repaired("M5", "option.rope_scaling and rope_theta, ROPE_SCALING and ROPE_FACTOR reach the router and all workers")
+
+
+_ROPE = (
+    'option.model_id=tandem-small\noption.rope_scaling={"type": "linear", "factor": 4.0}\noption.rope_theta=1000000\n'
+)
+
+
+def test_wrong_rope_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ROPE_FACTOR", "twice")
+    assert "ROPE_FACTOR: expected a number, got 'twice'" in refusal(capsys)
+    monkeypatch.setenv("ROPE_FACTOR", "-2")
+    assert "rope_scaling: factor must be a number > 0" in refusal(capsys)
+
+
+def test_a_config_error_says_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read the settings file"):
+        check_names(str(tmp_path / "none.toml"), {})
+
+
+@pytest.mark.parametrize(
+    ("warning", "failure", "is_kept"),
+    [("", None, False), ("exited with status 1", None, True), ("", MeshFailed("a worker died"), True)],
+)
+def test_logs_are_kept_only_if_something_went_wrong(
+    warning: str,
+    failure: MeshFailed | None,
+    is_kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    repaired: Repaired,
+) -> None:
+    class Mesh:
+        def __init__(self, plan: MeshPlan, launch: Launch, display: Display, trial: Trial) -> None:
+            self._launch = launch
+            self._display = display
+
+        async def run(self, on_ready: Callable[[str, str], None]) -> None:
+            (self._launch.log_dir / "router.log").write_text("{}\n")
+            if warning:
+                self._display.warning("decode-0", warning)
+            if failure:
+                raise failure
+
+    monkeypatch.setattr("tandem_cli.up.Supervisor", Mesh)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["up", "--port", "0"]) == (1 if failure else 0)
+    logs = list(tmp_path.glob("tandem-*/router.log"))
+    assert bool(logs) == is_kept
+    said = capsys.readouterr().err
+    assert (f"logs are kept in {logs[0].parent}" in said) if logs else ("are kept" not in said)
+    repaired("F14", "temporary logs are removed after a clean end, else kept and named")
+
+
+def test_a_named_log_folder_stays(tmp_path: Path, planned: Planned) -> None:
+    planned("--log-dir", str(tmp_path / "logs"))
+    assert (tmp_path / "logs").is_dir()

@@ -1,0 +1,191 @@
+"""One client's stream: merged, ended exactly once, never left behind."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from mesh.domain.errors import DeadlineExceeded, NoWorkers
+from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
+from router.admission.limiter import LocalLimiter
+from router.generation.answer_stream import ChoiceRun, GenerationStream
+from router.generation.choice import Choice, Chunk
+from tests.unit.router.test_choice import make_choice, output
+
+Run = Callable[[Choice], Awaitable[None]]
+
+
+class Driver:
+    """Runs choices by hand."""
+
+    def __init__(self, *runs: Run, slow_reader_s: float = 10.0, num_best: int | None = None) -> None:
+        self.limiter = LocalLimiter(8)
+        self.choices = [make_choice(index=index) for index in range(len(runs))]
+        permits = self.limiter.acquire(len(runs))
+        choice_runs = [ChoiceRun(*fields) for fields in zip(self.choices, permits, runs, strict=True)]
+        self.stream = GenerationStream(choice_runs, slow_reader_s=slow_reader_s, num_best=num_best)
+
+    async def read(self) -> list[Chunk]:
+        return [chunk async for chunk in self.stream.chunks()]
+
+
+async def three_tokens(choice: Choice) -> None:
+    for index in range(3):
+        await asyncio.sleep(0)
+        choice.accept(output(index, [40 + index], FinishReason.LENGTH if index == 2 else None))
+
+
+async def forever(choice: Choice) -> None:
+    choice.accept(output(0, [40]))
+    await asyncio.Event().wait()
+
+
+async def failing(choice: Choice) -> None:
+    raise NoWorkers("nobody there")
+
+
+async def test_choices_are_merged_and_each_ends_once() -> None:
+    driver = Driver(three_tokens, three_tokens)
+    chunks = await driver.read()
+    for index in range(2):
+        mine = [chunk for chunk in chunks if chunk.index == index]
+        assert [event.id for chunk in mine for event in chunk.tokens] == [40, 41, 42]
+        assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.LENGTH]
+        assert mine[-1].usage is not None
+    assert driver.limiter.num_held == 0
+
+
+async def test_tokens_that_are_ready_together_share_a_chunk() -> None:
+    async def burst(choice: Choice) -> None:
+        for index in range(3):
+            choice.accept(output(index, [40 + index], FinishReason.LENGTH if index == 2 else None))
+
+    assert [len(chunk.tokens) for chunk in await Driver(burst).read()] == [3]
+
+
+def with_logprobs(*logprobs: float) -> Run:
+    async def run(choice: Choice) -> None:
+        for index, logprob in enumerate(logprobs):
+            await asyncio.sleep(0)
+            reason = FinishReason.LENGTH if index == len(logprobs) - 1 else None
+            choice.accept(StepOutput("r", 0, index, (SampledToken(40 + len(logprobs), logprob),), reason))
+
+    return run
+
+
+async def test_the_best_are_those_with_the_highest_mean_logprob() -> None:
+    runs = [with_logprobs(-1.0, -3.0), with_logprobs(-0.5, -0.5, -1.4), with_logprobs(-1.5), with_logprobs(-2.0)]
+    driver = Driver(*runs, num_best=3)
+    chunks = await driver.read()
+    assert [chunk.index for chunk in chunks] == [0, 1, 2]
+    assert [len(chunk.tokens) for chunk in chunks] == [3, 1, 2], "of equal ones the first"
+    assert all(chunk.finish_reason is FinishReason.LENGTH and chunk.usage is not None for chunk in chunks)
+    assert driver.limiter.num_held == 0
+
+
+async def test_nothing_is_ranked_if_one_fails() -> None:
+    driver = Driver(three_tokens, failing, num_best=1)
+    with pytest.raises(NoWorkers):
+        await driver.read()
+    driver = Driver(three_tokens, forever, num_best=1)
+    await asyncio.sleep(0)
+    driver.stream.close()
+    await driver.stream.ended
+    assert driver.limiter.num_held == 0
+
+
+async def test_one_failure_ends_all() -> None:
+    driver = Driver(forever, failing)
+    with pytest.raises(NoWorkers):
+        await driver.read()
+    await driver.stream.ended
+    assert driver.limiter.num_held == 0
+
+
+async def test_a_bug_in_one_request_is_raised_too() -> None:
+    async def broken(choice: Choice) -> None:
+        raise RuntimeError("bug")
+
+    with pytest.raises(RuntimeError):
+        await Driver(broken).read()
+
+
+async def test_closing_before_anything_ran_gives_permits_back() -> None:
+    driver = Driver(forever, forever)
+    driver.stream.close()
+    await driver.stream.ended
+    assert driver.limiter.num_held == 0
+
+
+async def test_leaving_in_the_middle_cancels_the_work() -> None:
+    driver = Driver(forever)
+    chunks = driver.stream.chunks()
+    await anext(chunks)
+    await chunks.aclose()
+    await driver.stream.ended
+    assert driver.limiter.num_held == 0
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
+    driver = Driver(forever, slow_reader_s=0.02)
+    chunks = driver.stream.chunks()
+    await anext(chunks)  # and then it hangs
+    await asyncio.wait_for(driver.stream.ended, 60)
+    assert driver.limiter.num_held == 0
+    with pytest.raises(DeadlineExceeded):
+        await anext(chunks)
+
+
+async def test_a_reader_that_waits_for_tokens_is_not_slow() -> None:
+    go_on = asyncio.Event()
+
+    async def slow_model(choice: Choice) -> None:
+        await go_on.wait()
+        await three_tokens(choice)
+
+    driver = Driver(slow_model, slow_reader_s=0.02)
+    reading = asyncio.create_task(driver.read())
+    await asyncio.wait([reading], timeout=0.1)
+    go_on.set()
+    assert (await reading)[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_backlog_is_bounded() -> None:
+    async def endless(choice: Choice) -> None:
+        index = 0
+        while True:
+            choice.accept(output(index, [40] * 100))
+            index += 100
+            await asyncio.sleep(0)
+
+    driver = Driver(endless)
+    driver.choices[0]._max_new_tokens = 10**9
+    chunks = driver.stream.chunks()
+    await anext(chunks)
+    await asyncio.wait_for(driver.stream.ended, 60)
+    with pytest.raises(DeadlineExceeded, match="too slowly"):
+        await anext(chunks)
+
+
+async def test_the_bound_is_for_all_choices_together() -> None:
+    async def long_answer(choice: Choice) -> None:
+        choice.accept(output(0, [40] * 3000))
+        await asyncio.Event().wait()
+
+    async with asyncio.timeout(60):
+        driver = Driver(long_answer, long_answer)
+        for choice in driver.choices:
+            choice._max_new_tokens = 10**9
+        await driver.stream.ended
+    with pytest.raises(DeadlineExceeded, match="too slowly"):
+        await driver.read()
+
+
+async def test_failing_from_outside() -> None:
+    driver = Driver(forever)
+    reading = asyncio.create_task(driver.read())
+    await asyncio.sleep(0)
+    driver.stream.fail(NoWorkers("stopping"))
+    with pytest.raises(NoWorkers):
+        await reading
+    await driver.stream.ended

@@ -1,0 +1,207 @@
+"""The worker's side of the registry: registers, sends heartbeats, and reconnects after every failure.
+
+A heartbeat never waits for the engine: during a long step the last known load is sent again, so a busy worker never
+looks dead.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+import structlog
+
+from mesh import wire
+from mesh.backoff import Backoff
+from mesh.cancellation import is_cancelled
+from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauthenticated
+from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
+from mesh.rpc.channel import open_channel
+from mesh.rpc.credentials import Credentials
+from mesh.rpc.status import error_from_rpc
+from mesh.v1 import worker_pb2, worker_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+MAX_SNAPSHOT_BLOCKS = 1 << 16
+MAX_EVENTS = 1 << 14
+"""Limits on the prefix cache entries of one message: a message that is too large would end the registration."""
+
+_REPORT_WAIT_S = 0.1
+_FIRST_BACKOFF_S = 0.1
+_MAX_BACKOFF_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A worker's load and the changes of its prefix cache since the last report."""
+
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    first_event: int = 0
+    events: list[CacheEvent] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A worker's load and the whole content of its prefix cache. The next report's events start at `next_event`."""
+
+    load: WorkerLoad
+    next_event: int
+    block_hashes: list[bytes]
+
+
+class ReportSource(Protocol):
+    """The source of load and cache reports. Plug point: EngineReports. Calls may take as long as an engine step."""
+
+    async def report(self) -> Report:
+        """Return the load, and the cache events since the last report or snapshot."""
+        ...
+
+    async def load(self) -> WorkerLoad:
+        """Return the load only; the cache events stay for the next report."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Return the load and the whole cache, which includes all events so far."""
+        ...
+
+
+class BeatSink(Protocol):
+    """The destination of heartbeats. Plug point: a stream to a router, or Redis."""
+
+    async def write(self, request: worker_pb2.RegisterRequest) -> None:
+        """Send one heartbeat or snapshot."""
+        ...
+
+
+class RegistryAgent:
+    """Keeps one worker registered with one router. Heartbeats report `state`, which the owner may change."""
+
+    def __init__(self, info: WorkerInfo, source: ReportSource, credentials: Credentials) -> None:
+        self.state = WorkerState.READY
+        self.info = info
+        self._source = source
+        self._credentials = credentials
+        self._last = Report()
+        self._pending: asyncio.Task[Report | Snapshot] | None = None
+        self._is_snapshot_requested = False
+        self._wake = asyncio.Event()
+
+    @property
+    def last_load(self) -> WorkerLoad:
+        """The load in the last heartbeat."""
+        return self._last.load
+
+    def beat_now(self) -> None:
+        """Send the next heartbeat at once, because `state` has changed."""
+        self._wake.set()
+
+    def ask_snapshot(self) -> None:
+        """Send a snapshot with the next heartbeat, because a router has missed cache events."""
+        self._is_snapshot_requested = True
+        self._wake.set()
+
+    async def run(self, registry_address: str) -> None:
+        """Stay registered until cancelled. Raises LayoutMismatch or Unauthenticated if the mesh refuses this worker."""
+        backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+        clock = asyncio.get_running_loop().time
+        while True:
+            begun_s = clock()
+            error: MeshError | None = None
+            try:
+                async with open_channel(registry_address, self._credentials.tls) as channel:
+                    await self._stay_registered(channel)
+            except grpc.aio.AioRpcError as rpc_error:
+                error = error_from_rpc(rpc_error)
+                if _is_final(error):
+                    raise error from None
+            except asyncio.CancelledError:
+                if is_cancelled():  # otherwise the router has ended the call
+                    raise
+            delay_s = backoff.next_s(clock() - begun_s)
+            if error is not None:
+                log.warning("registry lost", address=registry_address, error=str(error), retry_in_s=delay_s)
+            await asyncio.sleep(delay_s)
+
+    async def _stay_registered(self, channel: grpc.aio.Channel) -> None:
+        """Register and send heartbeats until the stream ends."""
+        stub = worker_pb2_grpc.RegistryStub(channel)
+        call = stub.Register(metadata=self._credentials.metadata())
+        await call.write(worker_pb2.RegisterRequest(record=wire.worker_to_proto(self.info)))
+        first = await call.read()
+        if first is grpc.aio.EOF:
+            return
+        log.info("registered", worker=self.info.worker_id)
+        interval_s = wire.duration_from_proto(first.registered.heartbeat_interval)
+        beats = asyncio.create_task(self.beat(call, interval_s))
+        beats.add_done_callback(lambda _: call.cancel())  # a registration without heartbeats is useless
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                if message.HasField("snapshot_request"):
+                    self.ask_snapshot()
+        finally:
+            beats.cancel()
+            call.cancel()
+            [ended] = await asyncio.gather(beats, return_exceptions=True)
+            if isinstance(ended, Exception) and not isinstance(ended, grpc.aio.AioRpcError):
+                log.error("heartbeats failed", exc_info=ended)
+
+    async def beat(self, sink: BeatSink, interval_s: float) -> None:
+        """Send heartbeats until cancelled, or until `sink` fails."""
+        while True:
+            for request in await self._requests():
+                await sink.write(request)
+            self._wake.clear()
+            # wait_for would swallow a cancellation that comes together with the wake-up.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
+                    await self._wake.wait()
+
+    async def _requests(self) -> list[worker_pb2.RegisterRequest]:
+        """Return the next messages: a snapshot if a router has requested one, then a heartbeat."""
+        report = await self._next_report()
+        if isinstance(report, Snapshot):
+            self._last = Report(report.load, report.next_event)
+            # Routers treat omitted blocks as not cached.
+            hashes = report.block_hashes[-MAX_SNAPSHOT_BLOCKS:]
+            snapshot = worker_pb2.CacheSnapshot(next_number=report.next_event, block_hashes=hashes)
+            return [worker_pb2.RegisterRequest(snapshot=snapshot), self._heartbeat()]
+        if report is None:  # repeat the last load, without events
+            report = Report(self._last.load, self._last.first_event + len(self._last.events))
+        if len(report.events) > MAX_EVENTS:  # omit them: the router sees a gap and requests a snapshot
+            report = Report(report.load, report.first_event + len(report.events))
+        self._last = report
+        return [self._heartbeat()]
+
+    async def _next_report(self) -> Report | Snapshot | None:
+        """Return the source's report, or None if it does not come within _REPORT_WAIT_S."""
+        pending = self._pending
+        if pending is None:
+            pending = self._pending = asyncio.create_task(self._request_report())
+        await asyncio.wait([pending], timeout=_REPORT_WAIT_S)
+        if not pending.done():
+            return None
+        self._pending = None
+        return pending.result()
+
+    async def _request_report(self) -> Report | Snapshot:
+        if self._is_snapshot_requested:
+            self._is_snapshot_requested = False
+            return await self._source.snapshot()
+        return await self._source.report()
+
+    def _heartbeat(self) -> worker_pb2.RegisterRequest:
+        events = worker_pb2.CacheEvents(
+            first_number=self._last.first_event,
+            events=[worker_pb2.CacheEvent(block_hash=e.block_hash, evicted=e.evicted) for e in self._last.events],
+        )
+        heartbeat = worker_pb2.Heartbeat(
+            load=wire.load_to_proto(self._last.load), cache_events=events, state=wire.state_to_proto(self.state)
+        )
+        return worker_pb2.RegisterRequest(heartbeat=heartbeat)
+
+
+def _is_final(error: MeshError) -> bool:
+    """Return True if a retry cannot help, because the operator must change something."""
+    return isinstance(error, LayoutMismatch | Unauthenticated | InvalidRequest)

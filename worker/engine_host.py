@@ -1,0 +1,193 @@
+"""Builds a worker's engine from its settings: model, KV cache and scheduler; describes it to the mesh."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+import torch
+
+from checkpoint.model_files import tokenizer_fingerprint
+from engine.batch import LayerHook, Runner
+from engine.block_pool import BlockPool
+from engine.kv_cache import KVCache
+from engine.kv_memory import KVMemory
+from engine.load import RunnerSettings, kv_layout, load_model_runner
+from engine.loop import Engine
+from engine.models.config import AnyConfig, EncoderDecoderConfig, load_config
+from engine.scheduler import Scheduler
+from engine.scheduler_config import SchedulerConfig
+from engine.speculation.load import draft_block_bytes, load_speculator
+from engine.speculation.settings import NO_SPECULATION, Speculation
+from engine.speculation.speculator import Speculator
+from engine.weights import Progress
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.request import mint_id
+from mesh.domain.worker import WorkerInfo, WorkerRole
+from worker.settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """A role's limits on its engine: tokens per step, concurrent sequences, tokens of KV (None: as memory allows), and
+    speculative decoding.
+    """
+
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_kv_tokens: int | None = None
+    speculation: Speculation = NO_SPECULATION
+
+
+class HostedRunner(Runner, Protocol):
+    """A runner with its KV cache. Plug point: ModelRunner, and tandem_cli.load_test.paced.PacedRunner."""
+
+    @property
+    def kv_cache(self) -> KVCache:
+        """The cache that the runner fills."""
+        ...
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of the attention implementation, for the log."""
+        ...
+
+
+Load = Callable[[RunnerSettings, Progress | None], HostedRunner]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHost:
+    """A loaded model with its scheduler, ready to run as an Engine."""
+
+    settings: WorkerSettings
+    runner: HostedRunner
+    scheduler: Scheduler
+    speculation: Speculation
+    speculator: Speculator | None
+
+    def engine(self, on_layers: LayerHook | None = None) -> Engine:
+        """Scheduler, runner and guesses, joined."""
+        return Engine(self.scheduler, self.runner, on_layers, self.settings.compute_cores(), self.speculator)
+
+    def worker_info(self, role: WorkerRole) -> WorkerInfo:
+        """Return the worker's registration. Its address is empty until the server listens."""
+        config = self.scheduler.config
+        return WorkerInfo(
+            worker_id=self.settings.identity,
+            incarnation=mint_id(),
+            role=role,
+            address="",
+            model=self.settings.served_name,
+            tokenizer_fingerprint=tokenizer_fingerprint(Path(self.settings.model)),
+            layout=self.runner.kv_cache.layout,
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_seqs=config.max_num_seqs,
+            num_blocks=self.scheduler.pool.num_blocks,
+            max_model_len=config.max_model_len,
+            device=str(self.runner.kv_cache.tensor.device),
+            pid=os.getpid(),
+            speculative=self.speculation.kind,
+        )
+
+
+def build_host(
+    settings: WorkerSettings,
+    limits: EngineLimits,
+    on_progress: Progress | None = None,
+    load: Load = load_model_runner,
+) -> EngineHost:
+    """Load the model and size the KV cache. Raises ConfigurationError."""
+    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    config = load_config(Path(settings.model), settings.rope_override())
+    max_model_len = _max_model_len(settings, config)
+    runner_settings = _runner_settings(settings, limits, max_model_len)
+    runner = load(runner_settings, on_progress)
+    num_blocks = runner.kv_cache.num_blocks
+    speculator = load_speculator(
+        limits.speculation,
+        replace(runner_settings, num_blocks=num_blocks, kv_memory=KVMemory()),  # already part of companion_block_bytes
+        lambda draft: load(draft, None),
+        max_batch_tokens=limits.max_batch_tokens,
+    )
+    scheduler_config = SchedulerConfig(
+        block_size=settings.block_size,
+        max_batch_tokens=limits.max_batch_tokens,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=max_model_len,
+        # Some position encodings depend on the prompt's length; then equal prefixes do not have equal KV.
+        prefix_caching=settings.prefix_caching and config.shareable_prefixes,
+        whole_prompts=config.whole_prompts,
+    )
+    log.info(
+        "engine ready",
+        num_blocks=num_blocks,
+        kv_tokens=num_blocks * settings.block_size,
+        kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
+        attention=runner.attention_backend,
+        threads=torch.get_num_threads(),
+        speculative=limits.speculation.kind,
+    )
+    scheduler = Scheduler(scheduler_config, BlockPool(num_blocks))
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator)
+
+
+def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
+    runner_settings = RunnerSettings(
+        model_dir=Path(settings.model),
+        device=settings.device,
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        quantize=settings.quantize,
+        kv_dtype=settings.kv_dtype,
+        enforce_eager=settings.enforce_eager,
+        rope=settings.rope_override(),
+        block_size=settings.block_size,
+        kv_memory=KVMemory(
+            settings.kv_memory_fraction,
+            settings.memory_utilization,
+            settings.kv_memory_shares,
+            settings.kv_memory_ledger,
+            settings.identity,
+        ),
+        layers_per_group=settings.layers_per_group,
+        group_bytes=settings.layer_group_bytes,
+        # Enough for all slots at full length: more blocks would never be used.
+        max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
+    )
+    draft_bytes = draft_block_bytes(limits.speculation, runner_settings)
+    runner_settings = replace(runner_settings, companion_block_bytes=draft_bytes)
+    return replace(runner_settings, num_blocks=_configured_blocks(settings, limits, runner_settings))
+
+
+def _max_model_len(settings: WorkerSettings, config: AnyConfig) -> int:
+    """Return the maximum length of a sequence, hidden tokens included. Raises ConfigurationError."""
+    model_limit = config.max_model_len
+    is_bounded = config.max_position_embeddings is not None and not settings.rope_override().base
+    if is_bounded and settings.max_model_len > model_limit:
+        raise ConfigurationError(
+            f"max_model_len {settings.max_model_len} is over the model's {model_limit} positions; "
+            "if positions are rotary, rope_scaling or rope_theta can extend them"
+        )
+    # The decoder's start token follows an encoder's prompt; it occupies KV, but clients do not count it.
+    num_hidden = 1 if isinstance(config, EncoderDecoderConfig) else 0
+    return (settings.max_model_len or model_limit) + num_hidden
+
+
+def _configured_blocks(settings: WorkerSettings, limits: EngineLimits, runner_settings: RunnerSettings) -> int | None:
+    """Return the number of KV blocks that the settings give in tokens or bytes; None: as memory allows."""
+    layout = kv_layout(load_config(runner_settings.model_dir, runner_settings.rope), runner_settings)
+    block_bytes = layout.block_bytes + runner_settings.companion_block_bytes
+    if limits.max_kv_tokens:
+        num_blocks = limits.max_kv_tokens // layout.block_size
+    elif settings.kv_cache_bytes:
+        num_blocks = settings.kv_cache_bytes // block_bytes
+    else:
+        return None
+    if num_blocks < 2:
+        raise ConfigurationError(f"the KV cache would have {num_blocks} blocks of {block_bytes} bytes: give it more")
+    return num_blocks

@@ -1,0 +1,67 @@
+"""Composition of a worker process: everything that prefill and decode workers do alike."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from engine.batch import LayerHook
+from engine.loop import EngineLoop, LoopCallbacks, StepResult
+from mesh.domain.worker import WorkerRole
+from mesh.loop_lag import watching_loop
+from mesh.metrics import serving_metrics
+from worker.engine_host import EngineLimits, Load
+from worker.loading import load_host
+from worker.malloc import keep_freed_memory
+from worker.metrics import WorkerMetrics
+from worker.reports import EngineReports
+from worker.runtime import WorkerRuntime
+from worker.settings import WorkerSettings
+
+
+class Worker:
+    """A loaded engine with its thread, metrics, gRPC server and registration.
+
+    The constructor loads the model. The engine calls `on_step` on the event loop and `on_layers` on its thread, but not
+    before `run`, so both may refer to a service that is built after the worker. Raises ConfigurationError.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        role: WorkerRole,
+        limits: EngineLimits,
+        metrics: WorkerMetrics,
+        *,
+        load: Load,
+        on_step: Callable[[StepResult], None],
+        on_layers: LayerHook | None = None,
+    ) -> None:
+        keep_freed_memory()
+        host = load_host(settings, limits, load)
+        self.kv_cache = host.runner.kv_cache
+        self._settings = settings
+        self._metrics = metrics
+        self._engine_died = asyncio.Event()
+        callbacks = LoopCallbacks(on_step, lambda _: self._engine_died.set(), metrics.stepped)
+        self.engine = EngineLoop(host.engine(on_layers), callbacks)
+        self.runtime = WorkerRuntime(settings, host.worker_info(role), EngineReports(self.engine))
+        self.runtime.tell(metrics)
+
+    async def run(
+        self,
+        services: Sequence[str],
+        *,
+        drained: Callable[[], Coroutine[Any, Any, None]],
+        close: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Start the engine, serve until stopped, drain, `close()` the KV transfers, and stop the engine."""
+        self.engine.start()
+        registry = self._metrics.registry
+        try:
+            async with serving_metrics(registry, self._settings), watching_loop(registry):
+                await self.runtime.serve(
+                    services=services, drained=drained, engine=self.engine, engine_died=self._engine_died
+                )
+        finally:
+            await close()
+            await self.engine.stop()

@@ -1,0 +1,129 @@
+"""The worker's side of the Redis registry: signs each heartbeat, stores it under a key that expires, and publishes it.
+
+tandem:worker:<id>   the newest heartbeat, for routers that start later; expires RECORD_TTL_S after the worker's death
+tandem:workers       ids of all workers, so that routers need not scan the keys
+tandem:beats         channel: every heartbeat and snapshot of every worker
+tandem:asks:<id>     channel: a router that missed cache events requests a snapshot, or a router refuses the worker
+"""
+
+import asyncio
+import contextlib
+
+import structlog
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+
+from mesh import wire
+from mesh.cancellation import require_not_cancelled
+from mesh.domain.worker import HEARTBEAT_INTERVAL_S, WorkerState
+from mesh.registry.redis_connection import FAILURES, require_registry, stay_connected
+from mesh.registry.redis_keys import BEATS, RECORD_TTL_S, WORKERS, ask_channel, record_key
+from mesh.registry.redis_records import RecordSeal, Refused
+from mesh.rpc.credentials import MeshKey
+from mesh.v1 import worker_pb2
+from worker.agent import RegistryAgent
+
+log = structlog.get_logger(__name__)
+
+_SNAPSHOT_INTERVAL_S = 0.5
+_ASK_WAIT_S = 1.0
+_LEAVE_S = 0.5
+
+
+class RedisAgent:
+    """Keeps one worker registered in Redis, with the heartbeats of its RegistryAgent. Raises ConfigurationError."""
+
+    def __init__(self, url: str, key: MeshKey | None, agent: RegistryAgent) -> None:
+        self._url = url
+        self._seal = RecordSeal(require_registry(url, key))
+        self._agent = agent
+        self._refusals: set[str] = set()
+
+    async def run(self) -> None:
+        """Stay registered until cancelled, then unregister."""
+        await stay_connected(self._url, "registration", self._stay_registered)
+
+    async def _stay_registered(self, redis: Redis) -> None:
+        async with redis.pubsub() as letters:
+            # Subscribe before the first heartbeat, because a router may reply to it.
+            await letters.subscribe(ask_channel(self._agent.info.worker_id))
+            await self._beat_and_listen(redis, letters)
+
+    async def _beat_and_listen(self, redis: Redis, letters: PubSub) -> None:
+        publication = _Publication(redis, self._seal, self._agent)
+        tasks = [
+            asyncio.create_task(self._agent.beat(publication, HEARTBEAT_INTERVAL_S)),
+            asyncio.create_task(self._listen(letters)),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except asyncio.CancelledError:
+            with contextlib.suppress(*FAILURES):
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._leave(redis)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _listen(self, letters: PubSub) -> None:
+        """Serve requests of routers. Anybody with access to Redis can request snapshots, so their rate is limited."""
+        while True:
+            require_not_cancelled()
+            message = await letters.get_message(ignore_subscribe_messages=True, timeout=_ASK_WAIT_S)
+            if message is None:
+                continue
+            if message["data"]:
+                self._note_refusal(message["data"])
+            else:
+                self._agent.ask_snapshot()
+                await asyncio.sleep(_SNAPSHOT_INTERVAL_S)
+
+    def _note_refusal(self, letter: bytes) -> None:
+        """Log the refusal once. The worker stays registered: another router may accept it, or this one after an
+        update."""
+        try:
+            reason = self._seal.open_refusal(self._agent.info.incarnation, letter)
+        except Refused:
+            return
+        if reason not in self._refusals:
+            self._refusals.add(reason)
+            log.error("a router refuses this worker", worker=self._agent.info.worker_id, error=reason)
+
+    async def _leave(self, redis: Redis) -> None:
+        """Unregister, so that routers need not wait for the record to expire."""
+        info = self._agent.info
+        farewell = worker_pb2.Heartbeat(state=wire.state_to_proto(WorkerState.LOST))
+        async with redis.pipeline(transaction=False) as pipe:
+            pipe.publish(BEATS, self._seal.seal(info, worker_pb2.RegisterRequest(heartbeat=farewell)))
+            pipe.delete(record_key(info.worker_id))
+            pipe.zrem(WORKERS, info.worker_id)
+            await pipe.execute()
+
+
+class _Publication:
+    """The BeatSink to which RegistryAgent writes."""
+
+    def __init__(self, redis: Redis, seal: RecordSeal, agent: RegistryAgent) -> None:
+        self._redis = redis
+        self._seal = seal
+        self._info = agent.info
+        self._registered = False
+
+    async def write(self, request: worker_pb2.RegisterRequest) -> None:
+        """Sign and publish one message. A heartbeat is also stored for routers that start later."""
+        sealed = self._seal.seal(self._info, request)
+        worker_id = self._info.worker_id
+        async with self._redis.pipeline(transaction=False) as pipe:
+            if request.HasField("heartbeat"):
+                pipe.set(record_key(worker_id), sealed, px=int(RECORD_TTL_S * 1000))
+                pipe.zadd(WORKERS, {worker_id: 0})
+            pipe.publish(BEATS, sealed)
+            await pipe.execute()
+        require_not_cancelled()
+        if not self._registered:
+            self._registered = True
+            log.info("registered", worker=worker_id)

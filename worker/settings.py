@@ -1,0 +1,133 @@
+"""Settings that both kinds of worker share."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from checkpoint.settings import ModelSettings
+from engine.choices import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
+from engine.cores import ComputeCores, OwnCores, SharedCores
+from mesh.domain.cores import parse_cores
+from mesh.domain.errors import ConfigurationError
+from mesh.settings import setting
+
+log = structlog.get_logger(__name__)
+
+_NOT_NEGATIVE = (
+    *("kv_cache_bytes", "max_model_len", "layer_group_bytes", "num_threads"),
+    *("drain_grace_s", "wedged_exit_s"),
+)
+
+
+def require_positive(settings: object, *names: str) -> None:
+    """Raise ConfigurationError if one of these settings is less than 1."""
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise ConfigurationError(f"{name} must be >= 1, got {getattr(settings, name)}")
+
+
+def require_not_negative(settings: object, *names: str) -> None:
+    """Raise ConfigurationError if one of these settings is negative or NaN."""
+    for name in names:
+        if not getattr(settings, name) >= 0:
+            raise ConfigurationError(f"{name} must be >= 0, got {getattr(settings, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(ModelSettings):
+    """Identity, addresses and engine limits of a worker."""
+
+    worker_id: str = setting("", "stable name of this worker; default: host name and process id")
+    registry_address: str = setting("", "host:port of the router's registry; not needed with registry_url")
+    registry_url: str = setting("", "redis://... or rediss://...: register in Redis, for all routers", secret=True)
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(0, "port to listen on; 0 takes a free port")
+    advertise_host: str = setting("", "host name under which others reach this worker; default: host")
+    device: str = setting("auto", "cpu, cuda, cuda:N, or auto")
+    dtype: str = setting(
+        "auto",
+        f"type of weights and KV: {', '.join(DTYPES)}; auto: float32 on CPU, the checkpoint's on GPU",
+        env=("DTYPE",),
+    )
+    kv_dtype: str = setting(
+        "auto", f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or int8 with quantize=int8", env=("KV_DTYPE",)
+    )
+    enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX-512)", env=("ENFORCE_EAGER",))
+    quantize: str = setting(
+        "none", f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only)", env=("QUANTIZE",)
+    )
+    load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
+    model_loading_timeout: float = setting(
+        240.0,
+        "seconds that loading the model may take, after any download",
+        env=("OPTION_MODEL_LOADING_TIMEOUT",),
+    )
+    block_size: int = setting(16, "tokens per KV block")
+    kv_cache_bytes: int = setting(0, "memory for KV; 0: a share of what is free")
+    kv_memory_fraction: float = setting(
+        0.6, "share of the free memory of this machine, container or GPU for the KV of all workers there together"
+    )
+    memory_utilization: float = setting(
+        0.0,
+        "in place of kv_memory_fraction: share of all memory that may be in use, with weights and KV of all workers "
+        "there; 0: not used",
+        env=("CUDA_MEMORY_FRACTION",),
+    )
+    kv_memory_shares: int = setting(
+        0, "number of workers that share this memory equally; 0: take half of the memory that is left"
+    )
+    kv_memory_ledger: str = setting(
+        "", "folder where workers of this machine record the memory they take; default: one of this user's in /dev/shm"
+    )
+    max_model_len: int = setting(0, "maximum tokens of a sequence; 0: the model's limit")
+    prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
+    layers_per_group: int = setting(8, "layers whose KV is sent together while the next ones compute")
+    layer_group_bytes: int = setting(
+        2 << 20, "minimum KV that is sent together: short prompts send more layers at once"
+    )
+    num_threads: int = setting(0, "compute threads; 0: the number of cores allowed")
+    lent_cores: str = setting("", "cores of another worker, used while that worker is idle; needs core_table")
+    core_table: str = setting("", "file in which workers that share cores record whether they are busy")
+    drain_grace_s: float = setting(30.0, "seconds that running work may take to finish at a stop")
+    stall_after_s: float = setting(
+        12.0,
+        "not ready once an engine step of up to 64 tokens has run for this long; larger steps in proportion",
+    )
+    wedged_exit_s: float = setting(300.0, "exit, to be restarted, once one engine step has run for this long; 0: never")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.registry_address and not self.registry_url:
+            raise ConfigurationError("registry_address is not set: give --registry-address, or TANDEM_REGISTRY_URL")
+        require_known(self)
+        for name in ("stall_after_s", "model_loading_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
+        require_positive(self, "block_size", "layers_per_group")
+        require_not_negative(self, *_NOT_NEGATIVE)
+        if not 0 < self.kv_memory_fraction <= 1:
+            raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
+        if not 0 <= self.memory_utilization <= 1:
+            raise ConfigurationError(f"memory_utilization must be in [0, 1], got {self.memory_utilization}")
+        if self.kv_memory_shares < 0:
+            raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.kv_memory_shares}")
+
+    @property
+    def identity(self) -> str:
+        """The worker id; by default host name and process id."""
+        return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+
+    def compute_cores(self) -> ComputeCores:
+        """Return the cores of this worker and those it may borrow. Raises ConfigurationError for bad settings."""
+        if not self.core_table:
+            return OwnCores()
+        try:
+            return SharedCores(Path(self.core_table), parse_cores(self.cpu_list), parse_cores(self.lent_cores))
+        except OSError as error:  # a cleaner of temporary folders may have removed the file
+            log.warning("no cores are lent", core_table=self.core_table, error=str(error))
+            return OwnCores()
+        except ValueError as error:
+            raise ConfigurationError(f"core_table needs cpu_list and lent_cores: {error}") from error

@@ -22,11 +22,13 @@ _MAX_BATCH_BYTES = 64 << 10
 _IDLE_S = 5.0
 FLUSH_LIMIT_S = 2.0
 _QUEUE_FULL = "the reader is too slow, or reads nothing"
+_CLOSED = "the log is closed"
 
 
 class LineWriter:
-    """Writes to `fd` but does not close it. `notice(num_dropped, reason)` renders the line that reports dropped lines.
-    The writing thread calls `on_idle` after every few seconds without lines.
+    """Writes to `fd` but does not close it. Call `close` before `fd` is closed: the system soon gives its number to
+    another file or socket. `notice(num_dropped, reason)` renders the line that reports dropped lines. The writing
+    thread calls `on_idle` after every few seconds without lines.
     """
 
     def __init__(
@@ -43,40 +45,55 @@ class LineWriter:
         self._on_idle = on_idle
         self._max_queued_bytes = max_queued_bytes
         self._pid = 0
+        self._is_closed = False
         self._lock = threading.RLock()  # a finaliser may write a line within `put`
         self._start()
 
     def put(self, data: bytes) -> None:
         """Queue `data`, one or more lines, or drop it. May be called on any thread, and in a forked child."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() and not self._is_closed:
             self._start()
         with self._lock:
-            fits = self._queued_bytes + len(data) <= self._max_queued_bytes
-            if fits:
-                self._queued_bytes += len(data)
-            else:
+            if self._is_closed:
+                self._count_dropped(data, _CLOSED)
+            elif self._queued_bytes + len(data) > self._max_queued_bytes:
                 self._count_dropped(data, _QUEUE_FULL)
-        if fits:
-            self._queue.put(data)
+            else:
+                self._queued_bytes += len(data)
+                self._queue.put(data)
 
     def flush(self, limit_s: float = FLUSH_LIMIT_S) -> bool:
         """Wait until all queued lines are written or dropped. Return False after `limit_s` seconds."""
-        if self._pid != os.getpid():
+        if self._is_closed or self._pid != os.getpid():
             return True
         written = threading.Event()
         self._queue.put(written)
         return written.wait(limit_s)
+
+    def close(self, limit_s: float = FLUSH_LIMIT_S) -> None:
+        """Write the queued lines and end the thread, which never uses `fd` again. Later lines are dropped and counted.
+        Raises TimeoutError if a write still blocks after `limit_s` seconds. Idempotent.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._queue.put(self._end)
+        self._thread.join(limit_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"a write to file descriptor {self.fd} has blocked for {limit_s:g} s")
 
     def _start(self) -> None:
         """Set up queue and thread; again after a fork, because a child has no threads and may inherit a held lock."""
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        self._end = threading.Event()  # the last item of the queue
         self._queued_bytes = 0
         self._num_reported = self.num_dropped
         self._reason = ""
         self._is_torn = False
-        threading.Thread(target=self._run, name="line-writer", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="line-writer", daemon=True)
+        self._thread.start()
 
     def _run(self) -> None:
         while True:
@@ -89,6 +106,8 @@ class LineWriter:
             flush = self._write_batch(item) if isinstance(item, bytes) else item
             if flush is not None:
                 flush.set()
+            if flush is self._end:
+                return
 
     def _write_batch(self, first: bytes) -> threading.Event | None:
         """Write `first` and other queued lines with one call. Return the `flush` event that ended the batch, if any."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
+from mesh.line_writer import LineWriter
 from mesh.telemetry import Logs
 
 ReadLog = Callable[[], str]
@@ -21,6 +22,7 @@ def install_log() -> Iterator[InstallLog]:
     """Makes a log the process's own until the test ends, and returns what reads it."""
     handlers, level, show = list(logging.root.handlers), logging.root.level, warnings.showwarning
     fds: list[int] = []
+    writers: list[LineWriter] = []
 
     def make(**options: Any) -> ReadLog:
         reading, writing = os.pipe()
@@ -28,6 +30,7 @@ def install_log() -> Iterator[InstallLog]:
         fds.extend((reading, writing))
         logs = Logs("test", fd=writing, **options)
         logs.install()
+        writers.append(logs.writer)
 
         def read() -> str:
             assert logs.writer.flush(20)
@@ -44,5 +47,8 @@ def install_log() -> Iterator[InstallLog]:
     warnings.showwarning = show
     logging.basicConfig(handlers=handlers, level=level, force=True)
     structlog.reset_defaults()
+    # A writer that goes on would write into whatever gets its descriptor next: a socket, an arena.
+    for writer in writers:
+        writer.close(20)
     for fd in fds:
         os.close(fd)

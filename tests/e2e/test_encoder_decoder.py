@@ -10,6 +10,7 @@ import torch
 
 import tandem
 from tests.component.encoder_decoders import EncoderDecoderReference, build_encoder_decoder
+from tests.e2e.in_middle import stream_and_hit
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 
 TOLERANCE = 1e-4
@@ -146,21 +147,8 @@ async def test_killed_decode_worker_is_not_noticed(model_dir: Path, tmp_path: Pa
             for i in range(6)
         ]
         expected = await asyncio.gather(*(client.generate(**request) for request in requests))
-        in_middle = [asyncio.Event() for _ in requests]
-
-        async def follow(i: int) -> list[tandem.TokenEvent]:
-            events = []
-            async for event in client.stream(**requests[i]):
-                events.append(event)
-                if len(events) == 10:
-                    in_middle[i].set()
-            return events
-
-        streams = [asyncio.create_task(follow(i)) for i in range(len(requests))]
-        await asyncio.gather(*(event.wait() for event in in_middle))
-        assert not any(stream.done() for stream in streams)
-        running.signal("decode_worker", signal.SIGKILL)
-        for events, result in zip(await asyncio.gather(*streams), expected, strict=True):
+        hit, _ = await stream_and_hit(client, requests, lambda: running.signal("decode_worker", signal.SIGKILL))
+        for events, result in zip(hit, expected, strict=True):
             assert [event.token.id for event in events] == [token.id for token in result.tokens]
             for event, token in zip(events, result.tokens, strict=True):
                 assert event.token.logprob == pytest.approx(token.logprob, abs=1e-4)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tandem
+from tests.e2e.in_middle import stream_and_hit
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.e2e.reference import Reference
 
@@ -36,21 +37,7 @@ async def run_and_signal(
     running: MeshProcess, client: tandem.AsyncClient, number: signal.Signals
 ) -> list[list[tandem.TokenEvent]]:
     """All requests at once; when every stream has some tokens, one decode worker gets a signal."""
-    in_middle = [asyncio.Event() for _ in range(NUM_STREAMS)]
-
-    async def follow(i: int, request: dict[str, object]) -> list[tandem.TokenEvent]:
-        events = []
-        async for event in client.stream(**request):
-            events.append(event)
-            if len(events) == 10:
-                in_middle[i].set()
-        return events
-
-    streams = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests())]
-    await asyncio.gather(*(event.wait() for event in in_middle))
-    assert not any(stream.done() for stream in streams)
-    pid = running.signal("decode_worker", number)
-    events = await asyncio.gather(*streams)
+    events, pid = await stream_and_hit(client, requests(), lambda: running.signal("decode_worker", number))
     if number is signal.SIGSTOP:
         os.kill(pid, signal.SIGCONT)
     return events

@@ -49,7 +49,6 @@ async def check_cap(client: tandem.AsyncClient) -> None:
         for i in range(CAP)
     ]
     await asyncio.sleep(0.1)
-    assert not any(stream.done() for stream in streams)
     await asyncio.gather(*(is_refused(client) for _ in range(20)))
     assert not all(stream.done() for stream in streams), "a refusal waits for nobody"
     results = await asyncio.gather(*streams)

@@ -117,6 +117,40 @@ def test_idle_time_is_for_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert idle.wait(LIMIT_S)
 
 
+def test_a_closed_writer_leaves_its_descriptor_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A descriptor that is closed names something else soon: a socket, say."""
+    monkeypatch.setattr("mesh.line_writer._IDLE_S", 0.01)
+    idle = threading.Event()
+    fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+    writer = LineWriter(fd, notice=notice, on_idle=idle.set)
+    writer.put(b"before\n")
+    assert idle.wait(LIMIT_S)
+    writer.put(b"last\n")
+    writer.close(LIMIT_S)
+    replace(fd, os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT))
+    idle.clear()
+    writer.put(b"after\n")
+    assert writer.flush(LIMIT_S)
+    writer.close(LIMIT_S)
+    assert not idle.wait(0.1)
+    assert writer.num_dropped == 1
+    assert (tmp_path / "log").read_bytes() == b"before\nlast\n"
+    assert (tmp_path / "other").read_bytes() == b""
+    os.close(fd)
+
+
+def test_closing_says_that_a_write_still_blocks() -> None:
+    reading, writing = os.pipe()
+    writer = LineWriter(writing)
+    writer.put(b"x" * (1 << 20) + b"\n")
+    assert os.read(reading, 1), "the line is being written"
+    with pytest.raises(TimeoutError, match="has blocked for 0 s"):
+        writer.close(0.0)
+    os.close(reading)
+    writer.close(LIMIT_S)
+    os.close(writing)
+
+
 def test_a_forked_child_writes(tmp_path: Path) -> None:
     program = """
 import os

@@ -14,8 +14,7 @@ from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
 from engine.choices import require_known
-from engine.kernels.cpu.constants import KEYS
-from engine.kernels.cpu.features import why_no_loops
+from engine.kernels.cpu.machine import KEYS, why_no_loops
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVMemory, KVReservation
 from engine.masks import TokenMasks

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu import normaliser
-from engine.kernels.cpu.features import why_no_loops
+from engine.kernels.cpu import row_kernels
+from engine.kernels.cpu.machine import why_no_loops
 
 
 def take_rows(values: Tensor, rows: list[int]) -> Tensor:
@@ -36,7 +36,7 @@ class Summary(NamedTuple):
 def summarise(values: Tensor) -> Summary:
     """Summary of fp32 values [rows, columns], by a compiled loop where the CPU allows it."""
     if values.is_cpu and values.stride(1) == 1 and why_no_loops(int8=False) is None:
-        largest, normalisers = normaliser.summarise(values.numpy())
+        largest, normalisers = row_kernels.summarise(values.numpy())
         return Summary(torch.from_numpy(largest), torch.from_numpy(normalisers))
     return Summary(argmax(values), values.logsumexp(1))
 

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, attention_shape
-from engine.attention.cpu import head_shape, kernel_batch
+from engine.attention.cpu import head_shape, kernel_batch, why_not_paged
 from engine.attention.metadata import ForwardMetadata, one_token
-from engine.kernels.cpu.arguments import Bytes, Floats, Int64s, Span
-from engine.kernels.cpu.batch import NO_WINDOW, Attending, Queries, why_not_paged
+from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Span
 from engine.kernels.cpu.buffers import Buffers
-from engine.kernels.cpu.constants import AMX_DEPTH, PANEL, TILE_ROWS, UNIT
-from engine.kernels.cpu.features import amx_shapes, has_amx, why_no_loops
+from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx, why_no_loops
 from engine.kernels.cpu.matmul import Operand
-from engine.kernels.cpu.normaliser import summarise
 from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import Activations, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from engine.cores import threads_born_on
-from engine.kernels.cpu.phase_cycles import PHASES
-from engine.kernels.cpu.step import Team
+from engine.kernels.cpu.step import PHASES, Team
 from mesh.domain.cores import Cores
 
 
@@ -21,7 +20,7 @@ class LoopThreads:
         self._lent: Cores = ()
         self._counter = np.zeros(1, np.int64)
         self.phase_cycles = np.zeros(len(PHASES) + 1, np.int64)
-        """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.phase_cycles."""
+        """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.step."""
 
     @property
     def count(self) -> int:

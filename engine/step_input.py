@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from engine.attention.metadata import Chunk, ForwardMetadata
+from engine.attention.backend import Chunk, ForwardMetadata
 from engine.batch import ScheduledBatch
 
 Int32s = NDArray[np.int32]

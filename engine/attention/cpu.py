@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape
-from engine.attention.metadata import ForwardMetadata, one_token
+from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Batch, Floats, HeadShape, Queries, Share
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.buffers import Buffers

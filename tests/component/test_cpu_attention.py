@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape
+from engine.attention.backend import AttentionShape, ForwardMetadata
 from engine.attention.cpu import CpuAttention, head_shape, kernel_batch
-from engine.attention.metadata import ForwardMetadata
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Queries, Share

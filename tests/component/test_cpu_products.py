@@ -14,7 +14,7 @@ from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_produ
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
-from engine.models.linear_parameters import SCHEMES
+from engine.models.linear import SCHEMES
 
 Array = NDArray[Any]
 MAX_ROWS = 70

@@ -122,7 +122,7 @@ class StepInputBuilder:
         return self._buffers[name][:size].reshape(shape)
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """The array as a tensor; on CPU it shares the array's memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

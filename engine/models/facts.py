@@ -13,6 +13,9 @@ from checkpoint.model_files import POSITION_KEYS, VOCAB_KEYS, stretched_position
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 
+RawConfig = Mapping[str, Any]
+"""A config.json."""
+
 SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _NEEDED = {
     "linear": ("factor",),
@@ -54,7 +57,7 @@ class RopeConfig:
         return stretched_positions(self.kind, max_position_embeddings, self.original_positions, self.factor)
 
 
-def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, dim: int) -> RopeConfig:
+def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeConfig:
     """Read the rotary positions of a config.json. Raises ConfigurationError for kinds that are not supported.
 
     `dim`: number of rotated dimensions per head. Only some families take it from config.json, see `rotated_dim`.
@@ -93,7 +96,7 @@ def parse_rope(raw: Mapping[str, Any], max_position_embeddings: int, dim: int) -
     )
 
 
-def rotated_dim(raw: Mapping[str, Any], head_dim: int, default: float = 1.0) -> int:
+def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
     """The number of rotated dimensions per head, for families whose config.json has this fact.
 
     `default` is the fraction of the head without the key. transformers ignores the key for all other families.
@@ -169,8 +172,6 @@ class TensorNames:
 
 LLAMA_NAMES = TensorNames()
 
-
-RawConfig = Mapping[str, Any]
 
 BLOCKS: Mapping[str, tuple[str, ...]] = {
     "sequential": ("input_norm", "post_norm"),
@@ -307,7 +308,7 @@ def integer(raw: RawConfig, *keys: str, default: int | None = None) -> int:
     return value
 
 
-def refuse(raw: RawConfig, **unsupported: Any) -> None:
+def refuse(raw: RawConfig, **unsupported: object) -> None:
     """Raise ConfigurationError if config.json has one of these keys with the unsupported value."""
     for key, value in unsupported.items():
         if raw.get(key) == value:

@@ -71,7 +71,7 @@ def jit(function: Callable[P, R]) -> Callable[P, R]:
     return compiled
 
 
-def select_by_dtype(declared: Callable[P, R], dtype: Any, matching: Callable[P, R], other: Callable[P, R]) -> None:
+def select_by_dtype(declared: Callable[P, R], dtype: object, matching: Callable[P, R], other: Callable[P, R]) -> None:
     """Make compiled calls of `declared` run `matching` if the last argument is of this numba type, and `other` if not.
 
     The three functions must have the same parameters and annotations, which numba compares.

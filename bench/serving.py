@@ -22,8 +22,9 @@ from rich.table import Table
 
 import tandem
 from tandem_cli.capacity.shapes import write_shape
-from tandem_cli.load_test.load import Measured, Workload, median_run, percentile, run_closed_loop, through
-from tandem_cli.load_test.meshes import own_mesh
+from tandem_cli.load_test.endpoints import own_mesh
+from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
 
 
 @dataclass(frozen=True, slots=True)

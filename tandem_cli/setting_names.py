@@ -6,8 +6,8 @@ from dataclasses import fields
 
 from mesh.settings import ENV_PREFIX
 from mesh.settings_file import check_settings_file, suggestion
-from tandem_cli.bench_arguments import OpenAISettings
 from tandem_cli.connection import ConnectionSettings
+from tandem_cli.load_test.endpoints import OpenAISettings
 from tandem_cli.services import ROLES
 from tandem_cli.up_settings import UpSettings
 

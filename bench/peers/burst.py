@@ -24,7 +24,8 @@ from rich.table import Table
 from bench.peers.arms import Arm, Setup, Stream, started
 from bench.peers.compare import add_common_flags, setup_of
 from bench.peers.rounds import in_turn
-from tandem_cli.load_test.load import Workload, percentile
+from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.load import Workload
 
 _STEADY = Workload(num_clients=4, requests_per_client=1, input_tokens=256, output_tokens=128, seed=2)
 _LONG = Workload(num_clients=8, requests_per_client=1, input_tokens=1500, output_tokens=64, seed=3)

@@ -24,7 +24,8 @@ from rich.table import Table
 from bench.peers.agreement import print_agreement
 from bench.peers.arms import Arm, Setup, parse_arm, send_through, started
 from bench.peers.rounds import in_turn
-from tandem_cli.load_test.load import Measured, Workload, median_run, percentile, run_closed_loop
+from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop
 
 
 @dataclass(frozen=True, slots=True)

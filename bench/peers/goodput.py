@@ -24,11 +24,9 @@ from bench.peers.arms import Arm, Serving, Setup, send_through, started
 from bench.peers.compare import add_common_flags, setup_of
 from bench.peers.process import PeerFailed
 from bench.peers.rounds import in_turn
-from tandem_cli.load_test.figures import Slo, figures, goodput
+from tandem_cli.load_test.figures import Failed, Slo, figures, goodput
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, poisson_arrivals
-from tandem_cli.load_test.records import Failed
-from tandem_cli.load_test.targets import as_failure
+from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, as_failure, poisson_arrivals
 
 _SLO = Slo()
 _LENGTHS = Lengths(512, 64, 32000)

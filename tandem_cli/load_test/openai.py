@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import httpx2
 
+from tandem_cli.load_test.figures import Failed, Refused
 from tandem_cli.load_test.jobs import Job
 from tandem_cli.load_test.load import OnToken, Reply
-from tandem_cli.load_test.records import Failed, Refused
 
 _TOO_MANY_REQUESTS = 429
 _FINISH_REASONS = ("length", "stop", "eos_token", "stop_sequence")

@@ -28,9 +28,10 @@ from rich.table import Table
 import tandem
 from bench.router import service
 from tandem_cli.capacity.shapes import BUNDLED
+from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import together
-from tandem_cli.load_test.paced import PACE_ENV, delay_s
+from tandem_cli.load_test.paced import delay_s
 
 _INPUT_TOKENS = 16
 _LOGPROB = re.compile(rb'"token_logprobs":\[(-?[\d.e+]+)')

@@ -26,9 +26,9 @@ from rich.table import Table
 
 import tandem
 from tandem_cli.capacity.shapes import BUNDLED
+from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
-from tandem_cli.load_test.paced import PACE_ENV
 
 _INPUT_TOKENS = 64
 _STEP_MS = 10.0

@@ -32,7 +32,7 @@ from tandem_cli.load_test.jobs import Lengths, read_jobs
 from tandem_cli.load_test.plan import PRESETS, Arm, Case, Kind, Plan
 from tandem_cli.load_test.report import Report, describe_machine, num_cores, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
-from tandem_cli.tables import wide_console
+from tandem_cli.terminal import wide_console
 
 _DEFAULTS = Plan()
 # Options that set fields of the plan, of its SLO and of its burst: option name to field name.
@@ -45,8 +45,6 @@ _OF_BURST = {
     "burst_lead": "lead_s",
 }
 _INTERRUPTED = 130
-NAME = "bench"
-ABOUT = "measure speed under load: latency, throughput, goodput and price, as a table, JSON and plots"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,11 +22,10 @@ from rich.text import Text
 
 import tandem
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.colours import strip_controls
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import RunFailed, percentile
-from tandem_cli.tables import wide_console
+from tandem_cli.terminal import strip_controls, wide_console
 
 CLIENT = "client"
 PERCENTS = (50, 90, 99)
@@ -42,8 +41,6 @@ MARKS = {
     "backoff": "b",
 }
 """All phases in order, with the letter that stands for a phase in a bar."""
-NAME = "breakdown"
-ABOUT = "send sample requests and show where their time goes: queue, prefill, transfer, decode, ..."
 _BAR_WIDTH = 100
 _COLOURS = {"prefill": "cyan", "transfer": "magenta", "wait": "yellow", "decode": "green", "backoff": "red"}
 _FIRST_PLAIN_ID = 3

@@ -10,12 +10,8 @@ from rich.console import Console
 import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem import GenerateArguments
-from tandem_cli.answer import StreamedAnswer, show
-from tandem_cli.colours import Painter, escape_json_controls
 from tandem_cli.connection import add_connection_arguments, open_client
-
-NAME = "generate"
-ABOUT = "answer one prompt; tokens are coloured by the model's confidence"
+from tandem_cli.terminal import Painter, StreamedAnswer, escape_json_controls, show_answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
                 answer.add(event)
             sys.stdout.write(escape_json_controls(json.dumps(describe(answer), ensure_ascii=False)) + "\n")
             return 0
-        show(client.stream(**arguments), answer, Painter.of(Console()))
+        show_answer(client.stream(**arguments), answer, Painter.of(Console()))
         sys.stderr.write(answer.summary() + "\n")
     return 0
 

@@ -23,12 +23,9 @@ from tandem_cli.capacity.engine_steps import EngineSteps, StepPlan
 from tandem_cli.capacity.fleet import Load, batches_to_plan
 from tandem_cli.capacity.planning import PlanRequest, plan_capacity
 from tandem_cli.capacity.predictions import PREFILL, decode_name, read_measured
+from tandem_cli.mesh_plan import find_model
 from tandem_cli.plan_tables import show
-from tandem_cli.tables import wide_console
-from tandem_cli.up_settings import find_model
-
-NAME = "plan"
-ABOUT = "plan capacity: memory, concurrent users, best-case speed, workers for a load, and cost"
+from tandem_cli.terminal import wide_console
 
 _HERE = "here"
 

@@ -1,6 +1,7 @@
 """Opens the endpoint to measure: a running mesh, a mesh that is started with `tandem up`, or another server."""
 
 import asyncio
+import os
 import signal
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.load import Target, mesh_target
 from tandem_cli.load_test.plan import Arm
 
+PACE_ENV = "TANDEM_PACE"
+"""The variable with the pace of workers that only simulate a model (paced.py): ms per step, ms per token in it."""
 _NUM_LOG_LINES = 8
 
 
@@ -98,21 +101,21 @@ async def openai_endpoint(server: OpenAIServer) -> AsyncIterator[Endpoint]:
         yield Endpoint(target, server.vocab_size, about=about, as_text=server.as_text)
 
 
-def up_command(flags: Sequence[str], pace: str = "") -> list[str]:
-    """The command for `tandem up` on a free port. With a pace, its workers simulate the model (paced.py)."""
-    program = ["tandem_cli.load_test.paced_up", pace] if pace else ["tandem_cli", "up"]
-    return [sys.executable, "-m", *program, "--port=0", *flags]
-
-
 @asynccontextmanager
 async def own_mesh(flags: Sequence[str], pace: str = "") -> AsyncIterator[str]:
-    """Start a mesh, yield its address, and stop it at the end. Raises RunFailed with the end of its stderr."""
+    """Start a mesh on a free port, yield its address, and stop it at the end. With a pace, its workers simulate the
+    model (paced.py). Raises RunFailed with the end of its stderr.
+    """
+    program = ("tandem_cli.load_test.paced", "up") if pace else ("tandem_cli", "up")
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
         log = Path(folder) / "stderr"
-        command = up_command([f"--log-dir={folder}", *flags], pace)
         with log.open("w") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=stderr, start_new_session=True
+                *(sys.executable, "-m", *program, "--port=0", f"--log-dir={folder}", *flags),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+                env=os.environ | ({PACE_ENV: pace} if pace else {}),
+                start_new_session=True,
             )
         assert process.stdout is not None
         try:

@@ -13,7 +13,7 @@ from engine.speculation.cost import CostFit, Prices, StepCost, plan_lengths
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.settings import Speculation
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.up_settings import BUNDLED_MODELS
+from tandem_cli.mesh_plan import BUNDLED_MODELS
 from tests.fakes.requests import make_request
 
 DRAFT = BUNDLED_MODELS / "tandem-draft"

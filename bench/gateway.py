@@ -27,7 +27,7 @@ from rich.table import Table
 
 import tandem
 from bench.router import service
-from tandem_cli.capacity.shapes import BUNDLED
+from bench.shapes import BUNDLED
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import together

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from tandem_cli.capacity.shapes import BUNDLED
+from bench.shapes import BUNDLED
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through

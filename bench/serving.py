@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from tandem_cli.capacity.shapes import write_shape
+from bench.shapes import write_shape
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through

@@ -28,7 +28,7 @@ from mesh.domain.request import Request, mint_id
 from mesh.domain.sampling import SamplingParams
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tandem_cli.capacity.engine_steps import clock_for
+from tandem_cli.capacity.measurement import clock_for
 from worker.engine_host import EngineLimits, build_host
 
 _BUNDLED = Path(__file__).resolve().parent.parent / "demo_model"

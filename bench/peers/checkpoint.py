@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tandem_cli.capacity.shapes import write_shape
+from bench.shapes import write_shape
 
 
 def write_checkpoint(shape: str, folder: Path, seed: int = 0) -> Path:

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -128,7 +127,7 @@ def _describe_timing(request: TimedRequest) -> str:
     return first + transfer + replays
 
 
-def describe(requests: list[TimedRequest]) -> dict[str, Any]:
+def describe(requests: list[TimedRequest]) -> dict[str, object]:
     """The content of `--json`."""
     return {
         "phases": {

@@ -283,7 +283,7 @@ def read_log_line(line: bytes) -> LogEntry:
     return LogEntry(escape_controls(f"{level}: {_describe(entry)}"), level in _WARNING_LEVELS)
 
 
-def _describe(entry: Mapping[str, Any]) -> str:
+def _describe(entry: Mapping[str, object]) -> str:
     fields = [f"{key}={value}" for key, value in entry.items() if key not in _HIDDEN]
     raised = entry.get("exception")
     if isinstance(raised, list) and raised and isinstance(raised[0], dict):

@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from typing import Any
 
 from rich.console import Console
 
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def describe(answer: StreamedAnswer) -> dict[str, Any]:
+def describe(answer: StreamedAnswer) -> dict[str, object]:
     """The content of `--json`."""
     return {
         "request_id": answer.request_id,
@@ -60,8 +59,8 @@ def describe(answer: StreamedAnswer) -> dict[str, Any]:
     }
 
 
-def _describe_token(token: tandem.Token) -> dict[str, Any]:
-    entry: dict[str, Any] = {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
+def _describe_token(token: tandem.Token) -> dict[str, object]:
+    entry: dict[str, object] = {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
     if token.top:
         entry["top"] = [{"id": top.id, "text": top.text, "logprob": top.logprob} for top in token.top]
     return entry

@@ -200,7 +200,7 @@ class MeshPlan:
         return {"model": ",".join(f"{model.name}={model.folder}" for model in self.models), "name": ""}
 
     def _flags(
-        self, role: str, settings: Mapping[str, Any], model_settings: Mapping[str, str] = MappingProxyType({})
+        self, role: str, settings: Mapping[str, object], model_settings: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[str, ...]:
         # The revision in the environment is for the hub; services get folders.
         flags = _flags(**{**self._config(), "revision": "", **settings, **self.values.get(role, {}), **model_settings})

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_flag(services, setting, f" ({roles})")
 
 
-def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
+def _add_flag(parser: argparse._ActionsContainer, setting: Field[object], suffix: str = "") -> None:
     about = f"{setting.metadata['about']} (default {setting.default!r}){suffix}".replace("%", "%%")
     optional_value: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.type is bool else {}
     flag = "--" + setting.name.replace("_", "-")

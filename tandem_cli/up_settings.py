@@ -2,8 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import Field, dataclass, fields
 
 from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
@@ -119,10 +118,10 @@ class HandlerChoice:
     handler: str = setting("", "your own model.py")
 
 
-def passed_on() -> dict[str, tuple[str, Any]]:
+def passed_on() -> dict[str, tuple[str, Field[object]]]:
     """Settings of services that are also flags of `tandem up`: name to (roles that have it, dataclass field)."""
     excluded = _COMPUTED_SETTINGS | {field.name for field in fields(UpSettings)}
-    settings_by_name: dict[str, tuple[str, Any]] = {}
+    settings_by_name: dict[str, tuple[str, Field[object]]] = {}
     for role, (_, settings_class) in ROLES.items():
         for field in fields(settings_class):
             if field.name not in excluded and not field.metadata["secret"]:

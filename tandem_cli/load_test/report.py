@@ -155,8 +155,8 @@ class Report:
             raise ConfigurationError(f"{path} holds no results of tandem bench: {error}") from error
         return cls(slo=slo, points=points, **metadata)
 
-    def _summary(self) -> list[dict[str, Any]]:
-        summary = []
+    def _summary(self) -> list[dict[str, object]]:
+        summary: list[dict[str, object]] = []
         for series in self.series():
             knee = series.knee(self.slo)
             good = series.goodput(self.slo) if series.kind is Kind.RATE else None
@@ -164,7 +164,7 @@ class Report:
         return summary
 
 
-def _point_to_json(point: Point, slo: Slo) -> dict[str, Any]:
+def _point_to_json(point: Point, slo: Slo) -> dict[str, object]:
     figures = {name: asdict(figure) for name, figure in point.figures(slo).items()}
     return {
         "arm": point.arm,
@@ -174,11 +174,11 @@ def _point_to_json(point: Point, slo: Slo) -> dict[str, Any]:
     }
 
 
-def _run_to_json(run: Run) -> dict[str, Any]:
+def _run_to_json(run: Run) -> dict[str, object]:
     return asdict(run) | {"records": [_rounded(asdict(record)) for record in run.records], "errors": run.errors()}
 
 
-def _rounded(record: Mapping[str, Any]) -> dict[str, Any]:
+def _rounded(record: Mapping[str, Any]) -> dict[str, object]:
     token_s: Sequence[float] = record["token_s"]
     times = {name: round(record[name], _DIGITS) for name in ("arrival_s", "end_s")}
     return {**record, **times, "token_s": [round(at, _DIGITS) for at in token_s]}

@@ -165,7 +165,9 @@ def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict
         if not is_pair or role not in ROLES:
             raise ConfigurationError(f"--set needs ROLE.KEY=VALUE with a role of {', '.join(ROLES)}, got {override!r}")
         if role not in roles_by_setting.get(name, ("",))[0].split(","):
-            role_settings = [known for known, (roles, _) in roles_by_setting.items() if role in roles.split(",")]
+            role_settings = [
+                field_name for field_name, (roles, _) in roles_by_setting.items() if role in roles.split(",")
+            ]
             raise ConfigurationError(f"--set {override}: {role} has no setting {key}{suggestion(name, role_settings)}")
         values[role][name] = value
     return values

@@ -7,9 +7,6 @@ from mesh.domain.errors import ConfigurationError
 from router.api.api_keys import digest_of, new_key
 from router.api.tenants import Priority, Tenant
 
-NAME = "keys"
-ABOUT = "create API keys for tenants"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")

@@ -16,10 +16,10 @@ from mesh.settings_file import near_name
 from tandem_cli.child import Launch
 from tandem_cli.display import Display
 from tandem_cli.main import main
-from tandem_cli.services import MeshPlan
-from tandem_cli.setting_names import all_names, check_names
+from tandem_cli.mesh_plan import MeshPlan
 from tandem_cli.supervisor import MeshFailed
-from tandem_cli.trial import Trial
+from tandem_cli.up import Trial
+from tandem_cli.up_settings import all_names, check_names
 from tests.defects import Repaired
 
 Planned = Callable[..., tuple[MeshPlan, Launch]]

@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-BUNDLED = Path(__file__).resolve().parents[2] / "demo_model" / "tandem-small"
+BUNDLED = Path(__file__).resolve().parents[1] / "demo_model" / "tandem-small"
 
 SHAPES = {
     "135m": {

@@ -1,53 +1,29 @@
-"""The processes of a mesh and their flags. Pure: starts nothing."""
+"""The plan of a mesh: its models with their folders, workers and cores, and the services with their flags.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+Nothing is started here. `plan_models` downloads models, once, before any service starts.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from decode_worker.settings import DecodeSettings
-from gateway.settings import GatewaySettings
+from checkpoint.source import ModelSource, Progress, split_models
 from mesh.domain.cores import Cores
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import Resolved, load_settings
-from mesh.settings_file import suggestion
-from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
-from tandem_cli.cores import CorePlan, format_cores
-from tandem_cli.up_settings import UpSettings
+from tandem_cli.cores import CorePlan, assign_cores, format_cores
+from tandem_cli.low_code_keys import flag
+from tandem_cli.up_settings import ROLES, UpSettings, split_by_role
 
-ROLES: Mapping[str, tuple[str, type]] = {
-    "router": ("router", RouterSettings),
-    "prefill": ("prefill_worker", PrefillSettings),
-    "decode": ("decode_worker", DecodeSettings),
-    "gateway": ("gateway", GatewaySettings),
-}
-"""Module and settings class of each role."""
-
-# Settings that `tandem up` computes itself, and does not accept as flags.
-_COMPUTED_SETTINGS = frozenset(
-    {
-        "worker_id",
-        "registry_address",
-        "registry_host",
-        "registry_port",
-        "advertise_host",
-        "expect_prefill",
-        "expect_decode",
-        "router",
-        "router_tls",
-        "router_tls_ca",
-        "router_tls_name",
-        "cpu_list",
-        "core_table",
-        "lent_cores",
-        "num_threads",
-        "follow_stdin",
-        "log_json",
-    }
-)
-
+BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "demo_model"
+_MODEL_OVERRIDE = re.compile(r"([\w.-]+)/(.+)")
+_WORKER_ROLES = ("prefill", "decode")
+_COUNTS = ("prefill", "decode", "colocated")
 _ANY_DEVICE = "auto"
 _DEVICES = {"cuda": "cuda:0"}
 
@@ -74,59 +50,6 @@ class Service:
         """
         ports = {name: address.rpartition(":")[2] for name, address in addresses.items() if address}
         return replace(self, flags=(*self.flags, *_flags(**ports)))
-
-
-def passed_on() -> dict[str, tuple[str, Any]]:
-    """Settings of services that are also flags of `tandem up`: name to (roles that have it, dataclass field)."""
-    excluded = _COMPUTED_SETTINGS | {setting.name for setting in fields(UpSettings)}
-    settings_by_name: dict[str, tuple[str, Any]] = {}
-    for role, (_, settings_class) in ROLES.items():
-        for setting in fields(settings_class):
-            if setting.name not in excluded and not setting.metadata["secret"]:
-                roles = settings_by_name[setting.name][0] + "," if setting.name in settings_by_name else ""
-                settings_by_name[setting.name] = (roles + role, setting)
-    return settings_by_name
-
-
-def roles_of() -> dict[str, list[str]]:
-    """The roles that have each setting of `passed_on()`, by name."""
-    return {name: roles.split(",") for name, (roles, _) in passed_on().items()}
-
-
-def split_secrets(role: str, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split `environ` for a service of `role` into public variables and its secrets. Secrets of other roles are
-    dropped.
-    """
-    secret_names, all_names = _secret_names(role), {name for other_role in ROLES for name in _secret_names(other_role)}
-    public = {name: value for name, value in environ.items() if name not in all_names}
-    return public, {name: environ[name] for name in secret_names if name in environ}
-
-
-def _secret_names(role: str) -> set[str]:
-    secrets = [secret for secret in fields(ROLES[role][1]) if secret.metadata["secret"]]
-    return {name for secret in secrets for name in (f"TANDEM_{secret.name.upper()}", *secret.metadata["env"])}
-
-
-def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Assign each setting to the roles that have it. `overrides` ("role.key=value") apply to one role and take
-    precedence. Raises ConfigurationError.
-    """
-    values: dict[str, dict[str, str]] = {role: {} for role in ROLES}
-    roles_by_setting = passed_on()
-    for name, value in settings.items():
-        for role in roles_by_setting[name][0].split(","):
-            values[role][name] = value
-    for override in overrides:
-        path, is_pair, value = override.partition("=")
-        role, _, key = path.partition(".")
-        name = key.replace("-", "_")
-        if not is_pair or role not in ROLES:
-            raise ConfigurationError(f"--set needs ROLE.KEY=VALUE with a role of {', '.join(ROLES)}, got {override!r}")
-        if role not in roles_by_setting.get(name, ("",))[0].split(","):
-            role_settings = [setting for setting, (roles, _) in roles_by_setting.items() if role in roles.split(",")]
-            raise ConfigurationError(f"--set {override}: {role} has no setting {key}{suggestion(name, role_settings)}")
-        values[role][name] = value
-    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +200,7 @@ class MeshPlan:
         return {"model": ",".join(f"{model.name}={model.folder}" for model in self.models), "name": ""}
 
     def _flags(
-        self, role: str, settings: Mapping[str, Any], model_settings: Mapping[str, str] = MappingProxyType({})
+        self, role: str, settings: Mapping[str, object], model_settings: Mapping[str, str] = MappingProxyType({})
     ) -> tuple[str, ...]:
         # The revision in the environment is for the hub; services get folders.
         flags = _flags(**{**self._config(), "revision": "", **settings, **self.values.get(role, {}), **model_settings})
@@ -295,3 +218,127 @@ def _reachable(address: str) -> str:
 
 def _flags(**values: Any) -> tuple[str, ...]:
     return tuple(f"--{name.replace('_', '-')}={value}" for name, value in values.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """The values of `--set`: those for all models, and those for one model (MODEL/ROLE.KEY=VALUE)."""
+
+    for_all: list[str]
+    by_model: Mapping[str, list[str]]
+
+    @classmethod
+    def read(cls, options: Sequence[str]) -> "Overrides":
+        for_all: list[str] = []
+        by_model: dict[str, list[str]] = {}
+        for override in options:
+            path, is_pair, value = override.partition("=")
+            match = _MODEL_OVERRIDE.fullmatch(path)
+            if match:
+                by_model.setdefault(match[1], []).append(f"{match[2]}{is_pair}{value}")
+            else:
+                for_all.append(override)
+        return cls(for_all, by_model)
+
+
+def plan_models(
+    settings: UpSettings, overrides: Overrides, on_progress: Callable[[str], Progress]
+) -> tuple[ModelPlan, ...]:
+    """Find or download all models, and divide the cores among their workers. Raises ConfigurationError.
+
+    `on_progress(model name)` returns the callback for the progress of that model's download.
+    """
+    sources = _sources(settings)
+    unknown = overrides.by_model.keys() - sources.keys()
+    if unknown:
+        raise ConfigurationError(f"--set {min(unknown)}/...: no model has this name; there are {', '.join(sources)}")
+    settings_by_model = {name: _model_settings(settings, overrides.by_model.get(name, ())) for name in sources}
+    cores = _share_cores(settings, [counts for counts, _ in settings_by_model.values()])
+    return tuple(
+        ModelPlan(name, str(find_model(source, on_progress(name))), plan, settings_by_model[name][1])
+        for (name, source), plan in zip(sources.items(), cores, strict=True)
+    )
+
+
+def find_draft(values: dict[str, str], settings: UpSettings) -> None:
+    """Replace the name of a draft model in `values` by its folder. Downloads the model if necessary."""
+    if draft_model := values.get("draft_model"):
+        values["draft_model"] = str(find_model(ModelSource(draft_model, cache_dir=settings.model_cache)))
+
+
+def join_models(models: Sequence[str]) -> str:
+    """Join the values of a repeated `--model` into one setting. Several models need names, or ConfigurationError is
+    raised.
+    """
+    if len(models) > 1 and not all(split_models(model)[0][0] for model in models):
+        raise ConfigurationError(f"several models need names, as in --model NAME=MODEL, got {' and '.join(models)}")
+    return ",".join(models)
+
+
+def available_cores() -> Sequence[int]:
+    """Cores that this process may use; all cores where the system has no affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
+
+
+def _sources(settings: UpSettings) -> dict[str, ModelSource]:
+    models = split_models(settings.model)
+    if settings.name and len(models) > 1:
+        raise ConfigurationError("--name works with one model only: name several with --model NAME=MODEL")
+    sources = {}
+    for name, model in models:
+        source = ModelSource(model, settings.revision, settings.model_cache)
+        sources[name or settings.name or source.short_name] = source
+    return sources
+
+
+def _model_settings(settings: UpSettings, overrides: Sequence[str]) -> tuple[UpSettings, dict[str, dict[str, str]]]:
+    """The settings with the worker counts of one model, and the settings that only its workers have."""
+    count_overrides = [override.removeprefix("up.") for override in overrides if override.startswith("up.")]
+    values = split_by_role({}, [override for override in overrides if not override.startswith("up.")])
+    for role in values:
+        if values[role] and role not in _WORKER_ROLES:
+            raise ConfigurationError(f"--set: the {role} serves all models, so it has no settings for one model")
+    find_draft(values["decode"], settings)
+    counts: dict[str, Any] = dict(_count(override) for override in count_overrides)
+    return replace(settings, **counts), values
+
+
+def _count(override: str) -> tuple[str, int | bool]:
+    name, _, value = override.partition("=")
+    if name not in _COUNTS:
+        raise ConfigurationError(f"--set MODEL/up.{override}: want one of {', '.join(_COUNTS)}")
+    if name == "colocated":
+        try:
+            return name, flag(value or "true")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--set MODEL/up.{override}: {error}") from None
+    if not value.isdecimal():
+        raise ConfigurationError(f"--set MODEL/up.{override}: want a number")
+    return name, int(value)
+
+
+def _share_cores(settings: UpSettings, settings_of_models: Sequence[UpSettings]) -> list[CorePlan]:
+    counts = [(model.num_prefill, model.decode) for model in settings_of_models]
+    all_cores = assign_cores(
+        available_cores(),
+        num_prefill=sum(prefill for prefill, _ in counts),
+        num_decode=sum(decode for _, decode in counts),
+        max_per_worker=settings.threads_per_worker,
+    )
+    return all_cores.split(counts)
+
+
+def find_model(
+    source: ModelSource, on_progress: Progress = lambda fraction: None, bundled: Path = BUNDLED_MODELS
+) -> Path:
+    """The folder of a model: bundled, local or downloaded. Raises ConfigurationError if the model cannot be found."""
+    names = sorted(config.parent.name for config in bundled.glob("*/config.json"))
+    if source.name in names:
+        return bundled / source.name
+    try:
+        return source.locate(on_progress)
+    except ConfigurationError as error:
+        hint = f"; bundled are: {', '.join(names)}" if names and not source.is_remote else ""
+        raise ConfigurationError(f"{error}{hint}") from error

@@ -1,12 +1,143 @@
-"""Maps the keys of LMI and TGI to settings, as one table."""
+"""Maps the keys of LMI and TGI to settings, as one table, and converts their values.
 
+Every conversion may raise ConfigurationError.
+"""
+
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from tandem_cli.serving import conversions as to
-from tandem_cli.serving.conversions import Convert
+from mesh.domain.errors import ConfigurationError
 
+_DTYPES: Mapping[str, str] = MappingProxyType(
+    {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+)
+_FORMATTERS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: name for name in ("json", "jsonlines", "sse")},
+        **{f"{name}_chat": name for name in ("json", "jsonlines", "sse")},
+    }
+)
+_BYTES_OF_MB = 1 << 20
+_TRUE = ("true", "1", "yes", "on")
+_FALSE = ("false", "0", "no", "off")
+_SPECULATION: Mapping[str, str] = MappingProxyType(
+    {
+        "method": "decode.speculative",
+        "model": "decode.draft_model",
+        "num_speculative_tokens": "decode.num_speculative_tokens",
+    }
+)
+_METHODS: Mapping[str, str] = MappingProxyType({"ngram": "ngram", "draft_model": "draft"})
 _WORKERS = ("prefill", "decode")
+ROPE_NAMES = ("ROPE_SCALING", "ROPE_FACTOR", "ROPE_SCALING and ROPE_FACTOR")
+"""Variables of TGI, which together are one value."""
+_BATCHES = "batching is always continuous"
+_SEPARATE = "prefill runs on separate workers"
+_DEVICES = "see --prefill and --decode"
+_FIXED = "the limit is fixed, see docs/http.md"
+_NO_SHARDS = "models are never sharded"
+_ALL_TRACED = tuple(f"{role}.otlp_endpoint" for role in ("router", *_WORKERS, "gateway"))
+_NO_GRAPHS = "there are no CUDA graphs; option.enforce_eager turns the compiled decoder off"
+
+
+Convert = Callable[[str], str]
+
+
+def as_is(value: str) -> str:
+    """The unchanged value. The service checks it."""
+    return value
+
+
+def dtype(value: str) -> str:
+    """A type name, also from the short names of LMI. int8 is rejected, because it is not a type here."""
+    if value.lower() == "int8":
+        raise ConfigurationError("int8 is not a dtype: set option.quantize=int8")
+    return _DTYPES.get(value.lower(), value)
+
+
+def kv_dtype(value: str) -> str:
+    """A type of KV. fp8, which TGI and vLLM have, is rejected."""
+    if value.lower().startswith("fp8"):
+        raise ConfigurationError("fp8 KV is not supported: use int8, which is as small")
+    return _DTYPES.get(value.lower(), value)
+
+
+def formatter(value: str) -> str:
+    """An output formatter. The variants for chat map to the plain formatters."""
+    if value not in _FORMATTERS:
+        raise ConfigurationError(f"expected one of {', '.join(_FORMATTERS)}, got {value!r}")
+    return _FORMATTERS[value]
+
+
+def one_only(value: str) -> str:
+    """A degree of parallelism inside a worker, which must be 1."""
+    if value not in ("1", "max"):
+        raise ConfigurationError(
+            f"a worker runs on one device: expected 1 or max, got {value!r}; see --decode and --prefill"
+        )
+    return value
+
+
+def megabytes(value: str) -> str:
+    """Megabytes, converted to bytes."""
+    return str(round(number(value) * _BYTES_OF_MB))
+
+
+def number(value: str, before: str = "") -> float:
+    """A number. `before` is a prefix for the error message."""
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigurationError(f"{before}expected a number, got {value!r}") from None
+
+
+def lmi_schema(value: str) -> str:
+    """The wire format for LMI's async_mode: "async" or "rolling"."""
+    return "async" if flag(value) else "rolling"
+
+
+def flag(value: str) -> bool:
+    """A boolean in any common spelling."""
+    if value.lower() not in (*_TRUE, *_FALSE):
+        raise ConfigurationError(f"expected true or false, got {value!r}")
+    return value.lower() in _TRUE
+
+
+def off_only(value: str) -> str:
+    """A feature that must stay off."""
+    if flag(value):
+        raise ConfigurationError("this is not supported")
+    return value
+
+
+def unsharded(value: str) -> str:
+    """TGI's SHARDED, which must be off, as models are not sharded."""
+    return one_only("1" if not flag(value) else value)
+
+
+def handler_file(value: str) -> str:
+    """The file of a handler; empty for LMI's built-in entry points, which need none."""
+    return "" if value.startswith("djl_python.") else value
+
+
+def speculation(value: str) -> dict[str, str]:
+    """Settings from vLLM's JSON object {"method": ..., "model": ..., "num_speculative_tokens": ...}."""
+    try:
+        options = json.loads(value)
+    except ValueError as error:
+        raise ConfigurationError(f"expected a JSON object: {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigurationError("expected a JSON object")
+    if unknown := options.keys() - _SPECULATION.keys():
+        raise ConfigurationError(f"not supported: {', '.join(sorted(unknown))}; known are {', '.join(_SPECULATION)}")
+    method = options.get("method", "draft_model" if "model" in options else "ngram")
+    if method not in _METHODS:
+        raise ConfigurationError(f"method must be ngram or draft_model, got {method!r}")
+    return {_SPECULATION[name]: str(option) for name, option in options.items()} | {
+        "decode.speculative": _METHODS[method]
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +155,7 @@ class Knob:
     targets: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    convert: Convert = to.as_is
+    convert: Convert = as_is
     note: str = ""
     spread: Callable[[str], Mapping[str, str]] | None = None
     is_file: bool = False
@@ -40,16 +171,6 @@ def _models(name: str) -> tuple[str, ...]:
     return (*_workers(name), f"router.{name}")
 
 
-ROPE_NAMES = ("ROPE_SCALING", "ROPE_FACTOR", "ROPE_SCALING and ROPE_FACTOR")
-"""Variables of TGI, which together are one value."""
-_BATCHES = "batching is always continuous"
-_SEPARATE = "prefill runs on separate workers"
-_DEVICES = "see --prefill and --decode"
-_FIXED = "the limit is fixed, see docs/http.md"
-_NO_SHARDS = "models are never sharded"
-_ALL_TRACED = tuple(f"{role}.otlp_endpoint" for role in ("router", *_WORKERS, "gateway"))
-_NO_GRAPHS = "there are no CUDA graphs; option.enforce_eager turns the compiled decoder off"
-
 KNOBS = (
     Knob("option.model_id", ("up.model",), env=("MODEL_ID", "HF_MODEL_ID"), also=("option.s3url",)),
     Knob("option.revision", ("up.revision",), env=("REVISION", "HF_MODEL_REVISION", "HF_REVISION")),
@@ -62,22 +183,22 @@ KNOBS = (
         "option.tensor_parallel_degree",
         env=("TENSOR_PARALLEL_DEGREE", "SM_NUM_GPUS", "NUM_SHARD"),
         also=("option.tensor_parallel_size",),
-        convert=to.one_only,
+        convert=one_only,
         note=_DEVICES,
     ),
     Knob(
         "option.pipeline_parallel_degree",
         env=("PIPELINE_PARALLEL_DEGREE",),
         also=("option.pipeline_parallel_size",),
-        convert=to.one_only,
+        convert=one_only,
         note=_DEVICES,
     ),
     Knob("engine", note="there is one engine"),
     Knob("option.mpi_mode", note="there is one engine"),
     Knob("option.rolling_batch", note=_BATCHES),
-    Knob("option.async_mode", ("gateway.lmi_schema",), convert=to.lmi_schema),
+    Knob("option.async_mode", ("gateway.lmi_schema",), convert=lmi_schema),
     Knob("option.lmi_schema", ("gateway.lmi_schema",)),
-    Knob("option.output_formatter", ("gateway.output_formatter",), convert=to.formatter),
+    Knob("option.output_formatter", ("gateway.output_formatter",), convert=formatter),
     Knob("option.tgi_compat", ("gateway.tgi_compat",), env=("COMPAT_TGI",)),
     Knob(
         "option.max_rolling_batch_size",
@@ -108,7 +229,7 @@ KNOBS = (
         env=("SERVING_JOB_QUEUE_SIZE", "MAX_CONCURRENT_REQUESTS"),
     ),
     Knob("max_client_batch_size", ("gateway.max_client_batch_size",), env=("MAX_CLIENT_BATCH_SIZE",)),
-    Knob("option.dtype", _workers("dtype"), env=("DTYPE",), convert=to.dtype),
+    Knob("option.dtype", _workers("dtype"), env=("DTYPE",), convert=dtype),
     Knob(
         "option.quantize",
         _workers("quantize"),
@@ -120,7 +241,7 @@ KNOBS = (
         _workers("kv_dtype"),
         env=("KV_CACHE_DTYPE", "KV_DTYPE"),
         also=("option.kv_dtype",),
-        convert=to.kv_dtype,
+        convert=kv_dtype,
     ),
     Knob("option.load_format", _workers("load_format")),
     Knob("option.gpu_memory_utilization", _workers("memory_utilization"), env=("CUDA_MEMORY_FRACTION",)),
@@ -149,7 +270,7 @@ KNOBS = (
         "max_payload_in_mb",
         ("gateway.max_body_bytes",),
         env=("SAGEMAKER_MAX_PAYLOAD_IN_MB",),
-        convert=to.megabytes,
+        convert=megabytes,
     ),
     Knob("option.waiting_served_ratio", env=("WAITING_SERVED_RATIO",), note=_SEPARATE),
     Knob("option.max_waiting_tokens", env=("MAX_WAITING_TOKENS",), note=_SEPARATE),
@@ -164,7 +285,7 @@ KNOBS = (
     Knob("option.max_stop_sequences", env=("MAX_STOP_SEQUENCES",), note=_FIXED),
     Knob("option.max_top_n_tokens", env=("MAX_TOP_N_TOKENS",), note=_FIXED),
     Knob("option.tgi_v1", env=("TGI_V1",), note="without max_new_tokens an answer may take the rest of the budget"),
-    Knob("option.sharded", env=("SHARDED",), convert=to.unsharded, note=_DEVICES),
+    Knob("option.sharded", env=("SHARDED",), convert=unsharded, note=_DEVICES),
     Knob("option.master_addr", env=("MASTER_ADDR",), note=_NO_SHARDS),
     Knob("option.master_port", env=("MASTER_PORT",), note=_NO_SHARDS),
     Knob("option.shard_uds_path", env=("SHARD_UDS_PATH",), note=_NO_SHARDS),
@@ -203,13 +324,13 @@ KNOBS = (
         "option.entryPoint",
         ("gateway.handler",),
         env=("DJL_ENTRY_POINT",),
-        convert=to.handler_file,
+        convert=handler_file,
         is_file=True,
     ),
     Knob("option.handler", ("gateway.handler_function",)),
-    Knob("option.enable_lora", convert=to.off_only, note="always off"),
+    Knob("option.enable_lora", convert=off_only, note="always off"),
     Knob("option.lora_adapters", env=("LORA_ADAPTERS",), note="adapters are not supported"),
-    Knob("option.speculative_config", spread=to.speculation),
+    Knob("option.speculative_config", spread=speculation),
     Knob("option.speculative_draft_model", ("decode.draft_model",), also=("option.draft_model_id",)),
     Knob(
         "option.speculative_length",
@@ -217,7 +338,7 @@ KNOBS = (
         env=("SPECULATE",),
         also=("option.spec_length",),
     ),
-    Knob("option.draft_model_tp_size", convert=to.one_only, note=_DEVICES),
+    Knob("option.draft_model_tp_size", convert=one_only, note=_DEVICES),
     Knob("option.record_acceptance_rate", note="always recorded"),
-    Knob("option.bedrock_compat", convert=to.off_only, note="always off"),
+    Knob("option.bedrock_compat", convert=off_only, note="always off"),
 )

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import lmi, openai, probes, tgi, web
+from gateway import lmi, openai, tgi, web
 from gateway.access import is_known_host
 from gateway.backend import Backend
 from gateway.errors import Problem
@@ -23,7 +23,7 @@ _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 def build_app(backend: Backend) -> Starlette:
     app = Starlette(
-        routes=[*openai.routes(), *lmi.routes(), *tgi.routes(), *probes.routes(), *web.routes()],
+        routes=[*openai.routes(), *lmi.routes(), *tgi.routes(), *web.routes()],
         middleware=_middleware(backend),
         exception_handlers={HTTPException: _unknown_route},
     )

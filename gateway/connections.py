@@ -1,4 +1,4 @@
-"""Limits on HTTP connections: their number, and how long a client may keep the server waiting.
+"""HTTP connections: limits on their number and on how long a client may keep the server waiting, and disconnects.
 
     opened ──headers within header_timeout_s──▶ answering ──▶ idle ──headers──▶ answering ...
 A connection is closed, and its unsent bytes are dropped, if the headers of a request take longer than that, or if the
@@ -11,13 +11,15 @@ uvicorn has none of these limits. It parses HTTP, discards the rest of a refused
 import asyncio
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import h11
 import structlog
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh.log_limit import LogLimit
@@ -163,3 +165,26 @@ class Connection(H11Protocol):
 def _has_two_lengths(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     """True for content-length beside transfer-encoding, a sign of request smuggling (RFC 9112, section 6.1)."""
     return {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}
+
+
+async def cancel_on_disconnect(work: Coroutine[Any, Any, Response], request: Request) -> Response:
+    """Return the response of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
+
+    The request's body must have been read already: this consumes the messages that follow it.
+    """
+    working = asyncio.create_task(work)
+    disconnecting = asyncio.create_task(_until_disconnected(request))
+    try:
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, disconnecting):
+            task.cancel()
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
+
+
+async def _until_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

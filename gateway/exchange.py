@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 import tandem
 from gateway.access import is_foreign_page, key_in
 from gateway.backend import Backend
-from gateway.disconnect import cancel_on_disconnect
+from gateway.connections import cancel_on_disconnect
 from gateway.errors import BodyTooLarge, BodyTooSlow, Dialect, Problem, is_ours
 from gateway.feed import Feed
 from gateway.metrics import Outcome, Progress

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from starlette.responses import JSONResponse, Response
 
 from gateway.exchange import Exchange
-from gateway.streaming import Json
+from gateway.schema import Json
 from tandem import Mesh, Worker
 
 _TIMEOUT_S = 5.0

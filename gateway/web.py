@@ -1,7 +1,8 @@
-"""The web pages: chat at /, the mesh at /mesh. The pages are static and need no key; the routes that they call do.
+"""Routes of no dialect: the web pages (chat at /, the mesh at /mesh), health checks and metrics.
 
-Their content security policy lets them load from and call this gateway only, and forbids inline scripts. Trusted types
-are required and none are defined, so text from a model cannot become markup even by mistake.
+The pages are static and need no key; the routes that they call do. Their content security policy lets them load from
+and call this gateway only, and forbids inline scripts. Trusted types are required and none are defined, so text from a
+model cannot become markup even by mistake.
 """
 
 from collections.abc import Mapping
@@ -9,17 +10,21 @@ from pathlib import Path
 from types import MappingProxyType
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from gateway.errors import OpenAIDialect
+from gateway.access import key_in
+from gateway.backend import Backend
+from gateway.errors import OpenAIDialect, Problem
 from gateway.exchange import Endpoint
 from gateway.mesh_state import mesh_state
-from gateway.probes import health
+from mesh.domain.addresses import is_loopback
+from tandem import TandemError
 
 PAGES = Path(__file__).parent / "pages"
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 HEADERS: Mapping[str, str] = MappingProxyType(
     {
@@ -63,4 +68,31 @@ def routes() -> list[BaseRoute]:
         Route("/mesh", mesh, methods=["GET"]),
         Route("/mesh/state", Endpoint(OpenAIDialect(), mesh_state, is_polled=True), methods=["GET"]),
         Mount("/pages", _Files(directory=PAGES)),
+        Route("/health", health, methods=["GET"]),
+        Route("/ping", ping, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
     ]
+
+
+async def health(request: Request) -> Response:
+    """TGI's health check: an empty 200, or 503."""
+    if await request.app.state.backend.readiness.is_ready():
+        return Response()
+    return JSONResponse({"error": "unhealthy", "error_type": "healthcheck"}, 503)
+
+
+async def ping(request: Request) -> Response:
+    """SageMaker's health check: 200 only while the router's health status is SERVING."""
+    is_ready = await request.app.state.backend.readiness.is_ready()
+    return JSONResponse({"status": "Healthy" if is_ready else "Unhealthy"}, 200 if is_ready else 503)
+
+
+async def metrics(request: Request) -> Response:
+    """Metrics as Prometheus text. Beyond loopback they need an operator's key, if the router has keys."""
+    backend: Backend = request.app.state.backend
+    if not is_loopback(backend.settings.host):
+        try:
+            await backend.gate.check_operator(key_in(request.headers))
+        except TandemError as error:
+            return OpenAIDialect().error_response(Problem.of(error))
+    return Response(backend.metrics.text(), media_type=_METRICS_TYPE)

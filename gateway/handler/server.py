@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.disconnect import cancel_on_disconnect
+from gateway.connections import cancel_on_disconnect
 from gateway.handler.inputs import Input
 from gateway.handler.outputs import Output
 from gateway.handler.user_code import Function, UserCode

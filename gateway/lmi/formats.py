@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from gateway.errors import Problem
-from gateway.streaming import Json
+from gateway.schema import Json
 from tandem import FinishReason, Token, Usage
 
 

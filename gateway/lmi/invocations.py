@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from gateway.answers import collect
+from gateway.answers import JSON_LINES, SSE, SSE_DONE, Streamer, collect
 from gateway.exchange import Exchange
 from gateway.handler.process import format_response
 from gateway.lmi.formats import FORMATS
@@ -23,7 +23,6 @@ from gateway.openai.completions import answer_completion
 from gateway.openai.schemas import ChatBody, CompletionBody
 from gateway.schema import Body
 from gateway.settings import GatewaySettings
-from gateway.streaming import JSON_LINES, SSE, SSE_DONE, Streamer
 from gateway.tgi.generate import answer_compat
 from gateway.tgi.schemas import GenerateBody
 from tandem import GenerateArguments, InvalidRequest

@@ -9,7 +9,7 @@ import structlog
 
 from gateway.exchange import Exchange
 from gateway.lmi.schemas import InvocationBody, Parameters
-from gateway.structures import structure_arguments
+from gateway.schema import structure_arguments
 from tandem import GenerateArguments, InvalidRequest, TokenizeArguments
 
 log = structlog.get_logger(__name__)

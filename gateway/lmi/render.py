@@ -7,7 +7,7 @@ from gateway.answers import Answer
 from gateway.errors import Problem
 from gateway.lmi.formats import Ending, Format
 from gateway.lmi.schemas import InvocationBody
-from gateway.streaming import Json
+from gateway.schema import Json
 from tandem import Choice, Token, TokenEvent
 
 

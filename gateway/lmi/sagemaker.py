@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Mapping
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import tandem
+from gateway.answers import encode
 from gateway.errors import Problem, lmi_error_body
 from gateway.exchange import Exchange
 from gateway.lmi.eventstream import MEDIA_TYPE, model_stream_error, payload_part
 from gateway.lmi.invocations import invocations
-from gateway.streaming import Json, encode
+from gateway.schema import Json
 
 _MODEL_ERROR = 424
 _VARIANT = {"x-amzn-invoked-production-variant": "tandem"}

@@ -9,8 +9,20 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gateway.errors import UnsupportedMediaType
-from gateway.schema import MAX_PROMPTS, AnyJson, Bias, Body, Choices, Count, Few, Many, Real, Seed, read_json
-from gateway.structures import StructuredBody
+from gateway.schema import (
+    MAX_PROMPTS,
+    AnyJson,
+    Bias,
+    Body,
+    Choices,
+    Count,
+    Few,
+    Many,
+    Real,
+    Seed,
+    StructuredBody,
+    read_json,
+)
 from tandem import InvalidRequest
 
 _CSV_COLUMN = "inputs"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import Answer, collect, total_usage
+from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.envelope import Envelope, StreamUsage, token_ids, usage_json, without_stop_tokens
@@ -17,8 +17,7 @@ from gateway.openai.schemas import ChatBody
 from gateway.openai.tool_choice import ToolUse, parse_tool_use
 from gateway.openai.tool_parser import TOOL_FORMATS
 from gateway.openai.validation import ClientFieldNames, check_ranges
-from gateway.streaming import SSE_DONE, Framing, Json, Streamer
-from gateway.structures import structure_arguments
+from gateway.schema import Json, structure_arguments
 from tandem import Choice, TokenEvent
 
 

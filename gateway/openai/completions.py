@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import Answer, collect, total_usage
+from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.envelope import Envelope, StreamUsage, finish_reason, token_ids, usage_json, without_stop_tokens
@@ -13,7 +13,7 @@ from gateway.openai.logprobs import CompletionLogprobs, StreamTokens, visible_to
 from gateway.openai.parameters import completion_arguments
 from gateway.openai.schemas import CompletionBody
 from gateway.openai.validation import ClientFieldNames, check_ranges
-from gateway.streaming import SSE_DONE, Framing, Json, Streamer
+from gateway.schema import Json
 from tandem import Choice, FinishReason, Token, TokenEvent
 
 

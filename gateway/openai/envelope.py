@@ -8,7 +8,7 @@ from uuid import uuid4
 import tandem
 from gateway.openai.logprobs import num_stop_tokens
 from gateway.openai.schemas import SamplingBody
-from gateway.streaming import Json
+from gateway.schema import Json
 from tandem import Choice, FinishReason, Token, TokenEvent, Usage
 
 # A string, not null: text-generation's client requires one.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from gateway.streaming import Json
+from gateway.schema import Json
 from tandem import FinishReason, Token, TokenEvent
 
 _VERY_UNLIKELY = -9999.0

@@ -9,7 +9,7 @@ from gateway.openai.envelope import finish_reason
 from gateway.openai.reasoning import ReasoningReader
 from gateway.openai.tool_choice import ToolUse
 from gateway.openai.tool_parser import ToolCallParser
-from gateway.streaming import Json
+from gateway.schema import Json
 from tandem import FinishReason
 
 

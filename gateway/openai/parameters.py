@@ -6,7 +6,7 @@ from typing import Any
 from gateway.errors import InvalidField
 from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
-from gateway.structures import structure_arguments
+from gateway.schema import structure_arguments
 from tandem import GenerateArguments, InvalidRequest, TokenizeArguments
 
 _DEFAULT_TEMPERATURE = 1.0

@@ -7,7 +7,7 @@ from gateway.errors import OpenAIDialect
 from gateway.exchange import Endpoint, Exchange
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions
-from gateway.streaming import Json
+from gateway.schema import Json
 from tandem import Model
 
 

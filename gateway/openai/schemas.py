@@ -15,9 +15,9 @@ from gateway.schema import (
     Many,
     Name,
     Real,
+    StructuredBody,
     TokenIds,
 )
-from gateway.structures import StructuredBody
 
 # Wide enough that validation.py reports a seed out of range, in OpenAI's words.
 _Seed = Annotated[int, Field(ge=-(2**127), lt=2**127)]

@@ -7,8 +7,7 @@ from pydantic import Field
 
 from gateway.openai.schemas import ChatBody
 from gateway.openai.tool_parser import FORCED_FORMAT, ToolCallParser, ToolFormat
-from gateway.schema import Body, Name, check
-from gateway.streaming import Json
+from gateway.schema import Body, Json, Name, check
 from tandem import GenerateArguments, InvalidRequest
 
 # A bound for models that would never end the list.

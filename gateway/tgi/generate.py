@@ -3,11 +3,10 @@
 from starlette.responses import JSONResponse, Response
 
 import tandem
-from gateway.answers import Answer, collect
+from gateway.answers import SSE, Answer, Framing, Streamer, collect, failed_stream
 from gateway.errors import UnsupportedMediaType
 from gateway.exchange import Exchange
 from gateway.metrics import Phases
-from gateway.streaming import SSE, Framing, Streamer, failed_stream
 from gateway.tgi.parameters import generate_arguments
 from gateway.tgi.render import StreamEvents, TgiShape, answer_json
 from gateway.tgi.schemas import GenerateBody

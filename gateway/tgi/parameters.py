@@ -1,8 +1,8 @@
 """Translates TGI requests to arguments of the SDK."""
 
 import secrets
+from collections.abc import Mapping
 
-from gateway.structures import tgi_grammar
 from gateway.tgi.schemas import GenerateBody, Parameters
 from tandem import GenerateArguments, InvalidRequest
 
@@ -34,7 +34,7 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
         top_logprobs=parameters.top_n_tokens,
         prompt_logprobs=parameters.decoder_input_details,
     )
-    return sampling | tgi_grammar(parameters.grammar)
+    return sampling | _structure(parameters.grammar)
 
 
 def seed_of(parameters: Parameters) -> int | None:
@@ -64,3 +64,17 @@ def _refuse_unsupported(parameters: Parameters) -> None:
     for name, is_used in unsupported.items():
         if is_used:
             raise InvalidRequest(f"`{name}` is not supported")
+
+
+def _structure(grammar: Mapping[str, object] | None) -> GenerateArguments:
+    """TGI's `grammar`: {type: json, json_schema or regex, value}. Raises InvalidRequest."""
+    if grammar is None:
+        return GenerateArguments()
+    kind, value = grammar.get("type"), grammar.get("value")
+    if kind == "regex" and isinstance(value, str):
+        return GenerateArguments(regex=value)
+    if kind == "json_schema" and isinstance(value, dict):
+        value = value.get("schema")
+    if kind in ("json", "json_schema") and isinstance(value, dict | str):
+        return GenerateArguments(json_schema=value)
+    raise InvalidRequest("`grammar` must have a `type` of json, json_schema or regex, and a `value` that fits it")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gateway.answers import Answer
 from gateway.errors import Problem, tgi_error_body
-from gateway.streaming import Json
+from gateway.schema import Json
 from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
 
 

@@ -10,7 +10,7 @@ from gateway.errors import TgiDialect
 from gateway.exchange import Endpoint, Exchange
 from gateway.openai.parameters import model_of, rendering_of
 from gateway.openai.schemas import ChatBody
-from gateway.streaming import Json
+from gateway.schema import Json
 from gateway.tgi.generate import generate, generate_compat, generate_stream
 from gateway.tgi.schemas import TokenizeBody
 from mesh.domain.sampling import MAX_CHOICES, MAX_STOP_STRINGS

@@ -11,15 +11,12 @@ from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from gateway.access import key_in
 from gateway.backend import Backend
 from gateway.errors import OpenAIDialect, Problem
-from gateway.exchange import Endpoint
-from gateway.mesh_state import mesh_state
 from mesh.domain.addresses import is_loopback
 from tandem import TandemError
 
@@ -53,25 +50,13 @@ def _page(name: str) -> Response:
     return FileResponse(PAGES / name, headers=dict(HEADERS))
 
 
-class _Files(StaticFiles):
+class PageFiles(StaticFiles):
     """Scripts and styles, with the pages' security headers."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
-
-
-def routes() -> list[BaseRoute]:
-    return [
-        Route("/", root, methods=["GET"]),
-        Route("/mesh", mesh, methods=["GET"]),
-        Route("/mesh/state", Endpoint(OpenAIDialect(), mesh_state, is_polled=True), methods=["GET"]),
-        Mount("/pages", _Files(directory=PAGES)),
-        Route("/health", health, methods=["GET"]),
-        Route("/ping", ping, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-    ]
 
 
 async def health(request: Request) -> Response:

@@ -4,6 +4,7 @@
 Streams are JSON lines unless `output_formatter` is sse.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,18 +15,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from gateway.answers import JSON_LINES, SSE, SSE_DONE, Streamer, collect
 from gateway.exchange import Exchange
 from gateway.handler.process import format_response
-from gateway.lmi.formats import FORMATS
-from gateway.lmi.parameters import invocation_arguments, log_dropped, within_total
-from gateway.lmi.render import Lines, LmiShape, answers_json
-from gateway.lmi.schemas import InvocationBody, read_payload
+from gateway.lmi.requests import InvocationBody, invocation_arguments, log_dropped, read_payload
+from gateway.lmi.responses import FORMATS, Lines, LmiShape, answers_json
+from gateway.lmi.sagemaker import forward, forward_as_event_stream
 from gateway.openai.chat import answer_chat
 from gateway.openai.completions import answer_completion
-from gateway.openai.schemas import ChatBody, CompletionBody
+from gateway.openai.requests import ChatBody, CompletionBody
 from gateway.schema import Body
 from gateway.settings import GatewaySettings
-from gateway.tgi.generate import answer_compat
-from gateway.tgi.schemas import GenerateBody
-from tandem import GenerateArguments, InvalidRequest
+from gateway.tgi.endpoints import answer_compat
+from gateway.tgi.requests import GenerateBody
+from tandem import GenerateArguments, InvalidRequest, TokenizeArguments
 
 B = TypeVar("B", bound=Body)
 
@@ -51,6 +51,21 @@ async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -
     if handler is not None and handler.has("output_formatter"):
         response = await format_response(handler, response)
     return _ending_in_newline(response)
+
+
+async def sagemaker_invocations(exchange: Exchange) -> Response:
+    """Handle SageMaker's InvokeEndpoint."""
+    return await forward(await invocations(exchange))
+
+
+async def sagemaker_invocations_stream(exchange: Exchange) -> Response:
+    """Handle InvokeEndpointWithResponseStream. Its clients expect a stream: a body without `stream` gets JSON lines."""
+    return await forward_as_event_stream(await invocations(exchange, streams_by_default=True), exchange)
+
+
+async def lmi_options(exchange: Exchange) -> Response:
+    """Handle OPTIONS /invocations."""
+    return JSONResponse({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +156,26 @@ async def _arguments(exchange: Exchange, body: InvocationBody, model: str) -> li
     arguments_of_inputs = [shared | GenerateArguments(prompt=prompt) for prompt in body.prompts]
     if parameters.max_seq_len is None:
         return arguments_of_inputs
-    return [await within_total(exchange, arguments, parameters.max_seq_len) for arguments in arguments_of_inputs]
+    return [await _within_total(exchange, arguments, parameters.max_seq_len) for arguments in arguments_of_inputs]
+
+
+async def _within_total(exchange: Exchange, arguments: GenerateArguments, max_seq_len: int) -> GenerateArguments:
+    """Limit max_new_tokens so that prompt and new tokens are at most `max_seq_len`. Raises InvalidRequest.
+
+    Without max_new_tokens the answer may fill the rest: FasterTransformer's clients set no other limit.
+    """
+    tokenize_arguments = TokenizeArguments(
+        prompt=arguments.get("prompt"), model=arguments.get("model"), timeout=exchange.settings.request_timeout_s
+    )
+    num_prompt = min(
+        len(await exchange.client.tokenize(**tokenize_arguments)),
+        arguments.get("truncate_prompt_tokens") or sys.maxsize,
+    )
+    if num_prompt >= max_seq_len:
+        raise InvalidRequest(f"max_seq_len ({max_seq_len}) must be greater than the prompt's tokens ({num_prompt})")
+    num_left = max_seq_len - num_prompt
+    requested = arguments.get("max_new_tokens")
+    return arguments | GenerateArguments(max_new_tokens=num_left if requested is None else min(num_left, requested))
 
 
 async def _compat_body(exchange: Exchange, payload: dict[str, Any]) -> GenerateBody:

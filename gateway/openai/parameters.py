@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from gateway.errors import InvalidField
-from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
+from gateway.openai.requests import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
 from gateway.schema import structure_arguments
 from tandem import GenerateArguments, InvalidRequest, TokenizeArguments

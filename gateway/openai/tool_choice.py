@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gateway.openai.schemas import ChatBody
+from gateway.openai.requests import ChatBody
 from gateway.openai.tool_parser import FORCED_FORMAT, ToolCallParser, ToolFormat
 from gateway.schema import Body, Json, Name, check
 from tandem import GenerateArguments, InvalidRequest

@@ -45,10 +45,8 @@ class ReasoningReader:
             elif _OPEN.startswith(first):
                 return "", ""  # empty, or a possible prefix of <think>
             else:
-                self._state, self._is_blank = (
-                    _State.ANSWER,
-                    False,
-                )  # without reasoning, leading white space belongs to the answer
+                # Without reasoning, leading white space belongs to the answer.
+                self._state, self._is_blank = _State.ANSWER, False
         if self._state is _State.REASONING:
             reasoning = self._read_reasoning()
         return reasoning, self._read_answer() if self._state is _State.ANSWER else ""

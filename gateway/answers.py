@@ -11,10 +11,11 @@ here running streams may finish within `grace_s`.
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 import tandem
 from gateway.errors import Problem, is_ours
@@ -113,7 +114,7 @@ class Renderer(Protocol):
         ...
 
 
-def encode(content: Any) -> bytes:
+def encode(content: object) -> bytes:
     """Encode as compact JSON on one line. Raises ValueError for NaN and infinity."""
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
@@ -166,7 +167,7 @@ class Streamer:
         except BaseException:
             await feed.close()
             raise
-        return _FeedResponse(feed, self._body(feed, renderer), media_type=self.framing.media_type, headers=self.headers)
+        return _FeedResponse(feed, self._body(feed, renderer), self.framing.media_type, self.headers)
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -207,13 +208,13 @@ def failed_stream(streamer: Streamer, error: Exception, renderer: Renderer) -> R
 class _FeedResponse(StreamingResponse):
     """Closes the feed when the response ends, even by an error or cancellation."""
 
-    def __init__(self, feed: Feed, body: AsyncIterator[bytes], **options: Any) -> None:
-        super().__init__(body, **options)
+    def __init__(self, feed: Feed, body: AsyncIterator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
+        super().__init__(body, media_type=media_type, headers=headers)
         self._feed = feed
 
-    async def __call__(self, *connection: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(*connection)
+            await super().__call__(scope, receive, send)
         finally:
             await self._feed.close()
 

@@ -167,7 +167,7 @@ def _has_two_lengths(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     return {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}
 
 
-async def cancel_on_disconnect(work: Coroutine[Any, Any, Response], request: Request) -> Response:
+async def cancel_on_disconnect(work: Coroutine[object, object, Response], request: Request) -> Response:
     """Return the response of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
 
     The request's body must have been read already: this consumes the messages that follow it.

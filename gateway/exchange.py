@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 import structlog
@@ -69,7 +69,7 @@ class Exchange:
         """Parse and check the JSON body. Raises InvalidRequest."""
         return await self.arrival.backend.reader.run(len(self.body), partial(parse, schema, self.body))
 
-    async def check(self, schema: type[M], payload: Any) -> M:
+    async def check(self, schema: type[M], payload: object) -> M:
         """Check a payload that was read from the body already. Raises InvalidRequest."""
         return await self.arrival.backend.reader.run(len(self.body), partial(check, schema, payload))
 
@@ -121,7 +121,7 @@ class Exchange:
         return self.client.stream(**(defaults | arguments))
 
 
-Handler = Callable[[Exchange], Coroutine[Any, Any, Response]]
+Handler = Callable[[Exchange], Coroutine[object, object, Response]]
 
 
 @dataclass(frozen=True, slots=True)

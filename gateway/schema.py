@@ -6,7 +6,7 @@ list has a maximum length, and its check stops at the first invalid element; eve
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -41,20 +41,23 @@ _MAX_VALUES = 524_288
 SMALL_BODY_BYTES = 64 << 10
 
 
-def _check_num_values(value: Any) -> Any:
+def _check_num_values(value: T) -> T:
     """Raise ValueError if JSON of any shape, such as a tool's schema, has more than `_MAX_NODES` values."""
-    num_left, stack = _MAX_NODES, [value]
+    num_left = _MAX_NODES
+    stack: list[object] = [value]
     while stack:
         node = stack.pop()
-        children: Iterable[Any] = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-        num_left -= len(children)  # type: ignore[arg-type]
+        children: Collection[object] = (
+            node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        )
+        num_left -= len(children)
         if num_left < 0:
             raise ValueError(f"should have at most {_MAX_NODES:,} values")
         stack.extend(children)
     return value
 
 
-def _check_num_entries(value: Any) -> Any:
+def _check_num_entries(value: T) -> T:
     """Check the length before the entries: pydantic would collect two errors for each invalid one."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"has {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed")
@@ -87,7 +90,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
+    def _without_nulls(cls, data: object) -> object:
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
@@ -96,7 +99,7 @@ def parse(schema: type[M], body: bytes) -> M:
     return check(schema, read_json(body))
 
 
-def read_json(body: bytes) -> Any:
+def read_json(body: bytes) -> object:
     """Parse JSON of any shape. Raises InvalidRequest if it is invalid or has too many values."""
     if len(body) > SMALL_BODY_BYTES:
         _check_size(body)
@@ -106,7 +109,7 @@ def read_json(body: bytes) -> Any:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
-def check(schema: type[M], payload: Any) -> M:
+def check(schema: type[M], payload: object) -> M:
     """Check a parsed payload. Raises InvalidRequest that names the invalid members."""
     try:
         return schema.model_validate(payload)

@@ -6,7 +6,6 @@ import logging
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import structlog
 import uvicorn
@@ -110,8 +109,8 @@ def _rate_limited_logs() -> Iterator[None]:
 
     previous = loop.get_exception_handler()
 
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "socket.accept()" in context.get("message", ""):
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        if "socket.accept()" in str(context.get("message", "")):
             if limit.admit("accept") is not None:
                 log.error("connections cannot be accepted", reason=str(context.get("exception")))
         elif previous is not None:

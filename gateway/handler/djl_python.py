@@ -10,7 +10,14 @@ import sys
 import zipfile
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
+    from PIL.Image import Image
+
+    Array = NDArray[np.generic]
 
 _BODY = "data"
 _ERROR_MESSAGE = "invoke handler failure"
@@ -83,22 +90,22 @@ class Input:
     def get_as_csv(self, key: str | None = None) -> Iterator[dict[str, str]]:
         return csv.DictReader(io.StringIO(self.get_as_string(key)))
 
-    def get_as_numpy(self, key: str | None = None) -> Any:
+    def get_as_numpy(self, key: str | None = None) -> "Array":
         """Read an array in .npy format. Raises ValueError for object arrays."""
         return _array(io.BytesIO(self.get_as_bytes(key)))
 
-    def get_as_npz(self, key: str | None = None) -> list[Any]:
+    def get_as_npz(self, key: str | None = None) -> "list[Array]":
         """Read the arrays of an .npz archive. Raises ValueError for object arrays."""
         with zipfile.ZipFile(io.BytesIO(self.get_as_bytes(key))) as archive:
             return [_array(io.BytesIO(archive.read(name))) for name in archive.namelist()]
 
-    def get_as_image(self, key: str | None = None) -> Any:
+    def get_as_image(self, key: str | None = None) -> "Image":
         """Decode an image with Pillow, which the user must install."""
         from PIL import Image
 
         return Image.open(io.BytesIO(self.get_as_bytes(key)))
 
-    def _members(self) -> Mapping[str, Any]:
+    def _members(self) -> Mapping[str, object]:
         try:
             members = json.loads(self._content.get(_BODY, b"{}"))
         except ValueError:
@@ -106,7 +113,7 @@ class Input:
         return members if isinstance(members, dict) else {}
 
 
-def _array(file: BinaryIO) -> Any:
+def _array(file: BinaryIO) -> "Array":
     """Read an array without unpickling, which could run code."""
     import numpy as np
 
@@ -121,9 +128,9 @@ class Output:
         self.message = message
         self.properties: dict[str, str] = {}
         self.content: list[tuple[str, bytes]] = []
-        self.stream: Iterable[Any] | AsyncIterable[Any] | None = None
+        self.stream: Iterable[object] | AsyncIterable[object] | None = None
         self.stream_formatter: StreamFormatter = outputs_line
-        self.on_end: Callable[[], Any] | None = None
+        self.on_end: Callable[[], object] | None = None
 
     def error(self, error: str, code: int = 424, message: str = _ERROR_MESSAGE) -> "Output":
         """Turn this answer into an error, in LMI's format."""
@@ -136,7 +143,7 @@ class Output:
         self.properties[key] = value
         return self
 
-    def add(self, value: Any, key: str | None = None, batch_index: int | None = None) -> "Output":
+    def add(self, value: object, key: str | None = None, batch_index: int | None = None) -> "Output":
         """Add a value: bytes and strings unchanged, anything else as JSON."""
         if isinstance(value, bytes | bytearray):
             return self._append(bytes(value), key, batch_index)
@@ -144,12 +151,12 @@ class Output:
             return self._append(value.encode(), key, batch_index)
         return self.add_as_json(value, key, batch_index)
 
-    def add_as_json(self, value: Any, key: str | None = None, batch_index: int | None = None) -> "Output":
+    def add_as_json(self, value: object, key: str | None = None, batch_index: int | None = None) -> "Output":
         """Add a value as JSON, and set the content type if it is not set."""
         self.properties.setdefault("Content-Type", "application/json")
         return self._append(json.dumps(value, ensure_ascii=False).encode(), key, batch_index)
 
-    def add_as_numpy(self, arrays: Any, key: str | None = None, batch_index: int | None = None) -> "Output":
+    def add_as_numpy(self, arrays: "ArrayLike", key: str | None = None, batch_index: int | None = None) -> "Output":
         """Add an array in .npy format. Raises ValueError for object arrays."""
         import numpy as np
 
@@ -158,7 +165,9 @@ class Output:
         self.properties.setdefault("Content-Type", "tensor/npy")
         return self._append(file.getvalue(), key, batch_index)
 
-    def add_as_npz(self, arrays: Any, key: str | None = None, batch_index: int | None = None) -> "Output":
+    def add_as_npz(
+        self, arrays: "Iterable[ArrayLike]", key: str | None = None, batch_index: int | None = None
+    ) -> "Output":
         """Add arrays as an .npz archive."""
         import numpy as np
 
@@ -168,7 +177,7 @@ class Output:
         return self._append(file.getvalue(), key, batch_index)
 
     def add_stream_content(
-        self, stream: Iterable[Any] | AsyncIterable[Any], output_formatter: StreamFormatter | None = None
+        self, stream: Iterable[object] | AsyncIterable[object], output_formatter: StreamFormatter | None = None
     ) -> "Output":
         """Stream the answer. By default each item becomes a line {"outputs": item}."""
         self.stream = stream
@@ -177,7 +186,7 @@ class Output:
         self.properties.setdefault("Content-Type", "application/jsonlines")
         return self
 
-    def finalize(self, function: Callable[..., Any], *arguments: Any) -> "Output":
+    def finalize(self, function: Callable[..., object], *arguments: object) -> "Output":
         """Call `function(*arguments)` once the answer has been sent."""
         self.on_end = lambda: function(*arguments)
         return self
@@ -194,14 +203,14 @@ class Output:
         return self
 
 
-def outputs_line(item: Any) -> str:
+def outputs_line(item: object) -> str:
     """Format an item of a stream as DJLServing does."""
     text = item.decode(errors="replace") if isinstance(item, bytes) else item
     return json.dumps({"outputs": text}, ensure_ascii=False) + "\n"
 
 
 def create_non_stream_output(
-    data: Any, properties: dict[str, str] | None = None, error: str | None = None, code: int | None = None
+    data: object, properties: dict[str, str] | None = None, error: str | None = None, code: int | None = None
 ) -> Output:
     """Build the complete answer of an asynchronous handler."""
     output = Output(code or 200)
@@ -209,7 +218,7 @@ def create_non_stream_output(
     return output.error(error, code or 424) if error else output.add(data)
 
 
-def create_stream_chunk_output(data: Any, last_chunk: bool = False) -> Output:
+def create_stream_chunk_output(data: object, last_chunk: bool = False) -> Output:
     """Build one part of the answer of an asynchronous generator."""
     output = Output().add(data)
     output.properties["last_chunk"] = str(last_chunk).lower()

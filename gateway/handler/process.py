@@ -11,13 +11,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import structlog
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 import tandem
 from gateway.exchange import Exchange
@@ -94,7 +94,7 @@ class HandlerProcess:
         query = {"model_name": "", **request.query_params} | ({"model_name": model} if model else {})
         return await self._send("/handle", exchange.body, headers, query)
 
-    async def format(self, part: str, value: dict[str, Any]) -> Any:
+    async def format(self, part: str, value: Mapping[str, object]) -> object:
         """Return what the formatter `part` makes of a payload or an answer. Raises InvalidRequest if it fails."""
         body = json.dumps(value).encode()
         response = await self._send(f"/{part}", body, [(b"content-type", b"application/json")], {})
@@ -241,9 +241,9 @@ class _ForwardedResponse(StreamingResponse):
         super().__init__(chunks, answer.status_code)
         self._answer = answer
 
-    async def __call__(self, *connection: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(*connection)
+            await super().__call__(scope, receive, send)
         finally:
             await self._answer.aclose()
 

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, I
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import structlog
 from starlette.applications import Starlette
@@ -128,7 +127,7 @@ class HandlerServer:
 
         return answer
 
-    async def _call(self, function: Function, *arguments: Any) -> Any:
+    async def _call(self, function: Function, *arguments: object) -> object:
         """Return the function's result; for an asynchronous generator, the generator."""
         if inspect.isasyncgenfunction(function):
             return function(*arguments)
@@ -136,7 +135,7 @@ class HandlerServer:
             return await function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*arguments))
 
-    def _respond(self, result: Any) -> Response:
+    def _respond(self, result: object) -> Response:
         if result is None:
             return Response(status_code=204)
         if not isinstance(result, Output):
@@ -147,7 +146,7 @@ class HandlerServer:
         headers = {**result.properties, STREAM_MARK: "1"}
         return StreamingResponse(self._stream(result), result.code, headers, background=ending)
 
-    async def _respond_parts(self, parts: AsyncIterator[Any]) -> Response:
+    async def _respond_parts(self, parts: AsyncIterator[Output]) -> Response:
         """Respond with an asynchronous generator of Output, whose first one decides the status."""
         first = await anext(parts, None)
         if not isinstance(first, Output):
@@ -166,7 +165,7 @@ class HandlerServer:
             line = output.stream_formatter(item)
             yield line.encode() if isinstance(line, str) else line
 
-    async def _items(self, stream: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async def _items(self, stream: Iterable[object] | AsyncIterable[object]) -> AsyncIterator[object]:
         if isinstance(stream, AsyncIterable):
             async for item in stream:
                 yield item
@@ -176,7 +175,7 @@ class HandlerServer:
             yield item
 
 
-_RequestHandler = Callable[[Request], Coroutine[Any, Any, Response]]
+_RequestHandler = Callable[[Request], Coroutine[object, object, Response]]
 
 
 def _endpoint(answer: _RequestHandler) -> _RequestHandler:

@@ -7,7 +7,7 @@ Streams are JSON lines unless `output_formatter` is sse.
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -43,9 +43,10 @@ async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -
         return await handler.handle(exchange, request.path_params.get("model", ""))
     payload = await exchange.read(read_payload, request.headers.get("content-type", ""))
     if handler is not None and handler.has("input_formatter"):
-        payload = await handler.format("input_formatter", payload)
-        if not isinstance(payload, dict):
-            raise InvalidRequest(f"input_formatter returned {type(payload).__name__}, not a dict")
+        formatted = await handler.format("input_formatter", payload)
+        if not isinstance(formatted, dict):
+            raise InvalidRequest(f"input_formatter returned {type(formatted).__name__}, not a dict")
+        payload = formatted
     streaming = _Streaming.of(payload, exchange.settings, by_default=streams_by_default)
     response = await _built_in(exchange, payload, streaming)
     if handler is not None and handler.has("output_formatter"):
@@ -76,7 +77,7 @@ class _Streaming:
     by_default: bool
 
     @classmethod
-    def of(cls, payload: Mapping[str, Any], settings: GatewaySettings, *, by_default: bool) -> "_Streaming":
+    def of(cls, payload: Mapping[str, object], settings: GatewaySettings, *, by_default: bool) -> "_Streaming":
         is_open = payload.get("stream") is None and settings.output_formatter == "auto" and not settings.tgi_compat
         return cls(settings.output_formatter in ("jsonlines", "sse"), by_default and is_open)
 
@@ -95,7 +96,7 @@ def _ending_in_newline(response: Response) -> Response:
     return response
 
 
-async def _built_in(exchange: Exchange, payload: dict[str, Any], streaming: _Streaming) -> Response:
+async def _built_in(exchange: Exchange, payload: dict[str, object], streaming: _Streaming) -> Response:
     model = _model(exchange.arrival.request, payload)
     settings = exchange.settings
     openai_framing = SSE_DONE if _wants_events(settings) else JSON_LINES
@@ -114,7 +115,7 @@ async def _built_in(exchange: Exchange, payload: dict[str, Any], streaming: _Str
     return await _answer(exchange, payload, model, streaming)
 
 
-def _model(request: Request, payload: dict[str, Any]) -> str:
+def _model(request: Request, payload: dict[str, object]) -> str:
     """Return the model's name from path, query or body; "" for the default model, also if it is LMI's name for it."""
     name = request.path_params.get("model") or request.query_params.get("model_name") or payload.get("model") or ""
     if not isinstance(name, str):
@@ -126,7 +127,7 @@ def _wants_events(settings: GatewaySettings) -> bool:
     return settings.output_formatter == "sse" or (settings.tgi_compat and settings.output_formatter == "auto")
 
 
-async def _answer(exchange: Exchange, payload: dict[str, Any], model: str, streaming: _Streaming) -> Response:
+async def _answer(exchange: Exchange, payload: dict[str, object], model: str, streaming: _Streaming) -> Response:
     request_body = await exchange.check(InvocationBody, payload)
     body = streaming.apply(request_body, can_stream=request_body.can_stream)
     log_dropped(payload, exchange.request_id)
@@ -178,7 +179,7 @@ async def _within_total(exchange: Exchange, arguments: GenerateArguments, max_se
     return arguments | GenerateArguments(max_new_tokens=num_left if requested is None else min(num_left, requested))
 
 
-async def _compat_body(exchange: Exchange, payload: dict[str, Any]) -> GenerateBody:
+async def _compat_body(exchange: Exchange, payload: dict[str, object]) -> GenerateBody:
     """Check TGI's body. In LMI's `tgi_compat` mode `details` defaults to true."""
     parameters = payload.get("parameters")
     if parameters is None or isinstance(parameters, dict):

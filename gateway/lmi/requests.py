@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 import structlog
 from pydantic import Field
@@ -113,7 +113,7 @@ class InvocationBody(Body):
         return isinstance(self.inputs, str) and not self.parameters.wants_prefill and self.parameters.num_choices == 1
 
 
-def read_payload(body: bytes, content_type: str) -> dict[str, Any]:
+def read_payload(body: bytes, content_type: str) -> dict[str, object]:
     """Parse the body; text and CSV become {"inputs": ...}. Raises InvalidRequest or UnsupportedMediaType."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind in ("text/plain", "text/csv"):
@@ -201,7 +201,7 @@ def temperature_of(parameters: Parameters, *, sampling_by_default: bool) -> floa
     return 1.0 if parameters.do_sample or sampling_by_default else 0.0
 
 
-def log_dropped(payload: Mapping[str, Any], request_id: str) -> None:
+def log_dropped(payload: Mapping[str, object], request_id: str) -> None:
     """Log the parameters that have no effect in one line, as LMI does."""
     parameters = payload.get("parameters")
     if not isinstance(parameters, dict):

@@ -19,7 +19,6 @@ from gateway.errors import LmiDialect, OpenAIDialect, Problem, TgiDialect
 from gateway.exchange import Endpoint
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SageMakerDialect
-from gateway.mesh_state import mesh_state
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions, get_model, list_models
 from gateway.tgi import endpoints as tgi
@@ -88,8 +87,8 @@ def _web_routes() -> list[BaseRoute]:
     """Pages, health checks and metrics."""
     return [
         Route("/", web.root, methods=["GET"]),
-        Route("/mesh", web.mesh, methods=["GET"]),
-        Route("/mesh/state", Endpoint(OpenAIDialect(), mesh_state, is_polled=True), methods=["GET"]),
+        Route("/mesh", web.mesh_page, methods=["GET"]),
+        Route("/mesh/state", Endpoint(OpenAIDialect(), web.mesh_state, is_polled=True), methods=["GET"]),
         Mount("/pages", web.PageFiles(directory=web.PAGES)),
         Route("/health", web.health, methods=["GET"]),
         Route("/ping", web.ping, methods=["GET"]),

@@ -2,7 +2,7 @@
 
     origin, key ─▶ body ─▶ slot ─▶ handler ─▶ response
 An error in any step ends the request with the dialect's error response. A refusal is sent at once, and the server
-discards the rest of the body (connections.py). A request holds a slot of the concurrency limiter from the end of its
+discards the rest of the body (server.py). A request holds a slot of the concurrency limiter from the end of its
 body to the end of its response. A client that disconnects cancels the handler and its calls of the router.
 """
 
@@ -24,11 +24,11 @@ from starlette.types import Message, Receive, Scope, Send
 import tandem
 from gateway.access import is_foreign_page, key_in
 from gateway.backend import Backend
-from gateway.connections import cancel_on_disconnect
 from gateway.errors import BodyTooLarge, BodyTooSlow, Dialect, Problem, is_ours
 from gateway.feed import Feed
 from gateway.metrics import Outcome, Progress
 from gateway.schema import M, check, parse
+from gateway.server import cancel_on_disconnect
 from gateway.settings import GatewaySettings
 from mesh.tracing import context_in, mark_failed, trace_id_of
 

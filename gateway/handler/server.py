@@ -22,8 +22,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.connections import cancel_on_disconnect
 from gateway.handler.djl_python import FORMATTER_MARK, Function, Input, Output, install_djl_python
+from gateway.server import cancel_on_disconnect
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)

@@ -2,8 +2,11 @@
 
 Templates see what Hugging Face transformers shows them: messages, tools, add_generation_prompt, the special tokens,
 the client's own values, `raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and
-`{% generation %}`. The router itself only parses a template; a process of its own compiles and
-renders it (`template_process.py`).
+`{% generation %}`. The router itself only parses a template; a process of its own compiles and renders it
+(`template_process.py`).
+
+Jinja's sandbox denies templates access to attributes, modules and mutation. It does not stop them from running forever
+or filling the memory, so the process has limits on both.
 """
 
 import json
@@ -17,12 +20,38 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.model_files import read_json
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text.sandbox import MAX_RENDER_S, TemplateSandbox, TooMuchWork
+
+MAX_RENDER_S = 1.0
+# Not needed to render a conversation, and meant for long outputs.
+_REMOVED_GLOBALS = ("lipsum",)
+
+
+class TooMuchWork(SecurityError):
+    """The template exceeds its limit on time or memory."""
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """A Jinja environment for untrusted templates."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in _REMOVED_GLOBALS:
+            self.globals.pop(name, None)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call `__obj` for a template. Bytes are denied, because the sandbox does not check their methods."""
+        if getattr(__obj, "__name__", "") in ("encode", "to_bytes"):
+            raise SecurityError("templates have no bytes")
+        return super().call(__context, __obj, *args, **kwargs)
+
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 MAX_CHARS = 8 << 20
@@ -89,6 +118,38 @@ class Rendering:
 
 
 DEFAULT_RENDERING = Rendering()
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt as plain text, without a template."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt as token ids, unchecked and not copied: there may be far too many."""
+
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, oldest message first. `tools_json`: the callable tools as a JSON array, or "" for none."""
+
+    messages: tuple[ChatMessage, ...]
+    tools_json: str = ""
+    how: Rendering = DEFAULT_RENDERING
+
+    @property
+    def num_chars(self) -> int:
+        """Total characters of messages, tools and template values."""
+        turns = sum(len(turn.content) + len(turn.extra_json) for turn in self.messages)
+        return turns + len(self.tools_json) + len(self.how.values_json)
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 def _parse_tools(text: str) -> list[Any] | None:

@@ -18,7 +18,7 @@ from engine.speculation.load import draft_block_bytes
 from engine.speculation.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerRole
-from router.api.limits import LimitPolicy
+from router.service import LimitPolicy
 from router.settings import RouterSettings
 from tests.component.arms import ARMS, settings
 from tests.component.driving import Driver, Run

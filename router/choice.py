@@ -33,6 +33,10 @@ from router.timeline import Timeline, Timing
 if TYPE_CHECKING:
     from router.attempt import Attempt
 
+_Batch = tuple[tuple[SampledToken, ...], FinishReason | None]
+# Finish reasons that are caused by the last token, whose text is then not part of the answer.
+_TOKEN_ENDS = (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE)
+
 
 @dataclass(eq=False, slots=True)
 class WaitingFork:
@@ -93,9 +97,6 @@ class Siblings:
             fork.attempt.set_result(None)
 
 
-_Batch = tuple[tuple[SampledToken, ...], FinishReason | None]
-
-
 class TokenOrder:
     """Puts generated tokens in order and drops duplicates.
 
@@ -146,10 +147,6 @@ class TokenOrder:
 def _size(output: StepOutput) -> int:
     """Number of tokens; 1 for an output that only ends the sequence, so that it is kept too."""
     return max(1, len(output.tokens))
-
-
-# Finish reasons that are caused by the last token, whose text is then not part of the answer.
-_TOKEN_ENDS = (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,8 @@ from router.timeline import Timeline
 from router.workers.decode_link import DecodeLink, DecodeLinks
 from router.workers.health import Trust, WorkerHealth
 
+log = structlog.get_logger(__name__)
+
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 # After this many failures in a row the decode worker prefills itself: the network between workers may be down.
@@ -132,9 +134,6 @@ class ReplayBudget:
     def give_back(self) -> None:
         """Return an unused token."""
         self._num_tokens += 1
-
-
-log = structlog.get_logger(__name__)
 
 
 class Dispatcher:

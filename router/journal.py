@@ -31,6 +31,8 @@ _MAX_RUNNING = 50
 CANCELLED = "CancelledError"
 """The error name of a choice whose client has left, which does not count as a failure."""
 
+_NS = 1_000_000_000
+
 
 class IncidentKind(Enum):
     """Kinds of incidents, of workers and of requests."""
@@ -196,9 +198,6 @@ def _trace(choice: Choice, timeline: Timeline, at_s: float, timing: Timing | Non
         attempt_workers=timeline.attempt_workers,
         events_s=timeline.events_s,
     )
-
-
-_NS = 1_000_000_000
 
 
 class ChoiceSpan:

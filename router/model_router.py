@@ -30,6 +30,10 @@ from router.workers.decode_link import DecodeLinks
 from router.workers.health import MeshView, WorkerHealth
 from router.workers.membership import Registry
 
+SERVICES = ("tandem.v1.Generation", "tandem.v1.Mesh")
+_ROUTER_NAMES = ("", *SERVICES)
+_NAMES = (*_ROUTER_NAMES, *(role.value for role in WorkerRole))
+
 
 class ModelRouter:
     """One model. `run` is its background task; call `close` after the last stream has ended.
@@ -133,11 +137,6 @@ def require_served(models: Sequence[ServedModel], info: WorkerInfo) -> None:
         names = " and ".join(repr(model.name) for model in models)
         raise LayoutMismatch(f"the router serves model {names}, worker {info.worker_id} {info.model!r}")
     model.require_fits(info)
-
-
-SERVICES = ("tandem.v1.Generation", "tandem.v1.Mesh")
-_ROUTER_NAMES = ("", *SERVICES)
-_NAMES = (*_ROUTER_NAMES, *(role.value for role in WorkerRole))
 
 
 class Readiness:

@@ -31,6 +31,14 @@ from router.text.chat import (
 from router.text.template_process import TemplateProcess
 from router.text.tokenizer import TextToken, Tokenizer
 
+T = TypeVar("T")
+# Encoding texts up to this length is cheaper than handing them to a thread, and short enough for the event loop.
+_SHORT_CHARS = 1024
+_SHORT_TOKENS = 256
+# Longer texts take tens of milliseconds or more.
+_LONG_CHARS = 64 << 10
+_LONG_TOKENS = 16 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -115,16 +123,6 @@ class Grammars:
     def close(self) -> None:
         """Stop the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-T = TypeVar("T")
-
-# Encoding texts up to this length is cheaper than handing them to a thread, and short enough for the event loop.
-_SHORT_CHARS = 1024
-_SHORT_TOKENS = 256
-# Longer texts take tens of milliseconds or more.
-_LONG_CHARS = 64 << 10
-_LONG_TOKENS = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ Life of a Generate call:
 
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
 has its own threads and its own cap, so Tokenize and Generate never wait for each other.
+
+ServedModels finds a request's model by name.
 """
 
 import asyncio
@@ -53,11 +55,9 @@ log = structlog.get_logger(__name__)
 _MAX_LOGGED_CHARS = 128
 _MAX_SHOWN_CHARS = 128
 _MAX_TOKENIZING = 16
-_STOPPING = "this router is stopping; try again"
-
-
 # Used when neither the model, nor the settings, nor a worker sets a limit.
 _UNLIMITED_TOKENS = 1 << 20
+_STOPPING = "this router is stopping; try again"
 
 
 class LimitPolicy:

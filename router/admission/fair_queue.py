@@ -16,13 +16,16 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain, count, islice, zip_longest
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from mesh.domain.errors import Overloaded
 
 T = TypeVar("T")
 
 LOW_PRIORITY_INTERVAL = 8
+
+# Eight of the largest messages that the public port accepts.
+MAX_WAITING_CHARS = 32 << 20
 
 
 class Priority(IntEnum):
@@ -193,10 +196,6 @@ class _Line(Generic[T]):
         return False
 
 
-# Eight of the largest messages that the public port accepts.
-MAX_WAITING_CHARS = 32 << 20
-
-
 @dataclass(eq=False, slots=True)
 class _Waiter:
     tenant: str
@@ -249,7 +248,7 @@ class FairSlots:
         if num_chars and tenant and self._chars[tenant] + num_chars > free:
             raise Overloaded(f"{self._chars[tenant]} characters of your texts are waiting already; try again later")
 
-    def _done(self, running: "asyncio.Future[Any]") -> None:
+    def _done(self, running: "asyncio.Future[T]") -> None:
         if not running.cancelled():
             running.exception()  # retrieved, in case the caller was cancelled
         self._pass_on()

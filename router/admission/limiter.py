@@ -22,6 +22,16 @@ from router.api.tenants import ANONYMOUS, Tenant
 
 _RETRY_AFTER_S = 1.0
 
+_FORGET_S = 30.0
+# Approximate number of events that an average covers.
+_WINDOW = 32
+_SHORTEST_S = 1e-6
+# Forecast waits are multiplied by this: an early refusal costs a client nothing, a wait in vain costs time.
+_HEADROOM = 1.2
+_SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
+
+Clock = Callable[[], float]
+
 
 class ConcurrencyLimiter(Protocol):
     """Grants permits. Plug point: LocalLimiter for a single router, SharedLimiter where routers share a cap."""
@@ -100,17 +110,6 @@ class Permit:
         limiter, self._limiter = self._limiter, None
         if limiter is not None:
             limiter.give_back(self._tenant)
-
-
-_FORGET_S = 30.0
-# Approximate number of events that an average covers.
-_WINDOW = 32
-_SHORTEST_S = 1e-6
-# Forecast waits are multiplied by this: an early refusal costs a client nothing, a wait in vain costs time.
-_HEADROOM = 1.2
-_SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.1, 60.0
-
-Clock = Callable[[], float]
 
 
 class BusyRate:

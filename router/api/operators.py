@@ -47,6 +47,21 @@ _SHORTAGES: Mapping[NoPlacement | None, mesh_pb2.Shortage] = MappingProxyType(
     }
 )
 
+_ROLES: Mapping[WorkerRole, mesh_pb2.WorkerRole] = MappingProxyType(
+    {
+        WorkerRole.PREFILL: mesh_pb2.WORKER_ROLE_PREFILL,
+        WorkerRole.DECODE: mesh_pb2.WORKER_ROLE_DECODE,
+    }
+)
+_STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
+    {
+        WorkerState.READY: mesh_pb2.WORKER_STATE_READY,
+        WorkerState.DRAINING: mesh_pb2.WORKER_STATE_DRAINING,
+        WorkerState.LOST: mesh_pb2.WORKER_STATE_LOST,
+        WorkerState.STALLED: mesh_pb2.WORKER_STATE_STALLED,
+    }
+)
+
 
 class OperatedModel(Protocol):
     """The parts of one model's router that operators are shown. Implementation: ModelRouter."""
@@ -117,9 +132,9 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         canary_error: str,
     ) -> mesh_pb2.WorkerStatus:
         return mesh_pb2.WorkerStatus(
-            record=record_to_proto(view.info),
-            load=load_to_proto(view.load),
-            state=state_to_proto(view.state),
+            record=_record_to_proto(view.info),
+            load=_load_to_proto(view.load),
+            state=_state_to_proto(view.state),
             last_seen=wire.duration_to_proto(self._age_s(view.last_seen_s)),
             serving=view.info.incarnation in serving,
             open_transfers=transfers.num_open,
@@ -158,23 +173,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         return max(0.0, self._clock() - at_s)
 
 
-_ROLES: Mapping[WorkerRole, mesh_pb2.WorkerRole] = MappingProxyType(
-    {
-        WorkerRole.PREFILL: mesh_pb2.WORKER_ROLE_PREFILL,
-        WorkerRole.DECODE: mesh_pb2.WORKER_ROLE_DECODE,
-    }
-)
-_STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
-    {
-        WorkerState.READY: mesh_pb2.WORKER_STATE_READY,
-        WorkerState.DRAINING: mesh_pb2.WORKER_STATE_DRAINING,
-        WorkerState.LOST: mesh_pb2.WORKER_STATE_LOST,
-        WorkerState.STALLED: mesh_pb2.WORKER_STATE_STALLED,
-    }
-)
-
-
-def record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
+def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
     """Leave out what only the mesh needs: KV layout, ranks, tokenizer and protocol version."""
     return mesh_pb2.WorkerRecord(
         worker_id=info.worker_id,
@@ -192,7 +191,7 @@ def record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
     )
 
 
-def load_to_proto(load: WorkerLoad) -> mesh_pb2.WorkerLoad:
+def _load_to_proto(load: WorkerLoad) -> mesh_pb2.WorkerLoad:
     """Copy the load that the worker's last heartbeat reported."""
     return mesh_pb2.WorkerLoad(
         free_blocks=load.free_blocks,
@@ -206,9 +205,32 @@ def load_to_proto(load: WorkerLoad) -> mesh_pb2.WorkerLoad:
     )
 
 
-def state_to_proto(state: WorkerState) -> mesh_pb2.WorkerState:
+def _state_to_proto(state: WorkerState) -> mesh_pb2.WorkerState:
     """Map by name: the two enums are free to number their values apart."""
     return _STATES[state]
+
+
+def timing_to_proto(timing: Timing) -> generation_pb2.Timing:
+    """Convert a timing, for clients and for operators."""
+    return generation_pb2.Timing(
+        total_ms=_ms(timing.total_s),
+        prepare_ms=_ms(timing.prepare_s),
+        first_token_ms=_ms(timing.first_token_s),
+        attempts=map(_attempt_to_proto, timing.attempts),
+    )
+
+
+def _attempt_to_proto(attempt: AttemptTiming) -> generation_pb2.AttemptTiming:
+    phases = {phase.name.removesuffix("_s"): getattr(attempt.phases, phase.name) for phase in fields(attempt.phases)}
+    return generation_pb2.AttemptTiming(
+        kv_transfer_ms=None if attempt.kv_transfer_s is None else _ms(attempt.kv_transfer_s),
+        **{f"{name}_ms": _ms(seconds) for name, seconds in phases.items()},
+    )
+
+
+def _ms(seconds: float) -> float:
+    """Milliseconds, rounded to microseconds."""
+    return round(seconds * 1000, 3)
 
 
 class RouterMetrics:
@@ -332,26 +354,3 @@ def _gauges(models: Sequence[OperatedModel]) -> Iterator[Metric]:
 
 def _gauge(name: str, help_text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"tandem_{name}", help_text, value)
-
-
-def timing_to_proto(timing: Timing) -> generation_pb2.Timing:
-    """Convert a timing, for clients and for operators."""
-    return generation_pb2.Timing(
-        total_ms=_ms(timing.total_s),
-        prepare_ms=_ms(timing.prepare_s),
-        first_token_ms=_ms(timing.first_token_s),
-        attempts=map(_attempt_to_proto, timing.attempts),
-    )
-
-
-def _attempt_to_proto(attempt: AttemptTiming) -> generation_pb2.AttemptTiming:
-    phases = {phase.name.removesuffix("_s"): getattr(attempt.phases, phase.name) for phase in fields(attempt.phases)}
-    return generation_pb2.AttemptTiming(
-        kv_transfer_ms=None if attempt.kv_transfer_s is None else _ms(attempt.kv_transfer_s),
-        **{f"{name}_ms": _ms(seconds) for name, seconds in phases.items()},
-    )
-
-
-def _ms(seconds: float) -> float:
-    """Milliseconds, rounded to microseconds."""
-    return round(seconds * 1000, 3)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -29,7 +29,17 @@ from mesh.domain.errors import ConfigurationError, InvalidRequest, PermissionDen
 from mesh.rpc.credentials import Metadata
 from router.admission.fair_queue import Priority
 
+log = structlog.get_logger(__name__)
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+_PREFIX = "tandem-"
+_BEARER = "bearer "
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TYPES = {"tenant": str, "operator": bool, "max_concurrent_requests": int, "priority": str}
+_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
+# Minimum time between two checks of the file.
+_CHECK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +91,6 @@ TRIAL = Tenant("tandem-up")
 
 ANONYMOUS = Tenant("", operator=True, max_priority=Priority.INTERACTIVE)
 """The tenant of every caller while no API keys are configured."""
-
-
-log = structlog.get_logger(__name__)
-
-_PREFIX = "tandem-"
-_BEARER = "bearer "
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_TYPES = {"tenant": str, "operator": bool, "max_concurrent_requests": int, "priority": str}
-_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
-# Minimum time between two checks of the file.
-_CHECK_INTERVAL_S = 1.0
 
 
 def new_key() -> str:
@@ -221,7 +220,7 @@ def _key_in(metadata: Metadata | None) -> str:
     return headers.get("x-api-key", "")
 
 
-def _tenant(digest: str, entry: Any) -> Tenant:
+def _tenant(digest: str, entry: object) -> Tenant:
     """Parse one entry of the file. Errors show only the beginning of the digest."""
     if isinstance(entry, str):
         entry = {"tenant": entry}

@@ -18,6 +18,10 @@ from router.admission.fair_queue import Priority, QueueEntry
 from router.api.tenants import ANONYMOUS, Tenant
 from router.text.chat import ChatPrompt, Prompt, TextPrompt
 
+MAX_CHAT_MESSAGES = 4096
+CHAT_ROLES = ("system", "user", "assistant", "tool")
+_EMPTY = "the prompt is empty: at least one token is needed"
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -25,12 +29,6 @@ class Limits:
 
     max_input_tokens: int
     max_total_tokens: int
-
-
-MAX_CHAT_MESSAGES = 4096
-CHAT_ROLES = ("system", "user", "assistant", "tool")
-
-_EMPTY = "the prompt is empty: at least one token is needed"
 
 
 @dataclass(frozen=True, slots=True)

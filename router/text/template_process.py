@@ -145,7 +145,7 @@ class TemplateProcess:
             raise ConfigurationError(text)
         return self._process
 
-    def _ask(self, process: "subprocess.Popen[bytes]", request: Any) -> tuple[str, str]:
+    def _ask(self, process: "subprocess.Popen[bytes]", request: object) -> tuple[str, str]:
         """Raises OSError or EOFError if the process has ended or does not answer in time."""
         assert process.stdin is not None
         assert process.stdout is not None
@@ -167,7 +167,7 @@ def _environment() -> dict[str, str]:
     return known | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def _write(pipe: IO[bytes], value: Any) -> None:
+def _write(pipe: IO[bytes], value: object) -> None:
     raw = json.dumps(value).encode()
     pipe.write(_LENGTH.pack(len(raw)) + raw)
     pipe.flush()

@@ -21,11 +21,13 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Required, TypedDict
 
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
 
 from checkpoint.tokenizer_files import load_tokenizer
 
@@ -33,6 +35,19 @@ BytesOf = Callable[[int], bytes]
 """Returns the bytes of a token; empty for ids that are not in the vocabulary."""
 
 _decoder_of_utf8 = codecs.getincrementaldecoder("utf-8")
+
+_PARTIAL = "\ufffd"
+_MAX_WINDOW = 12
+# No character needs this many tokens: such bytes are not UTF-8, or the tokens straddle characters.
+_MAX_PENDING = 16
+# An incomplete character has at most three bytes, which a decoder shows as one to three U+FFFD.
+_MAX_PARTIAL_CHARS = 3
+# No canonical composition joins more than four characters into one (Unicode Standard Annex 15).
+_MAX_COMPOSED = 4
+_COMPOSING = ("NFC", "NFKC")
+_KEEPING_NORMALIZERS = ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", *_COMPOSING)
+_KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
+_CUTTING_PRE_TOKENIZERS = ("Split", "Punctuation")
 
 
 class ByteDetokenizer:
@@ -84,14 +99,6 @@ def _byte_chars() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_chars()
-
-
-_PARTIAL = "\ufffd"
-_MAX_WINDOW = 12
-# No character needs this many tokens: such bytes are not UTF-8, or the tokens straddle characters.
-_MAX_PENDING = 16
-# An incomplete character has at most three bytes, which a decoder shows as one to three U+FFFD.
-_MAX_PARTIAL_CHARS = 3
 
 
 class Decoder(Protocol):
@@ -172,12 +179,15 @@ def _trailing_partials(text: str) -> int:
     return min(_MAX_PARTIAL_CHARS, len(text) - len(text.rstrip(_PARTIAL)))
 
 
-# No canonical composition joins more than four characters into one (Unicode Standard Annex 15).
-_MAX_COMPOSED = 4
-_COMPOSING = ("NFC", "NFKC")
-_KEEPING_NORMALIZERS = ("NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", *_COMPOSING)
-_KEEPING_PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
-_CUTTING_PRE_TOKENIZERS = ("Split", "Punctuation")
+class _Component(TypedDict, total=False):
+    """A normalizer or pre-tokenizer in the format of tokenizer.json; a Sequence has members."""
+
+    type: Required[str]
+    normalizers: list["_Component"]
+    pretokenizers: list["_Component"]
+    pattern: dict[str, str]
+    content: str
+    behavior: str
 
 
 def max_token_chars(tokenizer: NativeTokenizer) -> int | None:
@@ -196,14 +206,14 @@ def max_token_chars(tokenizer: NativeTokenizer) -> int | None:
     return longest * (_MAX_COMPOSED if composed else 1)
 
 
-def _components(component: Any) -> list[dict[str, Any]]:
+def _components(component: Normalizer | PreTokenizer | None) -> list[_Component]:
     """Return the members of a component in the format of tokenizer.json."""
     if component is None:
         return []
     return list(_flat(json.loads(component.__getstate__())))
 
 
-def _flat(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def _flat(state: _Component) -> Iterable[_Component]:
     members = state.get("normalizers") or state.get("pretokenizers")
     if state.get("type") == "Sequence":
         for member in members or []:
@@ -212,7 +222,7 @@ def _flat(state: dict[str, Any]) -> Iterable[dict[str, Any]]:
         yield state
 
 
-def _keeps_length(normalizer: dict[str, Any]) -> bool:
+def _keeps_length(normalizer: _Component) -> bool:
     """True if the normalizer makes no text shorter, except by composition, which _MAX_COMPOSED covers."""
     if normalizer["type"] == "Replace":
         pattern = normalizer["pattern"].get("String")
@@ -220,14 +230,14 @@ def _keeps_length(normalizer: dict[str, Any]) -> bool:
     return normalizer["type"] in _KEEPING_NORMALIZERS
 
 
-def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
+def _keeps_text(pre_tokenizer: _Component) -> bool:
     """True if the pre-tokenizer drops no character."""
     if pre_tokenizer["type"] in _CUTTING_PRE_TOKENIZERS:
         return str(pre_tokenizer.get("behavior", "")).lower() != "removed"
     return pre_tokenizer["type"] in _KEEPING_PRE_TOKENIZERS
 
 
-def _knows_every_character(tokenizer: NativeTokenizer, components: list[dict[str, Any]]) -> bool:
+def _knows_every_character(tokenizer: NativeTokenizer, components: list[_Component]) -> bool:
     """True if the model falls back to bytes for unknown text and has a token for each byte."""
     if not isinstance(tokenizer.model, BPE):
         return False

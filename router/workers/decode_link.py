@@ -39,6 +39,24 @@ from mesh.rpc.tls import TlsIdentity
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.membership import Registry, WorkerView
 
+log = structlog.get_logger(__name__)
+
+_WELCOME_TIMEOUT_S = 5.0
+_FIRST_RETRY_S = 1.0
+_MAX_RETRY_S = 10.0
+
+SequenceKey = tuple[str, int]
+
+_ERRORS: dict[SequenceFailure, type[MeshError]] = {
+    SequenceFailure.NO_CAPACITY: WorkerBusy,
+    SequenceFailure.PREEMPTED: SequencePreempted,
+    SequenceFailure.KV_REFUSED: TransferCorrupt,
+    SequenceFailure.KV_MISSING: TransferFailed,
+    SequenceFailure.DRAINING: WorkerDraining,
+    SequenceFailure.INTERNAL: WorkerLost,
+    SequenceFailure.DEADLINE: DeadlineExceeded,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -100,21 +118,6 @@ async def responses_of(call: Any) -> AsyncGenerator[Any, None]:
         raise WorkerLost("the call was cancelled by the other side") from error
     finally:
         call.cancel()
-
-
-_WELCOME_TIMEOUT_S = 5.0
-
-SequenceKey = tuple[str, int]
-
-_ERRORS: dict[SequenceFailure, type[MeshError]] = {
-    SequenceFailure.NO_CAPACITY: WorkerBusy,
-    SequenceFailure.PREEMPTED: SequencePreempted,
-    SequenceFailure.KV_REFUSED: TransferCorrupt,
-    SequenceFailure.KV_MISSING: TransferFailed,
-    SequenceFailure.DRAINING: WorkerDraining,
-    SequenceFailure.INTERNAL: WorkerLost,
-    SequenceFailure.DEADLINE: DeadlineExceeded,
-}
 
 
 class SequenceListener(Protocol):
@@ -235,12 +238,6 @@ def _error_of(failed: decode_pb2.SequenceFailed) -> MeshError:
     if reason is SequenceFailure.MODEL_FAILED:
         return ModelFailed(failed.detail)
     return _ERRORS[reason](f"the decode worker gave up the sequence: {reason.value}: {failed.detail}")
-
-
-log = structlog.get_logger(__name__)
-
-_FIRST_RETRY_S = 1.0
-_MAX_RETRY_S = 10.0
 
 
 class DecodeLinks:

@@ -43,6 +43,11 @@ _DEAF_S = 3.0
 _OVERLAP_S = 2.0
 _PROBE_AFTER_S = 3 * HEARTBEAT_INTERVAL_S
 
+_HEALTH_TIMEOUT_S = 1.0
+# A worker in a long step answers its health check, but not this call.
+_LOAD_TIMEOUT_S = 0.5
+_MAX_CONCURRENT = 32
+
 
 class RedisRegistry:
     """Feeds one router's Membership (clock: time.monotonic). Run `run()` as a task; it ends only when cancelled."""
@@ -212,12 +217,6 @@ class SharedRegistry:
 async def _members(redis: Redis) -> list[bytes]:
     members: list[bytes] = await redis.zrange(WORKERS, 0, _MAX_WORKERS - 1)  # type: ignore[assignment]
     return members
-
-
-_HEALTH_TIMEOUT_S = 1.0
-# A worker in a long step answers its health check, but not this call.
-_LOAD_TIMEOUT_S = 0.5
-_MAX_CONCURRENT = 32
 
 
 class DirectChecks:

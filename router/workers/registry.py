@@ -22,6 +22,11 @@ from router.settings import RouterSettings
 from router.workers.decode_link import Caller
 from router.workers.membership import Membership
 
+log = structlog.get_logger(__name__)
+
+SILENT_S = 5.0
+FORGET_S = 300.0
+
 
 class Coordination(Protocol):
     """Feeds the Membership from `start` on. Call `stop` after the last stream has ended."""
@@ -82,12 +87,6 @@ def coordinate(settings: RouterSettings, membership: Membership, caller: Caller)
     except ImportError as error:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
     return SharedRegistry(settings, membership, caller)
-
-
-log = structlog.get_logger(__name__)
-
-SILENT_S = 5.0
-FORGET_S = 300.0
 
 
 class RegistryServicer(worker_pb2_grpc.RegistryServicer):

@@ -1,4 +1,4 @@
-"""What is refused at once, and when a refused caller should try again: concurrency limits and forecasts.
+"""Concurrency limits, which refuse a request at once, and forecasts, which say when to try again.
 
 Limits: how many choices may be in service at a time, in all and per tenant. A request over a limit is refused.
 

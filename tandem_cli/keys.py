@@ -4,8 +4,8 @@ import argparse
 import sys
 
 from mesh.domain.errors import ConfigurationError
-from router.api.api_keys import digest_of, new_key
-from router.api.tenants import Priority, Tenant
+from router.admission.fair_queue import Priority
+from router.api.tenants import Tenant, digest_of, new_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

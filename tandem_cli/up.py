@@ -25,7 +25,7 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.line_writer import steady_output
 from mesh.settings import load_settings
-from router.api.api_keys import digest_of, new_key
+from router.api.tenants import digest_of, new_key
 from router.settings import RouterSettings
 from tandem_cli.child import Launch, Programs, make_log_folder
 from tandem_cli.display import Display

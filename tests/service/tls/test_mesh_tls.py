@@ -27,7 +27,7 @@ from mesh.rpc.tls import TlsIdentity
 from mesh.v1 import worker_pb2_grpc
 from router.settings import RouterSettings
 from router.workers.membership import Membership
-from router.workers.redis_probe import DirectChecks
+from router.workers.redis_registry import DirectChecks
 from tests.evidence import Evidence
 from tests.fakes.certificates import Authority
 from tests.fakes.kv_store import TINY, FakeKVStore

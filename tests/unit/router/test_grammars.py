@@ -6,7 +6,7 @@ import pytest
 
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.structure import Structure, StructureKind
-from router.text.model_text import Grammars
+from router.served_model import Grammars
 from tests.fakes.router_model import write_checkpoint
 
 GOOD = Structure(StructureKind.REGEX, "a+")

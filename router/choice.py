@@ -5,11 +5,20 @@ I/O.
 
 Every token makes exactly one event, in order and at once; its text is empty while it is held back. Text that is
 released only at the end is added to the last token, so that the joined texts of all events are the result.
+
+Sibling choices of one prompt start together: the prompt is computed and sent once, and the choices share its KV.
+
+    first choice    waits for its siblings ─▶ is placed, with capacity for all ─▶ starts them as forks ─▶ computed
+    other choices   wait for a fork ─────────────▶ an attempt on the same decode worker ──▶ fork from the prompt there
+
+Only the first attempts of choices are started together. A choice that replays later is placed alone. So is a choice
+that asks for a fork after the first choice has its first token: the prompt is in prefix caches by then.
 """
 
+import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from mesh.domain.errors import AttemptsFailed
 from mesh.domain.request import Request
@@ -17,12 +26,75 @@ from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOu
 from router.admission.fair_queue import QueueEntry
 from router.api.tenants import Tenant
 from router.api.validation import ValidRequest
-from router.generation.siblings import Siblings
-from router.observe.timeline import Timing
-from router.text.text_stream import TextStream
+from router.text.text_stream import TextRules, TextStream
 from router.text.tokenizer import Tokenizer
+from router.timeline import Timeline, Timing
+
+if TYPE_CHECKING:
+    from router.attempt import Attempt
 
 _Batch = tuple[tuple[SampledToken, ...], FinishReason | None]
+# Finish reasons that are caused by the last token, whose text is then not part of the answer.
+_TOKEN_ENDS = (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE)
+
+
+@dataclass(eq=False, slots=True)
+class WaitingFork:
+    """A choice that waits to be forked. `attempt` resolves to its attempt, or to None if it must be placed alone."""
+
+    choice: "Choice"
+    request: Request
+    timeline: Timeline
+    attempt: "asyncio.Future[Attempt | None]" = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class Siblings:
+    """The `num_choices` choices of one request. Used by one event loop."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._num_missing = num_choices - 1
+        self._all_waiting = asyncio.Event()
+        self._forks: list[WaitingFork] = []
+        self._has_started = False
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that the first choice must be placed with: itself and the waiting forks."""
+        return 1 + len(self._forks)
+
+    async def wait_for_fork(self, fork: WaitingFork) -> "Attempt | None":
+        """Return the forked attempt, which the caller owns, or None if the choice must be placed alone."""
+        if self._has_started or fork.request.num_generated:
+            return None
+        self._forks.append(fork)
+        self._num_missing -= 1
+        if self._num_missing <= 0:
+            self._all_waiting.set()
+        try:
+            return await fork.attempt
+        except asyncio.CancelledError:
+            if fork.attempt.done() and not fork.attempt.cancelled():
+                attempt = fork.attempt.result()
+                if attempt is not None:
+                    attempt.close()
+            raise
+
+    async def wait_for_all(self) -> None:
+        """Return once every sibling has asked for a fork for the first time."""
+        await self._all_waiting.wait()
+
+    def take_forks(self) -> list[WaitingFork]:
+        """Return the waiting forks; the caller must resolve the attempt of each."""
+        forks, self._forks = self._forks, []
+        return [fork for fork in forks if not fork.attempt.done()]
+
+    def first_token(self) -> None:
+        """The first choice has its first token: forks that still wait are placed alone."""
+        self._has_started = True
+        for fork in self.take_forks():
+            fork.attempt.set_result(None)
 
 
 class TokenOrder:
@@ -75,10 +147,6 @@ class TokenOrder:
 def _size(output: StepOutput) -> int:
     """Number of tokens; 1 for an output that only ends the sequence, so that it is kept too."""
     return max(1, len(output.tokens))
-
-
-# Finish reasons that are caused by the last token, whose text is then not part of the answer.
-_TOKEN_ENDS = (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +214,7 @@ class Choice:
         self._max_new_tokens = valid.sampling.max_new_tokens or 0
         self._order = TokenOrder(max_early=self._max_new_tokens + 1)
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer, valid.text_rules)
+        self._text = TextStream(tokenizer, _text_rules(valid))
         self._pending: list[TokenEvent] = []
         self._logprob_sum = 0.0
 
@@ -270,3 +338,14 @@ class Choice:
             return ()
         text_of = self._tokenizer.text_of
         return tuple(TopToken(entry.id, text_of(entry.id), entry.logprob) for entry in top)
+
+
+def _text_rules(valid: ValidRequest) -> TextRules:
+    """Return the rules by which tokens become the client's text."""
+    return TextRules(
+        valid.sampling.stop,
+        valid.params.include_stop,
+        valid.sampling.min_new_tokens,
+        valid.params.skip_special_tokens,
+        valid.params.spaces_between_special_tokens,
+    )

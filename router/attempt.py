@@ -4,22 +4,171 @@ start on decode ─▶ reserved ─▶ prefill call ─▶ first token ─▶ tr
                                                    └────▶ tokens from decode ─▶ finished
 fork: started together with another attempt, whose prompt it shares ─▶ tokens from decode ─▶ finished
 a failure ─▶ Replayable; in every case both workers are told to abort, and the reservation is released
+
+The decode worker is reached over its link (workers/decode_link.py). The call to the prefill worker, PrefillClient,
+lasts while that worker computes the prompt and sends its KV.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from mesh.domain.errors import MeshError, TransferCorrupt, TransferFailed, WorkerLost
+import grpc
+import structlog
+
+from mesh import wire, wire_kv
+from mesh.domain.errors import (
+    AttemptsFailed,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    ModelFailed,
+    Replayable,
+    TransferCorrupt,
+    TransferFailed,
+    WorkerLost,
+)
 from mesh.domain.request import Request, mint_id
 from mesh.domain.tokens import StepOutput
 from mesh.domain.worker import WorkerInfo
-from router.generation.choice import Choice
-from router.observe.timeline import Timeline
-from router.placement.in_flight import Reservation
-from router.workers.decode_link import DecodeLink
-from router.workers.prefill_call import KVDestination, PrefillClient, PrefillEvent, PrefillStarted
+from mesh.rpc.status import ERROR_KEY
+from mesh.v1 import prefill_pb2, prefill_pb2_grpc
+from router.admission.in_flight import Reservation
+from router.choice import Choice
+from router.timeline import Timeline
+from router.workers.decode_link import Caller, Channels, DecodeLink, responses_of
+from router.workers.membership import Registry
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    """The prompt's first pass began `elapsed_s` ago; the KV of its first layers exists by now."""
+
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFinished:
+    """The decode worker has all KV.
+
+    `duration_s`: since the transfer was opened; None if the worker does not report it.
+    """
+
+    num_bytes: int
+    duration_s: float | None
+
+
+PrefillEvent = PrefillStarted | StepOutput | TransferFinished
+
+
+@dataclass(frozen=True, slots=True)
+class KVDestination:
+    """The destination of a prompt's KV: blocks that a decode worker holds under `transfer_id`."""
+
+    decode: WorkerInfo
+    transfer_id: str
+    ready_tokens: int
+
+
+class PrefillClient:
+    """Calls prefill workers; a call fails after `timeout_s`."""
+
+    def __init__(self, registry: Registry, channels: Channels, caller: Caller, *, timeout_s: float) -> None:
+        self._registry = registry
+        self._channels = channels
+        self._caller = caller
+        self._timeout_s = timeout_s
+
+    async def run(
+        self, worker: WorkerInfo, request: Request, destination: KVDestination
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        """Yield the events of one prefill. Closing the generator cancels the call.
+
+        Raises Replayable, InvalidRequest, ModelFailed, or DeadlineExceeded if the request's own deadline has passed.
+        """
+        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
+        time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
+        call = stub.Prefill(
+            _message(request, destination),
+            timeout=min(self._timeout_s, time_left_s),
+            metadata=self._caller.metadata,
+        )
+        try:
+            async with aclosing(responses_of(call)) as responses:
+                async for response in responses:
+                    event = _event(response)
+                    if event is not None:
+                        yield event
+        except DeadlineExceeded as error:
+            if request.time_left_s is not None and request.time_left_s <= self._timeout_s:
+                raise
+            raise self._error_for_request(worker, error) from error
+        except MeshError as error:
+            raise self._error_for_request(worker, error) from error
+
+    def _error_for_request(self, worker: WorkerInfo, error: MeshError) -> MeshError:
+        """Return the error that the failed call means for the request."""
+        if _is_too_large(error):  # on any worker: another attempt would compute the prompt in vain
+            return AttemptsFailed(f"a message about the prompt is too large: {error}")
+        if _is_unreachable(error):
+            self._registry.lose(worker.worker_id, worker.incarnation)
+            return error
+        if isinstance(error, Replayable | InvalidRequest | ModelFailed) and type(error) is not WorkerLost:
+            return error
+        # An error about the worker's peer, settings or timeout is not the client's fault: replay.
+        log.warning("prefill failed", worker=worker.worker_id, error=str(error), kind=type(error).__name__)
+        return TransferFailed(f"the prefill worker ended the call: {error}")
+
+
+def _is_unreachable(error: MeshError) -> bool:
+    """True if the connection failed, or was closed because the worker is lost.
+
+    An error that the worker itself raised carries its name in the metadata.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, grpc.aio.AioRpcError):
+        return isinstance(error, WorkerLost)
+    if cause.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    return ERROR_KEY not in dict(cause.trailing_metadata() or ())
+
+
+def _is_too_large(error: MeshError) -> bool:
+    """True if gRPC refused a message for its size; such an error carries no name in the metadata."""
+    cause = error.__cause__
+    return (
+        isinstance(cause, grpc.aio.AioRpcError)
+        and cause.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        and ERROR_KEY not in dict(cause.trailing_metadata() or ())
+    )
+
+
+def _message(request: Request, destination: KVDestination) -> prefill_pb2.PrefillRequest:
+    proto = prefill_pb2.KvDestination(
+        address=destination.decode.address,
+        worker_id=destination.decode.worker_id,
+        incarnation=destination.decode.incarnation,
+        transfer_id=destination.transfer_id,
+        ready_tokens=destination.ready_tokens,
+        ranks=wire_kv.ranks_to_proto(destination.decode.ranks),
+    )
+    return prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=proto)
+
+
+def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:
+    kind = response.WhichOneof("event")
+    if kind == "first_token":
+        return wire.output_from_proto(response.first_token)
+    if kind == "started":
+        return PrefillStarted(response.started.elapsed_ms / 1000)
+    if kind == "finished":
+        finished = response.finished
+        duration_s = finished.duration_ms / 1000 if finished.HasField("duration_ms") else None
+        return TransferFinished(finished.bytes, duration_s)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

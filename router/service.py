@@ -9,23 +9,27 @@ Life of a Generate call:
 
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
 has its own threads and its own cap, so Tokenize and Generate never wait for each other.
+
+ServedModels finds a request's model by name.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
 
-from mesh.domain.errors import MeshError, NoWorkers, Overloaded
+from checkpoint.model_files import ModelFacts
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, ModelNotFound, NoWorkers, Overloaded
 from mesh.domain.request import mint_id
+from mesh.domain.worker import WorkerInfo
 from router.admission.fair_queue import QueueEntry
-from router.admission.forecast import Forecast, retry_after_s
-from router.admission.limiter import ConcurrencyLimiter, Permit
-from router.api.limits import LimitPolicy, Limits
+from router.admission.limiter import ConcurrencyLimiter, Forecast, Permit, retry_after_s
+from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, ChoiceRun, GenerationStream
 from router.api.tenants import ANONYMOUS, Tenant
 from router.api.validation import (
     GenerateParams,
+    Limits,
     ValidRequest,
     check_best_of,
     check_counts,
@@ -35,31 +39,51 @@ from router.api.validation import (
     complete_sampling,
     require_prompt,
 )
-from router.generation.answer_stream import (
-    MAX_PENDING_BEHIND_PROMPT,
-    MAX_PENDING_EVENTS,
-    Answer,
-    ChoiceRun,
-    GenerationStream,
-)
-from router.generation.choice import Choice
-from router.generation.dispatch import Dispatcher
-from router.generation.siblings import Siblings
-from router.observe.journal import Journal
-from router.observe.timeline import Timeline
-from router.observe.tracing import ChoiceSpan
-from router.placement.mesh_view import MeshView
-from router.served_model import ServedModel
-from router.settings import RouterSettings
-from router.text.model_text import ModelText
-from router.text.prompts import EncodedPrompt, Prompt
+from router.choice import Choice, Siblings
+from router.dispatch import Dispatcher
+from router.journal import ChoiceSpan, Journal
+from router.served_model import EncodedPrompt, ModelText, ServedModel
+from router.settings import RouterSettings, require_input_below_total
+from router.text.chat import Prompt
 from router.text.tokenizer import TextToken
+from router.timeline import Timeline
+from router.workers.health import MeshView
+from router.workers.membership import capacity_tokens
 
 log = structlog.get_logger(__name__)
 
 _MAX_LOGGED_CHARS = 128
+_MAX_SHOWN_CHARS = 128
 _MAX_TOKENIZING = 16
+# Used when neither the model, nor the settings, nor a worker sets a limit.
+_UNLIMITED_TOKENS = 1 << 20
 _STOPPING = "this router is stopping; try again"
+
+
+class LimitPolicy:
+    """Derives limits from settings, model and workers. Raises ConfigurationError if settings and model conflict."""
+
+    def __init__(self, settings: RouterSettings, facts: ModelFacts) -> None:
+        positions = facts.max_positions
+        setting = settings.max_total_tokens
+        if setting is not None and positions is not None and setting > positions:
+            raise ConfigurationError(
+                f"max_total_tokens must be <= the model's longest sequence, got {setting} and {positions}"
+            )
+        self._max_total = setting or positions or _UNLIMITED_TOKENS
+        # The start token of an encoder-decoder model's decoder takes a position that clients do not see.
+        self._num_hidden = 0 if facts.decoder_start_token_id is None else 1
+        self._max_input = settings.max_input_length or self._max_total - 1
+        require_input_below_total(self._max_input, self._max_total)
+
+    def resolve(self, decode_workers: Iterable[WorkerInfo]) -> Limits:
+        """Return the limits with these workers; the largest worker counts.
+
+        Without workers: by settings and model only.
+        """
+        capacity = max((capacity_tokens(info) - self._num_hidden for info in decode_workers), default=self._max_total)
+        max_total = min(self._max_total, capacity)
+        return Limits(min(self._max_input, max_total - 1), max_total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +313,39 @@ class GenerationService:
         self._forecast.service.did(1)
         if not self._num_running:
             self._forecast.service.end()
+
+
+class ServedModels:
+    """All models of a router, by name. A request without a name means the only model."""
+
+    def __init__(self, services: Sequence[GenerationService], journal: Journal) -> None:
+        self._by_name = {service.model.name: service for service in services}
+        self._journal = journal
+
+    async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
+        """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
+        try:
+            service = self.find(params.model)
+        except MeshError as error:
+            self._journal.refused(type(error).__name__)
+            raise
+        return await service.generate(params, time_left_s)
+
+    def find(self, name: str) -> GenerationService:
+        """Raises ModelNotFound; InvalidRequest if the name is empty and there are several models."""
+        if name in self._by_name:
+            return self._by_name[name]
+        served = ", ".join(self._by_name)
+        if name:
+            raise ModelNotFound(f"model {name[:_MAX_SHOWN_CHARS]!r} is not served here; served: {served}")
+        if len(self._by_name) > 1:
+            raise InvalidRequest(f"model: name one of those served here: {served}")
+        return next(iter(self._by_name.values()))
+
+    def all(self) -> list[GenerationService]:
+        """All services, in the order of the settings."""
+        return list(self._by_name.values())
+
+    async def drain(self, grace_s: float) -> None:
+        """Drain all models at the same time; see GenerationService.drain."""
+        await asyncio.gather(*(service.drain(grace_s) for service in self.all()))

@@ -1,21 +1,27 @@
-"""Recent incidents and requests, for operators. Kept in memory only; the access log has the full history.
+"""The record of a router's requests: recent incidents and traces for operators, and the spans of choices.
 
-No I/O; `clock` is the registry's monotonic clock, in seconds.
+The journal is kept in memory only; the access log has the full history. It does no I/O; `clock` is the registry's
+monotonic clock, in seconds. A choice's span, with its phases as child spans, is created from the journal's trace when
+the choice has ended.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from itertools import islice
 from typing import Protocol
 
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
+
 from mesh.domain.errors import Replayable
 from mesh.domain.tokens import FinishReason
 from mesh.domain.worker import WorkerInfo, WorkerState
-from router.generation.choice import Choice
-from router.observe.timeline import AttemptWorkers, Timeline, Timing
-from router.workers.health import BreakerTrip
+from mesh.tracing import context_in, mark_failed, trace_id_of, traceparent_of
+from router.choice import Choice
+from router.timeline import AttemptTiming, AttemptWorkers, Timeline, Timing
 from router.workers.membership import WorkerView
 
 _MAX_INCIDENTS = 50  # of workers, and as many of requests
@@ -24,6 +30,8 @@ _MAX_RUNNING = 50
 
 CANCELLED = "CancelledError"
 """The error name of a choice whose client has left, which does not count as a failure."""
+
+_NS = 1_000_000_000
 
 
 class IncidentKind(Enum):
@@ -137,9 +145,9 @@ class Journal:
                 self._note(_OF_STATE[view.state], worker_id=view.info.worker_id)
         self._states = states
 
-    def tripped(self, trip: BreakerTrip) -> None:
-        """Record that a worker's circuit breaker has tripped."""
-        self._note(IncidentKind.TRIPPED, worker_id=trip.info.worker_id, cause=f"{trip.num_failures} failures in a row")
+    def tripped(self, info: WorkerInfo, num_failures: int) -> None:
+        """Record that a worker's circuit breaker has tripped, after this many failures."""
+        self._note(IncidentKind.TRIPPED, worker_id=info.worker_id, cause=f"{num_failures} failures in a row")
 
     def replayed(self, choice: Choice, error: Replayable, blamed: WorkerInfo | None) -> None:
         """Record that an attempt has failed, before another attempt or the request's end."""
@@ -190,3 +198,70 @@ def _trace(choice: Choice, timeline: Timeline, at_s: float, timing: Timing | Non
         attempt_workers=timeline.attempt_workers,
         events_s=timeline.events_s,
     )
+
+
+class ChoiceSpan:
+    """The span of one choice; its request arrived `age_s` ago. `traceparent` is the parent of workers' spans."""
+
+    def __init__(self, caller: Mapping[str, str], request_id: str, *, age_s: float) -> None:
+        self._start_ns = time.time_ns() - round(age_s * _NS)
+        self._tracer = trace.get_tracer("tandem.router")
+        self._span = self._tracer.start_span(
+            "generate",
+            context_in(caller),
+            SpanKind.SERVER,
+            {"tandem.request_id": request_id},
+            start_time=self._start_ns,
+        )
+        self.traceparent = traceparent_of(self._span)
+        self.trace_id = trace_id_of(self._span)
+
+    def end(self, ended: Trace) -> None:
+        """End the span with the choice's trace."""
+        if self._span.is_recording():
+            self._describe(ended)
+        self._span.end(self._start_ns + round(ended.events_s["finished"] * _NS))
+
+    def _describe(self, ended: Trace) -> None:
+        self._span.set_attributes(
+            {
+                "gen_ai.usage.input_tokens": ended.prompt_tokens,
+                "gen_ai.usage.output_tokens": ended.completion_tokens,
+                "tandem.cached_tokens": ended.cached_tokens,
+                "tandem.finish_reason": ended.finish_reason.value if ended.finish_reason else "",
+                "tandem.attempts": len(ended.attempt_workers),
+            }
+        )
+        if ended.error and ended.error != CANCELLED:
+            mark_failed(self._span, ended.error)
+        if ended.timing is None:
+            return
+        self._add("prepare", 0.0, ended.timing.prepare_s, {})
+        at_s = ended.timing.prepare_s
+        for attempt, (timing, workers) in enumerate(zip(ended.timing.attempts, ended.attempt_workers, strict=True)):
+            self._add_attempt(at_s, timing, {**_attributes(workers), "tandem.attempt": attempt})
+            at_s += timing.total_s
+
+    def _add_attempt(self, at_s: float, timing: AttemptTiming, attributes: Mapping[str, str | int]) -> None:
+        """Add spans of non-empty phases. The transfer's span includes the part hidden behind computing the prompt."""
+        for name, phase_s in asdict(timing.phases).items():
+            phase, end_s = name.removesuffix("_s"), at_s + phase_s
+            if phase == "transfer" and timing.kv_transfer_s is not None:
+                self._add(phase, end_s - timing.kv_transfer_s, end_s, attributes)
+            elif phase_s > 0:
+                self._add(phase, at_s, end_s, attributes)
+            at_s = end_s
+
+    def _add(self, name: str, begin_s: float, end_s: float, attributes: Mapping[str, str | int]) -> None:
+        span = self._tracer.start_span(
+            name,
+            trace.set_span_in_context(self._span),
+            attributes=attributes,
+            start_time=self._start_ns + round(begin_s * _NS),
+        )
+        span.end(self._start_ns + round(end_s * _NS))
+
+
+def _attributes(workers: AttemptWorkers) -> dict[str, str]:
+    values = {"prefill_worker": workers.prefill, "decode_worker": workers.decode, "failure": workers.failure}
+    return {f"tandem.{key}": value for key, value in values.items() if value}

@@ -14,8 +14,7 @@ from enum import Enum
 
 from mesh.domain.prefix import BlockHash, next_hash, root_hash
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
-from router.api.limits import capacity_tokens
-from router.workers.membership import WorkerView
+from router.workers.membership import WorkerView, capacity_tokens
 
 # A prefill worker gets work for this many passes ahead: enough to never idle, not enough to build up a queue.
 _PREFILL_PASSES_AHEAD = 2

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo
-from router.placement.policy import InFlight, Placement, is_short
+from router.admission.placement import InFlight, Placement, is_short
 from router.workers.membership import WorkerView
 
 # A heartbeat that arrives this soon after a reservation may have been written before it.

@@ -19,8 +19,8 @@ from mesh.domain.errors import DeadlineExceeded
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
 from router.api.validation import ValidRequest
-from router.generation.choice import Choice, Chunk, TokenEvent, TopToken
-from router.text.prompts import PromptEncoder
+from router.choice import Choice, Chunk, TokenEvent, TopToken
+from router.served_model import PromptEncoder
 
 # Over all choices of a stream, alternatives included. An event takes about 200 bytes, so this is less than 1 MiB.
 MAX_PENDING_EVENTS = 4096

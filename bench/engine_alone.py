@@ -15,8 +15,7 @@ from pathlib import Path
 from decode_worker.settings import DecodeSettings
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, mint_id
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import Request, SamplingParams, mint_id
 from tandem_cli.load_test.load import Measured, Workload, run_closed_loop
 from worker.engine_host import EngineLimits, build_host
 

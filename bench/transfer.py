@@ -35,8 +35,7 @@ from kvtransfer import (
     TransferSettings,
     TransferSpec,
 )
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import Span
+from mesh.domain.kv import KVLayout, Span
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server

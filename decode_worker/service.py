@@ -31,7 +31,8 @@ from kvtransfer import KVReceiver, Reservation
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
 from mesh.domain.request import Request
 from mesh.domain.tokens import SampledToken, SequenceFailure
-from mesh.tracing import begin_span, end_span, mark_failed
+from mesh.tracing import end_span, mark_failed
+from worker.metrics import begin_span
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mesh.domain.prefix import BlockHash
+from mesh.domain.kv import BlockHash
 from mesh.domain.worker import CacheEvent
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from engine.kernels.cpu.byte_slots import read_byte_slots
 from engine.kernels.cpu.memory import aligned
 from engine.kv_memory import KVReservation
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import KVLayout, KVSpan
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview

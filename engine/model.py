@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.attention.metadata import ForwardMetadata
 from engine.layer_groups import LayerGroups
 from engine.models.config import AnyConfig
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 
 class Model(Protocol):

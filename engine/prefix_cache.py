@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
 from engine.sequence import SequenceState
-from mesh.domain.prefix import BlockHash, block_hashes, next_hash, root_hash
+from mesh.domain.kv import BlockHash, block_hashes, next_hash, root_hash
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from engine.random_draws import uniform
 from engine.selection import argmax, summarise, take_rows
 from engine.sequence import SequenceState
 from engine.truncation import Truncation
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import SamplingParams
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
 _DRAW_BLOCK = 256

@@ -35,7 +35,7 @@ from engine.prefix_cache import PrefixCache
 from engine.scheduler_config import SchedulerConfig
 from engine.sequence import SequenceKey, SequenceState, SequenceStatus
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
-from mesh.domain.prefix import BlockHash
+from mesh.domain.kv import BlockHash
 from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
 from mesh.domain.worker import WorkerLoad
 

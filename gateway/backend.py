@@ -13,7 +13,7 @@ from gateway.bodies import BodyBudget, BodyReader
 from gateway.metrics import Metrics
 from gateway.readiness import Readiness
 from gateway.settings import GatewaySettings
-from mesh.domain.addresses import is_loopback
+from mesh.domain.host import is_loopback
 
 if TYPE_CHECKING:
     from gateway.handler.process import HandlerProcess

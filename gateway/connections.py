@@ -20,7 +20,7 @@ import h11
 import structlog
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mesh.log_limit import LogLimit
+from mesh.logs import LogLimit
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from starlette.routing import Route
 from gateway.access import key_in
 from gateway.backend import Backend
 from gateway.errors import OpenAIDialect, Problem
-from mesh.domain.addresses import is_loopback
+from mesh.domain.host import is_loopback
 from tandem import TandemError
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

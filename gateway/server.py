@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from gateway.connections import ConnectionLimits, Connections
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.log_limit import LogLimit
+from mesh.logs import LogLimit
 
 log = structlog.get_logger(__name__)
 

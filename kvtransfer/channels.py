@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from mesh.rpc.channel import open_channel
-from mesh.rpc.tls import TlsIdentity
+from mesh.rpc.credentials import TlsIdentity
 
 
 @dataclass(slots=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mesh.domain.errors import TransferCorrupt, TransferFailed
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,17 +20,19 @@ from kvtransfer.chunks import ChunkRange
 from kvtransfer.frames import join_chunk, split_chunk
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import InvalidRequest, TransferFailed
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.tokens import SampledToken
 from mesh.v1 import kvtransfer_pb2 as pb
 from mesh.wire import (
     duration_from_proto,
     duration_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+    span_from_proto,
+    span_to_proto,
     token_from_proto,
     token_to_proto,
 )
-from mesh.wire_kv import layout_from_proto, layout_to_proto, span_from_proto, span_to_proto
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 

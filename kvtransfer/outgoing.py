@@ -16,7 +16,7 @@ import structlog
 from kvtransfer.chunks import ChunkRange
 from kvtransfer.sending import SenderResources, SendingConversation, TransferResult, TransferSpec
 from mesh.domain.errors import MeshError, TransferFailed, WorkerLost
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVSpan, Span
 from mesh.domain.tokens import SampledToken
 
 log = structlog.get_logger(__name__)

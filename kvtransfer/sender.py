@@ -11,7 +11,7 @@ from kvtransfer.store import KVStore
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.base import SendTransport
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import KVSpan
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import MAX_MESSAGE_BYTES
 

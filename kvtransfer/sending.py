@@ -37,7 +37,7 @@ from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transports.base import SendTransport, Slot
 from kvtransfer.watchdog import Watchdog
 from mesh.domain.errors import TransferFailed
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import KVSpan
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Metadata
 

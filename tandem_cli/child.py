@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesh.handover import handing_over
+from mesh.process import handing_over
 from tandem_cli.log_file import LogFile
 from tandem_cli.log_lines import read_log_line
 from tandem_cli.services import Service, split_secrets

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mesh.telemetry import escape_controls
+from mesh.logs import escape_controls
 
 _WARNING_LEVELS = ("warning", "error", "critical")
 _HIDDEN = ("level", "event", "timestamp", "service", "exception")

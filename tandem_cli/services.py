@@ -8,10 +8,9 @@ from typing import Any
 
 from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
-from mesh.domain.cores import Cores
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import Resolved, load_settings
-from mesh.settings_file import suggestion
+from mesh.domain.host import Cores
+from mesh.settings import Resolved, load_settings, suggestion
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tandem_cli.cores import CorePlan, format_cores

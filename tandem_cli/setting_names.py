@@ -4,8 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 
-from mesh.settings import ENV_PREFIX
-from mesh.settings_file import check_settings_file, suggestion
+from mesh.settings import ENV_PREFIX, check_settings_file, suggestion
 from tandem_cli.bench_arguments import OpenAISettings
 from tandem_cli.connection import ConnectionSettings
 from tandem_cli.services import ROLES

@@ -13,10 +13,9 @@ import grpc
 import structlog
 
 from mesh import wire
-from mesh.backoff import Backoff
-from mesh.cancellation import is_cancelled
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
+from mesh.retry import Backoff, is_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.status import error_from_rpc

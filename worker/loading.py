@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import structlog
 import torch
 
+from mesh.logs import flush_outputs
 from mesh.process import announce
-from mesh.telemetry import flush_outputs
 from worker.engine_host import EngineHost, EngineLimits, Load, build_host
 from worker.settings import WorkerSettings
 

@@ -7,8 +7,7 @@ from typing import Any
 from engine.batch import LayerHook
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from mesh.domain.worker import WorkerRole
-from mesh.loop_lag import watching_loop
-from mesh.metrics import serving_metrics
+from mesh.metrics import serving_metrics, watching_loop
 from worker.engine_host import EngineLimits, Load
 from worker.loading import load_host
 from worker.malloc import keep_freed_memory

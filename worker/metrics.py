@@ -1,13 +1,17 @@
-"""Metrics of workers of both roles: engine steps, batch, memory and prefix cache."""
+"""Metrics of workers of both roles (engine steps, batch, memory, prefix cache), and the spans of their traces."""
 
 from collections.abc import Callable, Iterator
 
+from opentelemetry import trace
+from opentelemetry.trace import INVALID_SPAN, Span
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mesh.domain.request import Request
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.metrics import GAP_SECONDS, SECONDS, TOKENS, new_registry
+from mesh.tracing import context_in
 
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
@@ -104,3 +108,16 @@ class _Load(Collector):
         family = CounterMetricFamily(f"tandem_{name}", about, labels=["role"])
         family.add_metric([self._info.role.value], value)
         return family
+
+
+def begin_span(service: str, name: str, request: Request) -> Span:
+    """Start a span for a worker's part of a request; a no-op span if the request has no trace. Always end it."""
+    if not request.traceparent:
+        return INVALID_SPAN
+    attributes: dict[str, str | int] = {
+        "tandem.request_id": request.request_id,
+        "tandem.attempt": request.attempt,
+        "tandem.tokens": len(request.token_ids),
+    }
+    context = context_in({"traceparent": request.traceparent})
+    return trace.get_tracer(f"tandem.{service}").start_span(name, context, attributes=attributes)

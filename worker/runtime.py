@@ -14,10 +14,10 @@ import structlog
 
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.worker import WorkerInfo, WorkerState
+from mesh.logs import flush_outputs
 from mesh.process import announce, until_stopped
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
-from mesh.telemetry import flush_outputs
 from mesh.v1 import worker_pb2_grpc
 from worker.agent import RegistryAgent, ReportSource
 from worker.metrics import WorkerMetrics

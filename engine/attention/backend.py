@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.attention.metadata import ForwardMetadata
 from engine.models.facts import ModelConfig
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from engine.models.config import ModelConfig
 from engine.models.linear_parameters import LinearParameters, Parameters
 from engine.models.loop_threads import LoopThreads
 from engine.models.rope import RotaryEmbedding
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 from mesh.domain.kv import KVLayout
 
 _NO_AMX: Bytes = np.empty(0, np.uint8)

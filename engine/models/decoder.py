@@ -20,7 +20,7 @@ from engine.models.linear import make_linear
 from engine.models.linear_parameters import Parameters
 from engine.models.ops import LinearLayer, Rows
 from engine.models.rope import RotaryEmbedding, rotate
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 Rotation = tuple[Tensor, Tensor]
 

@@ -9,7 +9,7 @@ import numpy as np
 from engine.cores import threads_born_on
 from engine.kernels.cpu.phase_cycles import PHASES
 from engine.kernels.cpu.step import Team
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 
 class LoopThreads:

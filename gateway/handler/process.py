@@ -25,7 +25,7 @@ from gateway.handler.server import STREAM_MARK
 from gateway.handler.stdio import StdioLogger
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.handover import handing_over
+from mesh.process import handing_over
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import structlog
 
-from mesh.log_limit import LogLimit
+from mesh.logs import LogLimit
 
 log = structlog.get_logger(__name__)
 

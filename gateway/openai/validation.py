@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from gateway.errors import InvalidField, Problem
 from gateway.openai.schemas import ChatBody, CompletionBody, SamplingBody
-from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
+from mesh.domain.request import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
 from tandem import InvalidRequest
 
 _MAX_DIGITS = 24

@@ -13,7 +13,7 @@ from gateway.openai.schemas import ChatBody
 from gateway.streaming import Json
 from gateway.tgi.generate import generate, generate_compat, generate_stream
 from gateway.tgi.schemas import TokenizeBody
-from mesh.domain.sampling import MAX_CHOICES, MAX_STOP_STRINGS
+from mesh.domain.request import MAX_CHOICES, MAX_STOP_STRINGS
 
 
 async def tokenize(exchange: Exchange) -> Response:

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gateway.schema import Body, JsonObject, Name
-from mesh.domain.sampling import MAX_CHOICES, MAX_SEED
+from mesh.domain.request import MAX_CHOICES, MAX_SEED
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]
 Whole = Annotated[int, Field(ge=1, lt=2**31)]

@@ -10,9 +10,9 @@ import grpc
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
-from mesh.list_limits import require_at_most
 from mesh.rpc.credentials import Metadata
 from mesh.tracing import HEADERS
+from mesh.wire import require_at_most
 from router.api.tenants import Priority, Tenant
 from router.api.validation import MAX_CHAT_MESSAGES, GenerateParams
 from router.generation.answer_stream import Delta, PromptInfo

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpoint.grammar import GrammarCompiler
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.structure import Structure
+from mesh.domain.request import Structure
 from router.served_model import ServedModel
 from router.text.prompts import PromptEncoder
 from router.text.template_process import TemplateProcess

@@ -10,9 +10,8 @@ import grpc
 from mesh.domain.errors import WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerState
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import Credentials, Metadata
+from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
-from mesh.rpc.tls import TlsIdentity
 from router.workers.membership import Registry
 
 

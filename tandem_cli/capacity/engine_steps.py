@@ -15,8 +15,7 @@ from decode_worker.settings import DecodeSettings
 from engine.kernels.cpu.phase_cycles import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, mint_id
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import Request, SamplingParams, mint_id
 from worker.engine_host import EngineHost, EngineLimits, build_host
 
 _NUM_STEPS = 16

@@ -6,7 +6,7 @@ import torch
 from engine.attention.backend import AttentionShape
 from engine.models.linear import make_linear
 from engine.models.linear_parameters import SCHEMES, Parameters
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))

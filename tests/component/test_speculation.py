@@ -21,8 +21,7 @@ from engine.speculation.drafter import Drafter
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.settings import NO_SPECULATION, Speculation
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.request import Request
-from mesh.domain.structure import Structure, StructureKind
+from mesh.domain.request import Request, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, SampledToken
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm

@@ -14,9 +14,8 @@ from engine.scheduler import Scheduler
 from engine.scheduler_config import SchedulerConfig
 from engine.speculation.speculator import Speculator
 from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
-from mesh.rpc.credentials import Credentials, MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey, TlsIdentity
 from mesh.rpc.server import Listen, Server
-from mesh.rpc.tls import TlsIdentity
 from mesh.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService

@@ -22,7 +22,7 @@ from engine.models.linear import make_linear
 from engine.models.linear_parameters import Parameters
 from engine.models.mlp import DenseMlp
 from engine.models.ops import LinearLayer, Rows
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 
 from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
 from kvtransfer.chunks import ChunkRange
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVSpan, Span
 from tests.fakes.kv_store import with_axis
 
 PLACE = ChunkRange(Span(2, 3), KVSpan(layers=Span(4, 5), heads=Span(6, 7)))

@@ -22,8 +22,8 @@ from kvtransfer import (
     TransferSettings,
     TransferSpec,
 )
-from kvtransfer.channels import ChannelPool
 from kvtransfer.chunks import ChunkRange
+from kvtransfer.push_call import ChannelPool
 from kvtransfer.sending import SendingConversation
 from kvtransfer.transports.base import Slot
 from mesh.domain.errors import (

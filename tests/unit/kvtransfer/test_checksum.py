@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
-from kvtransfer.chunks import ChunkRange
+from kvtransfer.chunks import ChunkRange, Digest, chunk_checksum, transfer_seed
 from mesh.domain.kv import KVSpan, Span
 from tests.fakes.kv_store import with_axis
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.frames import split_chunk
-from kvtransfer.messages import Chunk, request_from_bytes, request_to_bytes
+from kvtransfer.messages import Chunk, request_from_bytes, request_to_bytes, split_chunk
 from kvtransfer.transports.base import Payload
 from mesh.domain.errors import InvalidRequest, TransferFailed
 from mesh.domain.kv import Span

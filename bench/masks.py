@@ -23,7 +23,7 @@ from checkpoint.grammar import GrammarCompiler
 from engine.masks import TokenMasks
 from engine.sequence import SequenceState
 from mesh.domain.request import Request, SamplingParams, Structure, StructureKind
-from worker.malloc import keep_freed_memory
+from mesh.process import keep_freed_memory
 
 _SCHEMA = {
     "type": "object",

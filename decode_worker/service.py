@@ -23,7 +23,6 @@ from typing import Any
 
 import structlog
 
-from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Entry, Event, Failed, Reserved, Session, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
@@ -32,7 +31,7 @@ from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelF
 from mesh.domain.request import Request
 from mesh.domain.tokens import SampledToken, SequenceFailure
 from mesh.tracing import end_span, mark_failed
-from worker.metrics import begin_span
+from worker.metrics import DecodeMetrics, begin_span
 
 log = structlog.get_logger(__name__)
 

@@ -6,6 +6,7 @@ configuration (one line on stderr says what to fix), and 1 for any other error.
 """
 
 import asyncio
+import ctypes
 import faulthandler
 import json
 import os
@@ -35,6 +36,9 @@ _SECRETS_FD = "TANDEM_SECRETS_FD"
 _STUCK_TURNS = 20
 # Writing the stacks may hang too.
 _REPORT_S = 2.0
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+_KEEP_BYTES = 256 << 20
+_MMAP_BYTES = 32 << 20  # glibc's maximum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +139,18 @@ def raise_open_files() -> int:
         return soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep up to 256 MiB of freed buffers instead of returning each to the system.
+
+    KV messages have megabytes each; new pages for every message take a third of the CPU time of a transfer over gRPC.
+    Does nothing with other C libraries.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _KEEP_BYTES)
+        mallopt(_MMAP_THRESHOLD, _MMAP_BYTES)
 
 
 def announce(event: str, **fields: Any) -> None:

@@ -31,8 +31,7 @@ from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
 from mesh.domain.worker import RankInfo
 from mesh.tracing import end_span, mark_failed
-from prefill_worker.metrics import PrefillMetrics
-from worker.metrics import begin_span
+from worker.metrics import PrefillMetrics, begin_span
 
 log = structlog.get_logger(__name__)
 

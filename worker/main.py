@@ -8,12 +8,10 @@ from engine.batch import LayerHook
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
-from worker.engine_host import EngineLimits, Load
-from worker.loading import load_host
-from worker.malloc import keep_freed_memory
+from mesh.process import keep_freed_memory
+from worker.engine_host import EngineLimits, Load, load_host
 from worker.metrics import WorkerMetrics
-from worker.reports import EngineReports
-from worker.runtime import WorkerRuntime
+from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings
 
 

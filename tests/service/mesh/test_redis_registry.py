@@ -22,9 +22,8 @@ from router.workers.redis_registry import RedisRegistry
 from tests.fakes.redis_server import RedisServer
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.mesh.test_membership import INFO
-from worker.agent import RegistryAgent
+from worker.agent import RegistryAgent, WorkerServicer
 from worker.redis_agent import RedisAgent
-from worker.servicer import WorkerServicer
 
 
 def beat(**load: Any) -> worker_pb2.RegisterRequest:

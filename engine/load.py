@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from checkpoint.grammar import GrammarCompiler
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.tensors import open_checkpoint
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.model_files import ModelFacts, read_model_facts
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.request import Request
 from mesh.domain.worker import WorkerInfo

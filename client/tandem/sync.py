@@ -7,8 +7,8 @@ from collections.abc import Coroutine, Generator
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
-from tandem._channel import ChannelFactory, Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem._routers import ChannelFactory, Tls
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
 from tandem.exceptions import Cancelled
 from tandem.mesh import Mesh, Worker

@@ -6,8 +6,7 @@ Decoder-only models have a ModelConfig, encoder-decoder models an EncoderDecoder
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.model_files import read_json
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_json
 from engine.models.encoder_decoder.config import ARCHITECTURES, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.facts import ModelConfig, RawConfig
 from engine.models.families import FAMILIES

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
 from engine.models.config import AnyConfig, load_config
 

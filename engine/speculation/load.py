@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from checkpoint.model_files import read_model_facts
-from checkpoint.rope_override import NO_ROPE_OVERRIDE
+from checkpoint.model_files import NO_ROPE_OVERRIDE, read_model_facts
 from engine.batch import Runner
 from engine.load import RunnerSettings, kv_layout
 from engine.models.config import load_decoder_config

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mesh.domain.errors import ConfigurationError
 
@@ -161,7 +161,7 @@ def stretched_positions(kind: str, positions: int, original: int, factor: float)
     return positions
 
 
-def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> int | None:
+def _decoder_start(config: Mapping[str, object], generation: Mapping[str, object], path: Path) -> int | None:
     if not config.get("is_encoder_decoder"):
         return None
     key = "decoder_start_token_id"
@@ -214,7 +214,7 @@ def _read_bytes(path: Path) -> bytes:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _eos_ids(config: Mapping[str, Any], path: Path) -> frozenset[int]:
+def _eos_ids(config: Mapping[str, object], path: Path) -> frozenset[int]:
     value = config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(_is_index(token_id) for token_id in ids):
@@ -222,7 +222,7 @@ def _eos_ids(config: Mapping[str, Any], path: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _integer(config: Mapping[str, Any], keys: Iterable[str], path: Path) -> int | None:
+def _integer(config: Mapping[str, object], keys: Iterable[str], path: Path) -> int | None:
     """Return the value of the first of `keys` that is set, None if none is. Raises ConfigurationError."""
     for key in keys:
         value = config.get(key)
@@ -234,5 +234,5 @@ def _integer(config: Mapping[str, Any], keys: Iterable[str], path: Path) -> int 
     return None
 
 
-def _is_index(value: object) -> bool:
+def _is_index(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

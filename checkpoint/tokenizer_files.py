@@ -170,13 +170,13 @@ def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:
     return tokenizer
 
 
-def _content(value: Any) -> str:
+def _content(value: object) -> str:
     """Return the text of a token, which the files store as a string or as an object with `content`."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else ""
 
 
-def _added_token(entry: Mapping[str, Any]) -> AddedToken:
+def _added_token(entry: Mapping[str, object]) -> AddedToken:
     options = {key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "single_word", "special")}
     return AddedToken(_content(entry), **options)
 

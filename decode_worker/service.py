@@ -19,7 +19,6 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
@@ -275,7 +274,9 @@ class DecodeService:
         )  # later, so that a release task that follows counts as work
         return owner
 
-    def _spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None) -> asyncio.Task[None]:
+    def _spawn(
+        self, work: Coroutine[object, object, None], context: contextvars.Context | None = None
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)

@@ -78,7 +78,7 @@ class Logs:
             line = _KEY.sub("tandem-***", line)
         self.writer.put((line + "\n").encode("utf-8", "backslashreplace"))
 
-    def _limited(self, _: Any, method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    def _limited(self, _: object, method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
         if method not in _LIMITED:
             return event
         names = (event.get("worker"), event.get("kind"), _error_type(event.get("exc_info")))
@@ -163,7 +163,7 @@ def num_lines_lost() -> tuple[int, int]:
 def _for_people(fd: int) -> list[structlog.types.Processor]:
     """Processors for human-readable lines, coloured on a terminal. They escape control characters, as JSON does."""
 
-    def escaped(_: Any, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    def escaped(_: object, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
         return {name: escape_controls(value) if isinstance(value, str) else value for name, value in event.items()}
 
     def traceback(out: TextIO, exc_info: structlog.types.ExcInfo) -> None:
@@ -183,7 +183,7 @@ def escape_controls(text: str) -> str:
     )
 
 
-def _error_type(exc_info: Any) -> str:
+def _error_type(exc_info: object) -> str:
     """Return the class name of the error in `exc_info`: an exception, True for the current one, a tuple, or None."""
     error = sys.exc_info()[1] if exc_info is True else exc_info[1] if isinstance(exc_info, tuple) else exc_info
     return type(error).__name__ if isinstance(error, BaseException) else ""

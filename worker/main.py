@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
 
 from engine.batch import LayerHook
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
@@ -48,8 +47,8 @@ class Worker:
         self,
         services: Sequence[str],
         *,
-        drained: Callable[[], Coroutine[Any, Any, None]],
-        close: Callable[[], Coroutine[Any, Any, None]],
+        drained: Callable[[], Coroutine[object, object, None]],
+        close: Callable[[], Coroutine[object, object, None]],
     ) -> None:
         """Start the engine, serve until stopped, drain, `close()` the KV transfers, and stop the engine."""
         self.engine.start()

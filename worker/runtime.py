@@ -66,7 +66,7 @@ class WorkerRuntime:
         self,
         *,
         services: Sequence[str],
-        drained: Callable[[], Coroutine[Any, Any, None]],
+        drained: Callable[[], Coroutine[object, object, None]],
         engine: "Watched",
         engine_died: asyncio.Event,
     ) -> None:
@@ -121,7 +121,9 @@ class WorkerRuntime:
         flush_outputs()
         os._exit(1)
 
-    async def _drain(self, drained: Callable[[], Coroutine[Any, Any, None]], died: asyncio.Task[Literal[True]]) -> None:
+    async def _drain(
+        self, drained: Callable[[], Coroutine[object, object, None]], died: asyncio.Task[Literal[True]]
+    ) -> None:
         """Drain, and wait until running work is done, `drain_grace_s` ends, or the engine dies."""
         await self.drain()
         work_done = asyncio.create_task(drained())
@@ -134,7 +136,7 @@ class WorkerRuntime:
 
 def _registration(
     settings: WorkerSettings, key: MeshKey | None, agent: RegistryAgent
-) -> Callable[[], Coroutine[Any, Any, None]]:
+) -> Callable[[], Coroutine[object, object, None]]:
     """Return the coroutine function that keeps this worker registered. Raises ConfigurationError."""
     if not settings.registry_url:
         return lambda: agent.run(settings.registry_address)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tandem._calls import ELSEWHERE, Deadline, RetryPolicy, retrying
@@ -62,10 +63,12 @@ class Connection:
         for router in self._routers:
             await router.close()
 
-    async def unary(self, method: Callable[[Stubs], Any], request: Any, deadline: Deadline) -> Any:
+    async def unary(
+        self, method: Callable[[Stubs], Callable[..., Awaitable[R]]], request: Message, deadline: Deadline
+    ) -> R:
         """Make a unary call and return its response. `method` selects the RPC from the stubs of a router."""
 
-        async def attempt(router: Router, timeout_s: float) -> Any:
+        async def attempt(router: Router, timeout_s: float) -> R:
             with router.errors():
                 return await method(router.stubs)(request, timeout=timeout_s, metadata=self._metadata)
 

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
 from tandem._calls import Deadline, RetryPolicy
 from tandem._connection import Connection, ResumableStream, make_repeatable
@@ -157,7 +157,7 @@ class AsyncClient:
         """Wait until a router serves. Routers need not be running yet. Raises DeadlineExceeded."""
         await self._connection.wait_serving(timeout)
 
-    async def _tokenize(self, arguments: TokenizeArguments) -> Any:
+    async def _tokenize(self, arguments: TokenizeArguments) -> generation_pb2.TokenizeResponse:
         request = tokenize_request(arguments)
         deadline = self._deadline(arguments.get("timeout"))
         return await self._connection.unary(lambda stubs: stubs.generation.Tokenize, request, deadline)

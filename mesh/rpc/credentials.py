@@ -67,7 +67,7 @@ class TlsIdentity:
     def channel_credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.chain)
 
-    def channel_options(self) -> list[tuple[str, Any]]:
+    def channel_options(self) -> list[tuple[str, str]]:
         """Channel options that must accompany `channel_credentials`."""
         return [("grpc.ssl_target_name_override", self.peer_name)] if self.peer_name else []
 

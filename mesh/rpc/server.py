@@ -163,8 +163,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             return self._wrap_streaming(handler, method)
         return self._wrap_unary(handler, method)
 
-    def _wrap_unary(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
-        async def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+    def _wrap_unary(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+        async def call(raw: bytes, context: grpc.aio.ServicerContext) -> object:
             try:
                 self._check(context)
                 return await handler.unary_unary(_parse(handler, raw), context)
@@ -173,10 +173,10 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
 
-    def _wrap_streaming(self, handler: Any, method: str) -> grpc.RpcMethodHandler:
+    def _wrap_streaming(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         inner = handler.stream_stream or handler.unary_stream
 
-        async def call(raw: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async def call(raw: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
             responses = None
             try:
                 self._check(context)
@@ -201,7 +201,7 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
             self._guard.check(context.invocation_metadata())
 
 
-def _parse(handler: Any, raw: bytes) -> Any:
+def _parse(handler: grpc.RpcMethodHandler, raw: bytes) -> object:
     """Parse the request. Raises InvalidRequest for garbage, which grpc would report as INTERNAL."""
     try:
         return handler.request_deserializer(raw)
@@ -209,7 +209,7 @@ def _parse(handler: Any, raw: bytes) -> Any:
         raise InvalidRequest("the request is not a valid protobuf message of this method") from error
 
 
-async def _parse_all(handler: Any, raws: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+async def _parse_all(handler: grpc.RpcMethodHandler, raws: AsyncIterator[bytes]) -> AsyncIterator[object]:
     async for raw in raws:
         yield _parse(handler, raw)
 

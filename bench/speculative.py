@@ -27,8 +27,7 @@ from safetensors.torch import load_file, save_file
 from decode_worker.settings import DecodeSettings
 from demo_model.questions import draw
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, mint_id
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import Request, SamplingParams, mint_id
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for

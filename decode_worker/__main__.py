@@ -2,7 +2,6 @@
 
 import sys
 
-from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
@@ -13,6 +12,7 @@ from mesh.process import ServiceProgram
 from mesh.v1 import decode_pb2_grpc
 from worker.engine_host import EngineLimits, Load
 from worker.main import Worker
+from worker.metrics import DecodeMetrics
 
 
 async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> None:

@@ -19,7 +19,7 @@ from gateway.access import Gate
 from gateway.metrics import Metrics
 from gateway.schema import SMALL_BODY_BYTES
 from gateway.settings import GatewaySettings
-from mesh.domain.addresses import is_loopback
+from mesh.domain.host import is_loopback
 
 if TYPE_CHECKING:
     from gateway.handler.process import HandlerProcess

@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.log_limit import LogLimit
+from mesh.logs import LogLimit
 
 log = structlog.get_logger(__name__)
 

@@ -21,7 +21,7 @@ from gateway.backend import Backend
 from gateway.errors import OpenAIDialect, Problem
 from gateway.exchange import Exchange
 from gateway.schema import Json
-from mesh.domain.addresses import is_loopback
+from mesh.domain.host import is_loopback
 from tandem import Mesh, TandemError, Worker
 
 PAGES = Path(__file__).parent / "pages"

@@ -7,11 +7,10 @@ import time
 
 import structlog
 
-from mesh.domain.addresses import is_loopback
+from mesh.domain.host import is_loopback
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
-from mesh.loop_lag import watching_loop
-from mesh.metrics import serving_metrics
+from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, until_stopped
 from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from mesh import wire, wire_kv
+from mesh import wire
 from mesh.domain.errors import (
     AttemptsFailed,
     DeadlineExceeded,
@@ -153,7 +153,7 @@ def _message(request: Request, destination: KVDestination) -> prefill_pb2.Prefil
         incarnation=destination.decode.incarnation,
         transfer_id=destination.transfer_id,
         ready_tokens=destination.ready_tokens,
-        ranks=wire_kv.ranks_to_proto(destination.decode.ranks),
+        ranks=wire.ranks_to_proto(destination.decode.ranks),
     )
     return prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=proto)
 

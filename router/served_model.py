@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from checkpoint.grammar import GrammarCompiler
-from checkpoint.model_files import ModelFacts, read_model_facts
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
 from mesh.domain.errors import InvalidRequest, LayoutMismatch
-from mesh.domain.request import Request
-from mesh.domain.structure import Structure
+from mesh.domain.request import Request, Structure
 from mesh.domain.worker import WorkerInfo
 from router.admission.fair_queue import FairSlots
 from router.text.chat import (

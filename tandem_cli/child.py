@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesh.handover import handing_over
-from mesh.telemetry import escape_controls
+from mesh.logs import escape_controls
+from mesh.process import handing_over
 from tandem_cli.mesh_plan import Service
 from tandem_cli.up_settings import split_secrets
 

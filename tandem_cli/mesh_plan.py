@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from checkpoint.source import ModelSource, Progress, split_models
-from mesh.domain.cores import Cores
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import Cores
 from mesh.settings import Resolved, load_settings
 from router.settings import RouterSettings
 from tandem_cli.cores import CorePlan, assign_cores, format_cores

@@ -7,8 +7,7 @@ from dataclasses import Field, dataclass, fields
 from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import ENV_PREFIX, setting
-from mesh.settings_file import check_settings_file, suggestion
+from mesh.settings import ENV_PREFIX, check_settings_file, setting, suggestion
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tandem_cli.connection import ConnectionSettings

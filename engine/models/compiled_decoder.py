@@ -27,7 +27,7 @@ from engine.kv_cache import KVCache
 from engine.models.facts import ModelConfig
 from engine.models.linear import LinearParameters, Parameters
 from engine.models.rope import RotaryEmbedding
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 from mesh.domain.kv import KVLayout
 
 

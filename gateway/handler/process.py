@@ -24,8 +24,8 @@ from gateway.exchange import Exchange
 from gateway.handler.server import STREAM_MARK
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.handover import handing_over
-from mesh.log_limit import LogLimit
+from mesh.logs import LogLimit
+from mesh.process import handing_over
 
 log = structlog.get_logger(__name__)
 

@@ -28,7 +28,7 @@ from gateway.schema import (
     StructuredBody,
     TokenIds,
 )
-from mesh.domain.sampling import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
+from mesh.domain.request import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
 from tandem import InvalidRequest
 
 _MAX_DIGITS = 24

@@ -14,7 +14,7 @@ from gateway.openai.parameters import model_of, rendering_of
 from gateway.openai.requests import ChatBody
 from gateway.schema import Json
 from gateway.tgi.requests import GenerateBody, TokenizeBody, generate_arguments
-from mesh.domain.sampling import MAX_CHOICES, MAX_STOP_STRINGS
+from mesh.domain.request import MAX_CHOICES, MAX_STOP_STRINGS
 from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gateway.schema import Body, JsonObject, Name
-from mesh.domain.sampling import MAX_CHOICES, MAX_SEED
+from mesh.domain.request import MAX_CHOICES, MAX_SEED
 from tandem import GenerateArguments, InvalidRequest
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]

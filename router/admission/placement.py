@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mesh.domain.prefix import BlockHash, next_hash, root_hash
+from mesh.domain.kv import BlockHash, next_hash, root_hash
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.workers.membership import WorkerView, capacity_tokens
 

@@ -10,9 +10,9 @@ import grpc
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
-from mesh.list_limits import require_at_most
 from mesh.rpc.credentials import Metadata
 from mesh.tracing import HEADERS
+from mesh.wire import require_at_most
 from router.admission.fair_queue import Priority
 from router.answer_stream import Delta, PromptInfo
 from router.api.operators import timing_to_proto

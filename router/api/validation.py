@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.sampling import (
+from mesh.domain.request import (
     MAX_CHOICES,
     MAX_PROMPT_LOGPROBS,
     MAX_RANKED_EVENTS,

@@ -17,8 +17,7 @@ from dataclasses import replace
 import structlog
 
 from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerBusy, WorkerLost
-from mesh.domain.request import mint_id
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import SamplingParams, mint_id
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
 from router.api.validation import GenerateParams, ValidRequest

@@ -33,9 +33,8 @@ from mesh.domain.request import Request
 from mesh.domain.tokens import SequenceFailure, StepOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import Credentials, Metadata
+from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
-from mesh.rpc.tls import TlsIdentity
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.membership import Registry, WorkerView
 

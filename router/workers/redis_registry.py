@@ -21,9 +21,20 @@ from redis.asyncio import Redis
 from mesh import wire
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
-from mesh.registry.redis_connection import LogLimit, require_not_cancelled, require_registry, stay_connected
-from mesh.registry.redis_keys import BEATS, WORKERS, ask_channel, record_key
-from mesh.registry.redis_records import Beat, RecordSeal, Refused, ReplayGuard
+from mesh.logs import LogLimit
+from mesh.registry import (
+    BEATS,
+    WORKERS,
+    Beat,
+    RecordSeal,
+    Refused,
+    ReplayGuard,
+    ask_channel,
+    record_key,
+    require_registry,
+    stay_connected,
+)
+from mesh.retry import require_not_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.v1 import worker_pb2, worker_pb2_grpc
@@ -59,7 +70,7 @@ class RedisRegistry:
         self._seal = RecordSeal(key)
         self._guard = ReplayGuard()
         self._checks = DirectChecks(membership, credentials)
-        self._log_limit = LogLimit()
+        self._log_limit = LogLimit(burst=1)
         self._misfits: dict[str, str] = {}  # refused incarnations, by worker id
         self._outbox: dict[str, bytes] = {}  # messages to send, by worker id: a refusal, or empty to request a snapshot
         self.connected = asyncio.Event()
@@ -121,7 +132,7 @@ class RedisRegistry:
             elif self._guard.lag_s(beat) > _OVERLAP_S:
                 raise Refused("it is older than a beat that its worker has sent before: replayed")
         except Refused as refused:
-            if self._log_limit.allows(str(refused)):
+            if self._log_limit.admit(str(refused)) is not None:
                 log.warning("registry message refused", cause=str(refused))
 
     def _apply(self, beat: Beat) -> None:

@@ -12,7 +12,7 @@ import pytest
 from gateway.handler.__main__ import HandlerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.probe import ProbeSettings
-from mesh.settings_file import near_name
+from mesh.settings import near_name
 from tandem_cli.child import Launch
 from tandem_cli.display import Display
 from tandem_cli.main import main

@@ -8,7 +8,7 @@ import pytest
 import structlog
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
-from mesh.domain.prefix import block_hashes
+from mesh.domain.kv import block_hashes
 from router.admission.fair_queue import Priority
 from router.admission.limiter import LocalLimiter
 from router.api.tenants import ANONYMOUS, ApiKeys, KeysFile, NoKeys, Tenant, digest_of, new_key

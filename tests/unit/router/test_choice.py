@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.domain.errors import AttemptsFailed
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import SamplingParams
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
 from router.api.validation import GenerateParams, ValidRequest
 from router.choice import Choice, TokenEvent, TokenOrder

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.structure import Structure, StructureKind
+from mesh.domain.request import Structure, StructureKind
 from router.served_model import Grammars
 from tests.fakes.router_model import write_checkpoint
 

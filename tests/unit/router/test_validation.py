@@ -8,7 +8,7 @@ import pytest
 
 from checkpoint.model_files import ModelFacts
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import SamplingParams
 from router.api.validation import (
     GenerateParams,
     Limits,

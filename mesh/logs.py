@@ -1,7 +1,7 @@
 """Structured logs of every service, from structlog and from the standard library's logging.
 
 Writing a log line never blocks or fails (see `line_writer.py`). Warnings and errors of one cause are limited to about
-one a second (see `log_limit.py`); lower levels are not limited. Tracebacks omit local variables, which may hold prompts
+one a second; lower levels are not limited. Tracebacks omit local variables, which may hold prompts
 and keys. Credentials in log lines are masked.
 """
 
@@ -11,13 +11,14 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import structlog
 
 from mesh.line_writer import LineWriter, flush_all, make_private, text_stream
-from mesh.log_limit import LogLimit
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -29,6 +30,9 @@ _BEARER = re.compile(r"earer [^\s'\"\\]+")
 _TRACEBACKS = structlog.processors.ExceptionRenderer(
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False, use_rich=False)
 )
+
+_MAX_CAUSES = 1000
+_OVERDUE_S = 5.0
 
 
 class Logs:
@@ -74,7 +78,7 @@ class Logs:
             line = _KEY.sub("tandem-***", line)
         self.writer.put((line + "\n").encode("utf-8", "backslashreplace"))
 
-    def _limited(self, _: Any, method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    def _limited(self, _: object, method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
         if method not in _LIMITED:
             return event
         names = (event.get("worker"), event.get("kind"), _error_type(event.get("exc_info")))
@@ -159,7 +163,7 @@ def num_lines_lost() -> tuple[int, int]:
 def _for_people(fd: int) -> list[structlog.types.Processor]:
     """Processors for human-readable lines, coloured on a terminal. They escape control characters, as JSON does."""
 
-    def escaped(_: Any, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    def escaped(_: object, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
         return {name: escape_controls(value) if isinstance(value, str) else value for name, value in event.items()}
 
     def traceback(out: TextIO, exc_info: structlog.types.ExcInfo) -> None:
@@ -179,7 +183,7 @@ def escape_controls(text: str) -> str:
     )
 
 
-def _error_type(exc_info: Any) -> str:
+def _error_type(exc_info: object) -> str:
     """Return the class name of the error in `exc_info`: an exception, True for the current one, a tuple, or None."""
     error = sys.exc_info()[1] if exc_info is True else exc_info[1] if isinstance(exc_info, tuple) else exc_info
     return type(error).__name__ if isinstance(error, BaseException) else ""
@@ -187,3 +191,61 @@ def _error_type(exc_info: Any) -> str:
 
 def _name(cause: Hashable) -> str:
     return " ".join(filter(None, map(str, cause))) if isinstance(cause, tuple) else str(cause)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    allowance: float
+    updated_s: float
+    num_suppressed: int = 0
+
+
+class LogLimit:
+    """Rate limit for log lines of one cause: a burst of a few lines, then one a second. The next line that is logged
+    reports how many were suppressed. There is a token bucket for each of the last _MAX_CAUSES causes.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, burst: float = 5, lines_per_s: float = 1.0
+    ) -> None:
+        self._clock = clock
+        self._burst = burst
+        self._lines_per_s = lines_per_s
+        self._buckets: dict[Hashable, _Bucket] = {}
+        self.num_suppressed = 0
+
+    def admit(self, cause: Hashable) -> int | None:
+        """Return None if the line must be suppressed, else the number of lines suppressed since the last one."""
+        now_s = self._clock()
+        bucket = self._buckets.get(cause)
+        if bucket is None:
+            if len(self._buckets) >= _MAX_CAUSES:
+                self._buckets.pop(next(iter(self._buckets)), None)
+            bucket = self._buckets[cause] = _Bucket(self._burst, now_s)
+        bucket.allowance = min(self._burst, bucket.allowance + self._lines_per_s * (now_s - bucket.updated_s))
+        bucket.updated_s = now_s
+        if bucket.allowance < 1:
+            bucket.num_suppressed += 1
+            self.num_suppressed += 1
+            return None
+        bucket.allowance -= 1
+        num_suppressed, bucket.num_suppressed = bucket.num_suppressed, 0
+        return num_suppressed
+
+    def overdue(self) -> list[tuple[Hashable, int]]:
+        """Take the unreported counts of causes that have been silent for _OVERDUE_S."""
+        return self._take(self._clock() - _OVERDUE_S)
+
+    def all_suppressed(self) -> list[tuple[Hashable, int]]:
+        """Take the unreported counts of all causes, before the process ends."""
+        return self._take(self._clock())
+
+    def _take(self, until_s: float) -> list[tuple[Hashable, int]]:
+        unreported = [
+            (cause, bucket.num_suppressed)
+            for cause, bucket in list(self._buckets.items())
+            if bucket.num_suppressed and bucket.updated_s <= until_s
+        ]
+        for cause, _ in unreported:
+            self._buckets.pop(cause, None)
+        return unreported

@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 TYPED := client/tandem router prefill_worker decode_worker kvtransfer engine mesh checkpoint worker gateway tandem_cli bench demo_model examples
 SOURCES := $(TYPED) tests
+FAST := 'not gpu and not soak'
 
-.PHONY: demo up test lint protos wheels parity test-gpu chaos soak defects bench clean
+.PHONY: demo up test retest lint protos wheels parity test-gpu chaos soak defects bench clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
@@ -20,7 +21,10 @@ up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 
 test: lint  ## Everything CI asks for: lint, types, import rules, protocol, tests.
 	$(BIN)/python -m engine.compile
-	$(BIN)/pytest -q -m 'not gpu and not soak' -n 2 --dist worksteal
+	$(BIN)/pytest -q -m $(FAST) -n 2 --dist worksteal || $(MAKE) --no-print-directory retest
+
+retest: .venv/.installed  ## Run the tests that failed last once more, one by one; name those that pass now.
+	$(BIN)/pytest -q -m $(FAST) --last-failed --last-failed-no-failures none -rpfE
 
 lint: .venv/.installed  ## Style, types, import rules, protocol lint and generated code.
 	$(BIN)/ruff check $(SOURCES)

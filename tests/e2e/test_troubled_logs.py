@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
 WATCH = "/grpc.health.v1.Health/Watch"
 NUM_REQUESTS, NUM_AT_A_TIME = 400, 16
 LONG = 600
-GRACE = ("--set", "router.grace_s=50")
+GRACE = ("--set", "router.grace_s=50", "--set", "decode.drain_grace_s=50")
 """On a busy machine a long stream takes longer than the default."""
 DROPPED = '"event": "log lines dropped"'
 

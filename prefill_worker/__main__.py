@@ -2,7 +2,6 @@
 
 import sys
 
-from engine.load import load_model_runner
 from kvtransfer import KVSender, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
@@ -12,10 +11,11 @@ from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
 from worker.engine_host import EngineLimits, Load
+from worker.loading import load_runner
 from worker.main import Worker
 
 
-async def serve(settings: PrefillSettings, load: Load = load_model_runner) -> None:
+async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:
     """Load the model, then serve until stopped."""
     metrics = PrefillMetrics()
     worker = Worker(

@@ -12,11 +12,11 @@ import torch
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
-from engine.kv_cache import KVCache
 from engine.kv_memory import KVMemory
 from engine.load import RunnerSettings, kv_layout, load_model_runner
 from engine.loop import Engine
 from engine.models.config import AnyConfig, EncoderDecoderConfig, load_config
+from engine.ranks.cache import AnyKVCache
 from engine.scheduler import Scheduler
 from engine.scheduler_config import SchedulerConfig
 from engine.speculation.load import draft_block_bytes, load_speculator
@@ -47,7 +47,7 @@ class HostedRunner(Runner, Protocol):
     """A runner with its KV cache. Plug point: ModelRunner, and tandem_cli.load_test.paced.PacedRunner."""
 
     @property
-    def kv_cache(self) -> KVCache:
+    def kv_cache(self) -> AnyKVCache:
         """The cache that the runner fills."""
         ...
 
@@ -145,6 +145,8 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
         enforce_eager=settings.enforce_eager,
+        tensor_parallel=settings.num_ranks(),
+        max_batch_tokens=limits.max_batch_tokens,
         rope=settings.rope_override(),
         block_size=settings.block_size,
         kv_memory=KVMemory(

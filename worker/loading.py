@@ -10,6 +10,10 @@ from contextlib import contextmanager
 import structlog
 import torch
 
+from engine.load import RunnerSettings
+from engine.model_runner import ModelRunner
+from engine.ranks.launch import load_ranked_runner
+from engine.weights import Progress
 from mesh.process import announce
 from mesh.telemetry import flush_outputs
 from worker.engine_host import EngineHost, EngineLimits, Load, build_host
@@ -34,6 +38,17 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
         announce("kv_memory", summary=reservation.summary)
     log.info("model loaded", folder=located.model, seconds=round(time.monotonic() - begun_s, 2), **_peak_memory(host))
     return host
+
+
+def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
+    """Load a model into this process and its other ranks. From then on the process ends when one of them ends."""
+    return load_ranked_runner(settings, on_progress, on_lost=_end)
+
+
+def _end(reason: str) -> None:
+    log.critical("a rank is lost, exiting", reason=reason)
+    flush_outputs()
+    os._exit(1)
 
 
 class _Progress:

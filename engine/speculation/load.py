@@ -53,4 +53,5 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
             )
     if facts.eos_token_ids and not draft_facts.eos_token_ids:
         raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
-    return replace(model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE)
+    # It is small: one rank computes it.
+    return replace(model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1)

@@ -77,6 +77,6 @@ def attend_block_bf16(block: QueryBlock, head: int, tokens: Span, window: int, a
         sums = Matrix(address(scratch.tile), KEY_TILE * FLOAT_BYTES)
         multiply_bf16_tile(TileProduct(Matrix(rows, width * HALF_BYTES), values, sums), width // AMX_DEPTH)
         for r in range(count):
-            at = ((row + r) * shape.num_heads + head) * dim + panel * LANES
+            at = (row + r) * queries.out_step + head * dim + panel * LANES
             tile = address(scratch.tile) + r * KEY_TILE * FLOAT_BYTES
             scale_row(tile, KEY_TILE // LANES, scratch.factors[r], address(queries.out) + at * FLOAT_BYTES)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.backend import AttentionBackend, AttentionShape
+from engine.attention.backend import AttentionBackend, AttentionShape, ForwardMetadata
 from engine.attention.cpu import CpuAttention
-from engine.attention.metadata import ForwardMetadata
 from engine.attention.torch_sdpa import TorchAttention
 
 _BLOCK_SIZE = 16

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from checkpoint.source import ModelSource
-from engine.speculation.settings import Speculation
+from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
 from worker.settings import WorkerSettings, require_not_negative, require_positive

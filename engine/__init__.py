@@ -10,7 +10,7 @@ Life of a step (`Engine.step` in loop.py):
     sample      sampler.py        penalties, masks, temperature, truncation, draw           -> RunnerOutput (batch.py)
     update      scheduler.py      appends the tokens, publishes or frees blocks             -> StepOutput for the worker
 
-Pure (ints and lists; no torch, no grpc): sequence, block_pool, prefix_cache, forks, in_flight, batch, scheduler.
+Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, scheduler, speculation/.
 Torch: model_runner, step_input, sampler, masks, kv_cache, weights, attention/, models/. CPU kernels: kernels/.
-Composition from settings: load.py for the runner, speculation/load.py for the drafter.
+Composition from settings: load.py, for the runner and the drafter. Settings without torch: settings.py.
 """

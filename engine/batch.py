@@ -1,11 +1,14 @@
-"""Input and output of one engine step: ScheduledBatch and RunnerOutput, and the contract of the Runner between them."""
+"""Input and output of one engine step: ScheduledBatch and RunnerOutput, and the contract of the Runner between them.
 
-from collections.abc import Callable
+Several batches may be in flight (scheduled and not yet updated), for example one per pipeline stage: BatchesInFlight.
+"""
+
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.sequence import SequenceState
+from engine.sequence import SequenceKey, SequenceState
 from mesh.domain.errors import MeshError
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
@@ -114,3 +117,44 @@ class Runner(Protocol):
     def forget(self, sequence: SequenceState) -> None:
         """Drop all state of `sequence`; unknown sequences are ignored."""
         ...
+
+
+class BatchesInFlight:
+    """The batches in flight of one scheduler, by number."""
+
+    def __init__(self) -> None:
+        self._last_number = 0
+        self._keys: dict[int, tuple[SequenceKey, ...]] = {}
+        self._computing: set[SequenceKey] = set()
+        self._aborted: dict[SequenceKey, SequenceState] = {}
+
+    @property
+    def aborted(self) -> Iterable[SequenceState]:
+        """Aborted sequences whose blocks will be freed when their batch ends."""
+        return self._aborted.values()
+
+    def has(self, sequence: SequenceState) -> bool:
+        """True if a batch in flight contains this sequence."""
+        return sequence.key in self._computing
+
+    def begin(self, sequences: Iterable[SequenceState]) -> int:
+        """Register a batch of these sequences; returns its number."""
+        self._last_number += 1
+        self._keys[self._last_number] = keys = tuple(sequence.key for sequence in sequences)
+        self._computing.update(keys)
+        return self._last_number
+
+    def abort(self, sequence: SequenceState) -> None:
+        """Mark a sequence of a batch in flight as aborted."""
+        self._aborted[sequence.key] = sequence
+
+    def end(self, number: int) -> list[SequenceState]:
+        """Remove a computed batch; returns its sequences that were aborted meanwhile.
+
+        Raises ValueError if no such batch is in flight.
+        """
+        keys = self._keys.pop(number, None)
+        if keys is None:
+            raise ValueError(f"batch {number} is not in flight")
+        self._computing.difference_update(keys)
+        return [self._aborted.pop(key) for key in keys if key in self._aborted]

@@ -3,13 +3,20 @@
 A block is held (reference count > 0), cached (free, but its content can be found by hash and reused), or blank.
 Cached blocks are evicted oldest first, and only when no blank block remains. (PagedAttention, Kwon et al. 2023, §4.3;
 hash-chained prefix caching as in vLLM.)
+
+Two parts of the scheduler share blocks between sequences. PrefixCache finds cached blocks with a sequence's leading
+tokens, and publishes the sequence's own full blocks. Forks are several choices of one prompt that share its KV (copy on
+write): a fork shares the full blocks of the prompt with its origin. Both will write to the last, partly filled block,
+so the fork gets a copy of it. The copy is made before the fork's first step; until then the fork also holds the
+original.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mesh.domain.prefix import BlockHash
+from engine.sequence import SequenceState
+from mesh.domain.prefix import BlockHash, block_hashes, next_hash, root_hash
 from mesh.domain.worker import CacheEvent
 
 
@@ -142,3 +149,101 @@ class BlockPool:
             raise ValueError("the hash index points at blocks of other content")
         if any(self._hash_of[block_id] is not None for block_id in self._blank):
             raise ValueError("a blank block has content")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCache:
+    """The prefix cache of one scheduler. If it is not `enabled`, it finds and publishes nothing.
+
+    `whole_prompts`: see SchedulerConfig.
+    """
+
+    pool: BlockPool
+    block_size: int
+    enabled: bool
+    whole_prompts: bool
+
+    def hashes(self, sequence: SequenceState) -> list[BlockHash]:
+        """Hashes of all full blocks of the sequence."""
+        if not self.enabled:
+            return []
+        return block_hashes(sequence.token_ids, self.block_size, *self._scope(sequence))
+
+    def reusable(self, sequence: SequenceState) -> list[BlockHash]:
+        """Hashes of the leading blocks that the sequence may reuse if they are cached. They exclude the last token."""
+        if sequence.request.prompt_logprobs:
+            return []
+        # The last token is always computed: the first sample is drawn from its logits.
+        hashes = self.hashes(sequence)[: (sequence.num_tokens - 1) // self.block_size]
+        if self.whole_prompts:
+            num_cached_tokens = len(self.pool.match(hashes)) * self.block_size
+            return hashes if num_cached_tokens >= sequence.num_prompt_tokens - 1 else []
+        return hashes
+
+    def publish(self, sequence: SequenceState) -> None:
+        """Add blocks of the sequence that have become full to the index."""
+        if not self.enabled:
+            return
+        size, hashes = self.block_size, sequence.block_hashes
+        while (len(hashes) + 1) * size <= sequence.num_computed_tokens:
+            first = len(hashes) * size
+            parent = hashes[-1] if hashes else root_hash(*self._scope(sequence))
+            hashes.append(next_hash(parent, sequence.token_ids[first : first + size]))
+            self.pool.publish(sequence.block_table[len(hashes) - 1], hashes[-1])
+
+    def _scope(self, sequence: SequenceState) -> tuple[str, list[int]]:
+        """Namespace and, for encoders, prompt that the hashes cover besides the preceding tokens: see `root_hash`."""
+        whole_prompt = sequence.token_ids[: sequence.num_prompt_tokens] if self.whole_prompts else []
+        return sequence.request.cache_namespace, whole_prompt
+
+
+class Forks:
+    """The forks of one scheduler whose copies are not made yet."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._due: list[SequenceState] = []
+        self._copying: dict[int, list[SequenceState]] = {}  # by the number of the batch that copies
+
+    def share(self, fork: SequenceState, origin: SequenceState) -> bool:
+        """Give a fork the blocks of its origin, whose prompt is computed. False, and no change, if no block is free.
+
+        The fork computes the prompt's last token again: its first sample is drawn from that token's logits.
+        """
+        last_block = self._pool.allocate(1)
+        if last_block is None:
+            return False
+        fork.num_cached_tokens = fork.num_computed_tokens = fork.num_tokens - 1
+        num_shared, num_copied_tokens = divmod(fork.num_computed_tokens, self._block_size)
+        shared = origin.block_table[:num_shared]
+        self._pool.hold(shared)
+        fork.block_table += shared + last_block
+        fork.block_hashes = origin.block_hashes[:num_shared]
+        if num_copied_tokens:
+            fork.copy_from = origin.block_table[num_shared]
+            self._pool.hold([fork.copy_from])
+            self._due.append(fork)
+        return True
+
+    def copies(self, number: int) -> tuple[tuple[int, int], ...]:
+        """Pairs of blocks (source, target) for the batch with this number to copy: those of every fork that runs."""
+        due, self._due = self._due, []
+        if due:
+            self._copying[number] = due
+        return tuple(
+            (fork.copy_from, fork.block_table[fork.num_computed_tokens // self._block_size])
+            for fork in due
+            if fork.copy_from is not None
+        )
+
+    def copied(self, number: int) -> None:
+        """Release the originals once the batch with this number has copied them."""
+        for fork in self._copying.pop(number, ()):
+            self.drop(fork)
+
+    def drop(self, sequence: SequenceState) -> None:
+        """Release the original block of this sequence, if it holds one."""
+        if sequence.copy_from is not None:
+            self._pool.free([sequence.copy_from])
+            sequence.copy_from = None

@@ -2,8 +2,8 @@
 
     python -m engine.compile [MODEL_FOLDER]
 
-Machine code is kept on disk (`engine/kernels/cpu/jit.py`). It depends on the quantisation and the KV dtype, not on the
-model's shape and weights. Where the model runs in the eager decoder, only the kernels that it uses are compiled.
+Machine code is kept on disk (`engine/kernels/cpu/compiler.py`). It depends on the quantisation and the KV dtype, not on
+the model's shape and weights. Where the model runs in the eager decoder, only the kernels that it uses are compiled.
 """
 
 import sys

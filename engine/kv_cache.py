@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.kernels.cpu.byte_slots import read_byte_slots
-from engine.kernels.cpu.memory import aligned
+from engine.kernels.cpu.buffers import aligned
+from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv_memory import KVReservation
-from mesh.domain.kv import KVLayout
+from mesh.domain.kv import SCALE_BYTES, KVLayout
 from mesh.domain.shards import KVSpan
 
 Bytes = NDArray[np.uint8]
@@ -28,7 +28,7 @@ class KVCache:
     """Keys and values of the layers and heads in `span`, by default the whole model. Implements kvtransfer's KVStore.
 
     The tensor is `[layers, 2, num_blocks, block_size, heads, head_dim]`. In int8 each row has 4 more bytes, its scale,
-    and a different element order (`engine/kernels/cpu/byte_vectors.py`).
+    and a different element order (`engine/kernels/cpu/kv_segments.py`).
 
     The cache starts as zeros: masked attention multiplies stale values by 0, so they must not be NaN or infinite. For
     the same reason blocks are cleared after a step that wrote NaN or infinity into them. `memory`: zeros that several
@@ -175,10 +175,26 @@ def read_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     Each has shape [*slots.shape, num_kv_heads, head_dim].
     """
     if layer_cache.dtype == torch.int8:
-        return read_byte_slots(layer_cache, slots)
+        return _read_byte_slots(layer_cache, slots)
     rows = layer_cache.view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, elements of a row]
     kv = rows.index_select(1, slots.flatten()).view(2, *slots.shape, *rows.shape[2:])
     return kv[0], kv[1]
+
+
+def _read_byte_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer at these slots; two fp32 tensors [*slots.shape, num_kv_heads, head_dim].
+
+    layer_cache: int8 [2, num_blocks, block_size, num_kv_heads, head_dim + 4], see `engine/kernels/cpu/kv_segments.py`.
+    """
+    dim, heads = layer_cache.shape[-1] - SCALE_BYTES, layer_cache.shape[3]
+    segments = layer_cache.view(2, -1, heads, KEYS * layer_cache.shape[4])
+    keys = segments[0, :, :, : KEYS * dim].view(-1, heads, dim // GROUP, KEYS, GROUP)
+    values = segments[1, :, :, : KEYS * dim].view(-1, heads, KEYS // GROUP, dim, GROUP)
+    segment, token = slots // KEYS, slots % KEYS
+    scales = segments.view(torch.float32)[..., -KEYS:][:, segment, :, token]  # [*slots.shape, 2, num_kv_heads]
+    key_rows = keys[segment, :, :, token].flatten(-2)
+    value_rows = values[segment, :, token // GROUP, :, token % GROUP]
+    return key_rows * scales[..., 0, :, None], value_rows * scales[..., 1, :, None]
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

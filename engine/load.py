@@ -1,7 +1,9 @@
-"""Builds a ModelRunner from settings: weights, KV cache, attention backend and decoder."""
+"""Builds a ModelRunner from settings (weights, KV cache, attention backend, decoder), and the Speculator beside it."""
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from math import prod
 from pathlib import Path
 
@@ -9,28 +11,31 @@ import structlog
 import torch
 
 from checkpoint.grammar import GrammarCompiler
+from checkpoint.model_files import read_model_facts
 from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
-from checkpoint.tensors import open_checkpoint
+from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
-from engine.choices import require_known
-from engine.kernels.cpu.constants import KEYS
-from engine.kernels.cpu.features import why_no_loops
+from engine.batch import Runner
+from engine.kernels.cpu.machine import KEYS, why_no_loops
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVMemory, KVReservation
 from engine.masks import TokenMasks
-from engine.model import Model
+from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder, why_not_compiled
-from engine.models.config import AnyConfig, EncoderDecoderConfig, ModelConfig, load_config
-from engine.models.decoder import Decoder, DecoderMemory
-from engine.models.encoder_decoder.model import EncoderDecoder
-from engine.models.encoder_decoder.parameters import encoder_decoder_specs
-from engine.models.fingerprint import fingerprint
-from engine.models.linear_parameters import Parameters
+from engine.models.config import load_config, load_decoder_config
+from engine.models.decoder import Decoder
+from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.encoder_decoder.model import EncoderDecoder, encoder_decoder_specs
+from engine.models.facts import ModelConfig
+from engine.models.linear import Parameters
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.ranks.cache import AnyKVCache
+from engine.settings import Speculation, require_known
+from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
+from engine.speculation.speculator import Speculator
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
@@ -227,3 +232,75 @@ def weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
     """Memory of the weights in the dtype of the model, before quantisation."""
     itemsize = getattr(torch, settings.dtype).itemsize
     return sum(prod(spec.shape) for spec in _parameter_specs(settings, config)) * int(itemsize)
+
+
+def fingerprint(
+    model_dir: Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    quantize: str = "none",
+    rope: RopeOverride = NO_ROPE_OVERRIDE,
+) -> str:
+    """Stable hash of the configuration and the weights, independent of how the checkpoint is sharded.
+
+    It covers the name, dtype and shape of each tensor and a sample from its middle, so it takes milliseconds.
+    """
+    config = load_config(model_dir, rope)
+    weights = f"dummy:{seed}".encode() if load_format == "dummy" else _sample(open_checkpoint(model_dir))
+    digest = _digest(config, weights)
+    return digest if quantize == "none" else f"{digest}-{quantize}"  # readable in messages about differing workers
+
+
+def _digest(config: AnyConfig, weights: bytes) -> str:
+    return blake2b(repr(config).encode() + weights, digest_size=16, person=b"tandem-model").hexdigest()
+
+
+def _sample(stored: Mapping[str, StoredTensor]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for name in sorted(stored):
+        tensor = stored[name]
+        digest.update(f"{name}:{tensor.dtype}:{tensor.shape}".encode())
+        digest.update(read_sample(tensor))
+    return digest.digest()
+
+
+LoadRunner = Callable[[RunnerSettings], Runner]
+
+
+def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
+    """Bytes of a KV block in the draft model's cache; 0 without one. ConfigurationError if the models do not match."""
+    settings = _draft_settings(speculation, model)
+    return 0 if settings is None else kv_layout(load_decoder_config(settings.model_dir), settings).block_bytes
+
+
+def load_speculator(
+    speculation: Speculation, model: RunnerSettings, load: LoadRunner, *, max_batch_tokens: int
+) -> Speculator | None:
+    """Build the speculator; None if speculation is off. `model`: settings of the large model, with `num_blocks` set."""
+    if speculation.kind == "none":
+        return None
+    settings = _draft_settings(speculation, model)
+    drafter: Drafter = NgramDrafter()
+    if settings is not None:
+        max_model_len = load_decoder_config(settings.model_dir).max_model_len
+        drafter = DraftModel(load(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
+    return Speculator(drafter, speculation.max_drafts)
+
+
+def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSettings | None:
+    """Settings of the draft model beside `model`; None without one. ConfigurationError if the models do not match."""
+    if speculation.draft_model is None:
+        return None
+    for model_dir in (model.model_dir, speculation.draft_model):
+        load_decoder_config(model_dir)
+    facts, draft_facts = read_model_facts(model.model_dir), read_model_facts(speculation.draft_model)
+    for name in ("vocab_size", "tokenizer_fingerprint"):
+        actual, expected = getattr(draft_facts, name), getattr(facts, name)
+        if actual != expected:
+            raise ConfigurationError(
+                f"draft_model {speculation.draft_model} does not fit {model.model_dir}: {name} {actual}, not {expected}"
+            )
+    if facts.eos_token_ids and not draft_facts.eos_token_ids:
+        raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
+    # It is small: one rank computes it.
+    return replace(model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1)

@@ -1,15 +1,48 @@
-"""The contract of a model: tokens and metadata in, hidden states and logits out. It knows no sequences or sampling."""
+"""The contract of a model: tokens and metadata in, hidden states and logits out. It knows no sequences or sampling.
 
-from typing import Protocol
+A forward pass computes its layers in groups, each announced once its KV is written.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.metadata import ForwardMetadata
-from engine.layer_groups import LayerGroups
-from engine.models.config import AnyConfig
+from engine.attention.backend import AttentionBackend, ForwardMetadata
+from engine.kv_cache import KVCache
+from engine.models.encoder_decoder.config import AnyConfig
 from mesh.domain.cores import Cores
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Iterates over ranges of layers `[first, stop)`. The caller writes the KV of a range before it requests the next.
+
+    Without `announce` there is one group of all layers.
+    """
+
+    num_layers: int
+    size: int
+    announce: Callable[[int, int], None] | None = None
+    """`announce(first, count)`"""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        size = self.size if self.announce is not None else self.num_layers
+        for first in range(0, self.num_layers, size):
+            stop = min(first + size, self.num_layers)
+            yield first, stop
+            if self.announce is not None:
+                self.announce(first, stop - first)
+
+
+class DecoderMemory(NamedTuple):
+    """The KV cache, and the attention backend that reads it."""
+
+    cache: KVCache
+    attention: AttentionBackend
 
 
 class Model(Protocol):
@@ -32,7 +65,7 @@ class Model(Protocol):
 
     @property
     def phase_cycles(self) -> NDArray[np.int64] | None:
-        """Total CPU cycles per phase (engine.kernels.cpu.phase_cycles); None if the model does not count them."""
+        """Total CPU cycles per phase (engine.kernels.cpu.step); None if the model does not count them."""
         ...
 
     def use_cores(self, lent: Cores) -> None:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.finite import items_not_finite, scores_are_finite
-from engine.layer_groups import LayerGroups
 from engine.masks import TokenMasks
-from engine.model import Model
-from engine.models.config import AnyConfig
+from engine.model import LayerGroups, Model
+from engine.models.encoder_decoder.config import AnyConfig
 from engine.ranks.cache import AnyKVCache
 from engine.sampler import Sampler, score
 from engine.sequence import SequenceState

@@ -1,22 +1,31 @@
 """Sampler: turns the logits of a batch into tokens and log-probs.
 
 Log-probs are the model's own, before penalties, bias, masks, temperature and truncation.
+
+Truncation is top-k, top-p and min-p as one threshold per row, then typical-p. The order is that of transformers: top-k;
+top-p over the tokens that top-k kept; min-p; typical-p over the tokens that these kept. Tokens tied with the last kept
+token are kept, too, so the result does not depend on how a sort breaks ties. On CPU, rows are sorted and searched with
+numpy, 2 to 20 times as fast as torch.
+
+Random numbers are counter-based: a draw depends only on the request's seed and the token's index. So a replay, another
+worker or another batch makes the same draw. Mixing as in SplitMix64 (Steele et al. 2014).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.kernels.cpu import row_kernels
+from engine.kernels.cpu.machine import why_no_loops
 from engine.masks import TokenMasks
 from engine.penalties import Penalties
-from engine.random_draws import uniform
-from engine.selection import argmax, summarise, take_rows
 from engine.sequence import SequenceState
-from engine.truncation import Truncation
 from mesh.domain.sampling import SamplingParams
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
@@ -101,7 +110,7 @@ def _draw(logits: Tensor, sequences: list[SequenceState]) -> Tensor:
     return inverse_cdf(weights, torch.from_numpy(uniform(seeds, indices)).to(logits.device))
 
 
-def _truncation(params: list[SamplingParams]) -> Truncation:
+def _truncation(params: list[SamplingParams]) -> "Truncation":
     return Truncation(
         top_k=[p.top_k for p in params],
         top_p=[p.top_p for p in params],
@@ -132,3 +141,143 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     first = (cumulative <= target).sum(1, keepdim=True)
     last = cumulative.argmax(1, keepdim=True)  # the first of equal maxima
     return torch.minimum(first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Limits per row, on the host. Off: top_k 0, top_p 1, min_p 0, typical_p 1."""
+
+    top_k: list[int]
+    top_p: list[float]
+    min_p: list[float]
+    typical_p: list[float]
+
+    def keep_mask(self, logits: Tensor) -> Tensor | None:
+        """1 for tokens to keep, 0 for others, in the shape of `logits`; None if all tokens are kept.
+
+        The logits are already divided by the temperature.
+        """
+        low = self.thresholds(logits)
+        mask = None if low is None else torch.ge(logits, low[:, None], out=torch.empty_like(logits))
+        if any(p < 1.0 for p in self.typical_p):
+            mask = torch.ones_like(logits) if mask is None else mask
+            _keep_typical(mask, logits, self.typical_p)
+        return mask
+
+    def thresholds(self, logits: Tensor) -> Tensor | None:
+        """Lowest logit [num_rows] that top-k, top-p and min-p keep; None if they keep all tokens."""
+        vocab_size = logits.shape[1]
+        limits = [k if 0 < k < vocab_size else vocab_size for k in self.top_k]
+        by_k = any(k < vocab_size for k in limits)
+        by_p = any(p < 1.0 for p in self.top_p)
+        by_min = any(p > 0.0 for p in self.min_p)
+        if not (by_k or by_p or by_min):
+            return None
+        low = torch.full(logits.shape[:1], float("-inf"), device=logits.device)
+        if by_k:
+            _raise_to_top_k(low, logits, limits)
+        if by_p:
+            _raise_to_top_p(low, logits, self.top_p)
+        if by_min:
+            minimum = torch.tensor(self.min_p, device=logits.device)
+            low = torch.maximum(low, logits.amax(1) + minimum.log())  # log(0) = -inf: off
+        return low
+
+
+def _raise_to_top_k(low: Tensor, logits: Tensor, limits: list[int]) -> None:
+    """Set each limited row's threshold to its k-th largest logit."""
+    rows = [row for row, k in enumerate(limits) if k < logits.shape[1]]
+    low[rows] = kth_largest(take_rows(logits, rows), [limits[row] for row in rows])
+
+
+def _raise_to_top_p(low: Tensor, logits: Tensor, top_p: list[float]) -> None:
+    """Raise each limited row's threshold to the logit at which the kept probability first reaches top_p."""
+    rows = [row for row, p in enumerate(top_p) if p < 1.0]
+    limits = torch.tensor([top_p[row] for row in rows], device=logits.device, dtype=torch.float64)
+    ordered = descending(take_rows(logits, rows))
+    weights = (ordered - ordered[:, :1]).exp_()
+    weights *= ordered >= low[rows, None]
+    mass = weights.cumsum(1, dtype=torch.float64)
+    # Rounding may leave no column that reaches the total mass; then the last column is used.
+    reached = (mass < limits[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
+    low[rows] = torch.maximum(low[rows], ordered.gather(1, reached)[:, 0])
+
+
+def _keep_typical(mask: Tensor, logits: Tensor, typical_p: list[float]) -> None:
+    """Keep, in each limited row, the tokens whose information is closest to the row's entropy, until their probability
+    reaches typical_p (locally typical sampling, Meister et al. 2023).
+    """
+    rows = [row for row, p in enumerate(typical_p) if p < 1.0]
+    limits = torch.tensor([typical_p[row] for row in rows], device=logits.device, dtype=torch.float64)
+    logprobs = take_rows(logits, rows).masked_fill(take_rows(mask, rows) == 0, float("-inf")).log_softmax(1)
+    weights = logprobs.exp()
+    entropy = -(weights * logprobs).nansum(1, keepdim=True)  # removed tokens give 0 * -inf = NaN
+    distance = (logprobs + entropy).abs_()
+    ordered, order = distance.sort(1)
+    mass = weights.gather(1, order).cumsum(1, dtype=torch.float64)
+    reached = (mass < limits[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
+    mask[rows] *= distance <= ordered.gather(1, reached)
+
+
+def take_rows(values: Tensor, rows: list[int]) -> Tensor:
+    """The selected `rows`, which are distinct and ascending. If these are all rows, the result is `values` itself, so
+    it must not be modified in place.
+    """
+    if len(rows) == values.shape[0]:
+        return values
+    return values.index_select(0, torch.tensor(rows, device=values.device))
+
+
+def argmax(values: Tensor) -> Tensor:
+    """Column of each row's largest value: [rows] int64, on the device of `values`."""
+    if values.is_cpu:
+        return torch.from_numpy(values.numpy().argmax(1))
+    return values.argmax(1)
+
+
+class Summary(NamedTuple):
+    """Per row: the column of the largest value (the first one if several are equal), and log(sum(exp(row)))."""
+
+    largest: Tensor  # [rows] int64
+    normaliser: Tensor  # [rows] fp32
+
+
+def summarise(values: Tensor) -> Summary:
+    """Summary of fp32 values [rows, columns], by a compiled loop where the CPU allows it."""
+    if values.is_cpu and values.stride(1) == 1 and why_no_loops(int8=False) is None:
+        largest, normalisers = row_kernels.summarise(values.numpy())
+        return Summary(torch.from_numpy(largest), torch.from_numpy(normalisers))
+    return Summary(argmax(values), values.logsumexp(1))
+
+
+def descending(values: Tensor) -> Tensor:
+    """Each row sorted, largest first."""
+    if values.is_cpu:
+        return torch.from_numpy(-np.sort(-values.numpy(), axis=1))
+    return values.sort(1, descending=True).values
+
+
+def kth_largest(values: Tensor, ks: list[int]) -> Tensor:
+    """The ks[row]-th largest value of each row (1 is the largest): [rows]."""
+    if values.is_cpu:
+        columns = [values.shape[1] - k for k in ks]
+        parted = np.partition(values.numpy(), sorted(set(columns)), axis=1)
+        return torch.from_numpy(parted[np.arange(len(ks)), columns])
+    largest = values.topk(max(ks), dim=1).values
+    return largest.gather(1, torch.tensor(ks, device=values.device)[:, None] - 1)[:, 0]
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+def uniform(seeds: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), one for each pair of a request's seed and a generated token's index."""
+    state = _mix(_mix(seeds + _GOLDEN) + (indices + np.uint64(1)) * _GOLDEN)
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX_1
+    state = (state ^ (state >> np.uint64(27))) * _MIX_2
+    return state ^ (state >> np.uint64(31))

@@ -27,13 +27,10 @@ Prompts that an encoder reads (`whole_prompts`) are never cut: such a prompt may
 
 from dataclasses import dataclass, field
 
-from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
-from engine.block_pool import BlockPool
-from engine.forks import Forks
-from engine.in_flight import BatchesInFlight
-from engine.prefix_cache import PrefixCache
-from engine.scheduler_config import SchedulerConfig
+from engine.batch import BatchesInFlight, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.block_pool import BlockPool, Forks, PrefixCache
 from engine.sequence import SequenceKey, SequenceState, SequenceStatus
+from engine.settings import SchedulerConfig
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
 from mesh.domain.prefix import BlockHash
 from mesh.domain.tokens import FinishReason, SampledToken, StepOutput

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from engine.attention.metadata import ForwardMetadata, chunks_of
+from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.batch import ScheduledBatch
 
 Int32s = NDArray[np.int32]
@@ -116,7 +116,7 @@ class StepInputBuilder:
         return self._buffers[name][:size].reshape(shape)
 
 
-def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """The array as a tensor; on CPU it shares the array's memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

@@ -13,7 +13,9 @@ from pathlib import Path
 import structlog
 
 from checkpoint.source import ModelSource
-from engine.models.config import EncoderDecoderConfig, ModelConfig, load_config
+from engine.models.config import load_config
+from engine.models.encoder_decoder.config import EncoderDecoderConfig
+from engine.models.facts import ModelConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 from tandem_cli.capacity.capacity import QUANTIZED, Capacity, Precision, model_size

@@ -13,14 +13,13 @@ from checkpoint.model_files import tokenizer_fingerprint
 from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
-from engine.load import RunnerSettings, kv_layout, load_model_runner
+from engine.load import RunnerSettings, draft_block_bytes, kv_layout, load_model_runner, load_speculator
 from engine.loop import Engine
-from engine.models.config import AnyConfig, EncoderDecoderConfig, load_config
+from engine.models.config import load_config
+from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.ranks.cache import AnyKVCache
 from engine.scheduler import Scheduler
-from engine.scheduler_config import SchedulerConfig
-from engine.speculation.load import draft_block_bytes, load_speculator
-from engine.speculation.settings import NO_SPECULATION, Speculation
+from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError

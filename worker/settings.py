@@ -8,8 +8,8 @@ from pathlib import Path
 import structlog
 
 from checkpoint.settings import ModelSettings
-from engine.choices import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
+from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.cores import parse_cores
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting

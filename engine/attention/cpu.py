@@ -9,17 +9,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape
-from engine.attention.metadata import ForwardMetadata, one_token
-from engine.kernels.cpu.arguments import Floats, Share
+from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
+from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Batch, Floats, HeadShape, Queries, Share
 from engine.kernels.cpu.attention import attend
-from engine.kernels.cpu.batch import NO_WINDOW, Attending, Batch, HeadShape, Queries
 from engine.kernels.cpu.buffers import Buffers
-from engine.kernels.cpu.constants import KEYS, LOG2_E, QUERY_TILE_ROWS
+from engine.kernels.cpu.machine import KEYS, LOG2_E, QUERY_TILE_ROWS, why_no_loops
 from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
+from mesh.domain.kv import KVLayout
 
 _NOTHING: Floats = np.empty((0, 0), np.float32)
+_CACHE_DTYPES = ("float32", "float16", "int8")
+
+
+def why_not_paged(layout: KVLayout) -> str | None:
+    """The reason why the attention kernels cannot read a cache of this layout, or None if they can."""
+    if layout.dtype not in _CACHE_DTYPES:
+        return f"KV in {layout.dtype}, not {', '.join(_CACHE_DTYPES)}"
+    if layout.head_dim % KEYS:
+        return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
+    if layout.block_size % KEYS:
+        return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"
+    return why_no_loops(int8=layout.dtype == "int8")
 
 
 def kernel_batch(metadata: ForwardMetadata, block_size: int, rotation: tuple[Tensor, Tensor] | None = None) -> Batch:

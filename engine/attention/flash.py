@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape, write_slots
-from engine.attention.metadata import ForwardMetadata
+from engine.attention.backend import AttentionShape, ForwardMetadata, write_slots
 
 # FlashAttention 2 requires that the page size is a multiple of 256 tokens.
 PAGE_TOKENS = 256

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.backend import AttentionShape, write_slots
-from engine.attention.metadata import Chunk, ForwardMetadata
+from engine.attention.backend import AttentionShape, Chunk, ForwardMetadata, write_slots
 
 # Limit on the elements of a mask; longer chunks are split into tiles of queries.
 MAX_MASK_ELEMENTS = 2**24

@@ -1,8 +1,8 @@
 """Models: configuration from config.json, names of checkpoint tensors, and the forward pass.
 
 config.py              reads config.json to a ModelConfig (facts.py), with the differences of its family (families/)
-parameters.py          maps checkpoint tensors (tensor_names.py) to the parameters of the decoder
-decoder.py             the eager decoder: layer.py, mlp.py, linear layers by scheme (linear.py, layers.py, int8.py)
+parameters.py          maps checkpoint tensors to the parameters of the decoder
+decoder.py             the eager decoder, of layers (layer.py) whose matrices have a scheme (linear.py)
 compiled_decoder.py    the same decoder as one compiled loop, for CPUs with AVX-512
 encoder_decoder/       T5 and its relatives
 """

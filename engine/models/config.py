@@ -1,23 +1,92 @@
 """Reads a checkpoint's config.json: first the keys that families share, then the differences of the model's family.
 
-Decoder-only models have a ModelConfig, encoder-decoder models an EncoderDecoderConfig.
+Decoder-only models have a ModelConfig, encoder-decoder models an EncoderDecoderConfig. FAMILIES is the table of the
+decoder-only models; to add one, see "A model family" in CONTRIBUTING.md.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from checkpoint.model_files import read_json
 from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
-from engine.models.encoder_decoder.config import ARCHITECTURES, EncoderDecoderConfig, parse_encoder_decoder
-from engine.models.facts import ModelConfig, RawConfig
-from engine.models.families import FAMILIES
-from engine.models.families.family import Family
-from engine.models.reading import plain_config
+from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
+from engine.models.facts import ModelConfig, RawConfig, plain_config
+from engine.models.families.bloom import bloom
+from engine.models.families.chatglm import chatglm, glm, glm4
+from engine.models.families.falcon import falcon
+from engine.models.families.gemma import gemma, gemma2, gemma3
+from engine.models.families.gpt2 import gpt2, gpt_bigcode
+from engine.models.families.gpt_neox import gpt_neox, gptj
+from engine.models.families.llama import (
+    baichuan,
+    granite,
+    internlm,
+    internlm2,
+    internlm3,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    stablelm,
+    starcoder2,
+)
+from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
+from engine.models.families.opt import opt
+from engine.models.families.phi import phi, phi3
 from mesh.domain.errors import ConfigurationError
 
-__all__ = ["AnyConfig", "EncoderDecoderConfig", "ModelConfig", "load_config", "load_decoder_config"]
+Facts = Callable[[ModelConfig, RawConfig], ModelConfig]
 
-AnyConfig = ModelConfig | EncoderDecoderConfig
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`facts(plain, raw)` returns the family's ModelConfig, usually by `dataclasses.replace`.
+
+    `plain` is the plain decoder with this checkpoint's sizes, `raw` its config.json. It raises ConfigurationError for
+    variants that are not supported.
+    """
+
+    title: str
+    facts: Facts
+
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("Llama 1 to 3", llama),
+    "MistralForCausalLM": Family("Mistral", mistral),
+    "MixtralForCausalLM": Family("Mixtral", mixtral),
+    "Qwen2ForCausalLM": Family("Qwen 1.5, 2, 2.5", qwen2),
+    "Qwen2MoeForCausalLM": Family("Qwen 1.5 MoE, 2 MoE", qwen2_moe),
+    "Qwen3ForCausalLM": Family("Qwen 3", qwen3),
+    "Qwen3MoeForCausalLM": Family("Qwen 3 MoE", qwen3_moe),
+    "GPT2LMHeadModel": Family("GPT-2", gpt2),
+    "GPTBigCodeForCausalLM": Family("StarCoder, SantaCoder", gpt_bigcode),
+    "Starcoder2ForCausalLM": Family("StarCoder 2", starcoder2),
+    "GPTJForCausalLM": Family("GPT-J", gptj),
+    "GPTNeoXForCausalLM": Family("GPT-NeoX, Pythia", gpt_neox),
+    "OPTForCausalLM": Family("OPT", opt),
+    "BloomForCausalLM": Family("BLOOM", bloom),
+    "FalconForCausalLM": Family("Falcon", falcon),
+    "PhiForCausalLM": Family("Phi 1, 1.5, 2", phi),
+    "Phi3ForCausalLM": Family("Phi 3, 3.5, 4", phi3),
+    "GemmaForCausalLM": Family("Gemma", gemma),
+    "Gemma2ForCausalLM": Family("Gemma 2", gemma2),
+    "Gemma3ForCausalLM": Family("Gemma 3, text", gemma3),
+    "GraniteForCausalLM": Family("Granite 3", granite),
+    "StableLmForCausalLM": Family("StableLM", stablelm),
+    "InternLMForCausalLM": Family("InternLM", internlm),
+    "InternLM2ForCausalLM": Family("InternLM 2, 2.5", internlm2),
+    "InternLM3ForCausalLM": Family("InternLM 3", internlm3),
+    "BaichuanForCausalLM": Family("Baichuan 13B, 2", baichuan),
+    "BaiChuanForCausalLM": Family("Baichuan 7B", baichuan),
+    "ChatGLMModel": Family("ChatGLM 2, 3, GLM-4", chatglm),
+    "ChatGLMForConditionalGeneration": Family("ChatGLM 2, 3, GLM-4", chatglm),
+    "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
+    "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
+    "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
+}
+"""Families by the names in `architectures` of config.json."""
+
 
 SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 

@@ -4,32 +4,18 @@ ModelConfig selects the variants. The decoder does not know sequences, blocks or
 metadata, its output hidden states and logits.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, attention_shape
-from engine.attention.metadata import ForwardMetadata
-from engine.kv_cache import KVCache
-from engine.layer_groups import LayerGroups
-from engine.models.config import ModelConfig
+from engine.attention.backend import ForwardMetadata, attention_shape
+from engine.model import DecoderMemory, LayerGroups
+from engine.models.facts import ModelConfig
 from engine.models.layer import Layer, take_layer, take_norm
-from engine.models.layers import Norm
-from engine.models.linear import make_linear
-from engine.models.linear_parameters import Parameters
-from engine.models.ops import LinearLayer, Rows
+from engine.models.linear import LinearLayer, Norm, Parameters, Rows, make_linear
 from engine.models.rope import RotaryEmbedding, rotate
 from mesh.domain.cores import Cores
 
 Rotation = tuple[Tensor, Tensor]
-
-
-class DecoderMemory(NamedTuple):
-    """The KV cache, and the attention backend that reads it."""
-
-    cache: KVCache
-    attention: AttentionBackend
 
 
 class Decoder:

@@ -1,13 +1,177 @@
-"""ModelConfig: the configuration of a decoder-only model, independent of its family's key names in config.json."""
+"""ModelConfig: the configuration of a decoder-only model, independent of its family's key names in config.json.
+
+A family's file takes everything from here: RopeConfig (rotary positions, from the old key `rope_scaling` or the new
+one, `rope_parameters`), TensorNames (names and layout of the tensors in its checkpoints), and helpers to read
+config.json, in which families use different keys for the same fact. Data only, no tensors.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.rope_config import RopeConfig
-from engine.models.tensor_names import LLAMA_NAMES, TensorNames
+from checkpoint.model_files import POSITION_KEYS, VOCAB_KEYS, stretched_positions
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import DTYPE_BYTES
 
 RawConfig = Mapping[str, Any]
+"""A config.json."""
+
+SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_NEEDED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Configuration of rotary positions. The first `dim` dimensions of a head are rotated; `original_positions` is the
+    context length of the model's first training.
+    """
+
+    kind: str
+    theta: float
+    dim: int
+    original_positions: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def depends_on_prompt_length(self) -> bool:
+        """True if the KV of a token depends on the length of its prompt, so that prefixes cannot be shared."""
+        return self.kind in ("dynamic", "longrope")
+
+    def max_positions(self, max_position_embeddings: int) -> int:
+        """Longest sequence that the scaling supports."""
+        return stretched_positions(self.kind, max_position_embeddings, self.original_positions, self.factor)
+
+
+def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeConfig:
+    """Read the rotary positions of a config.json. Raises ConfigurationError for kinds that are not supported.
+
+    `dim`: number of rotated dimensions per head. Only some families take it from config.json, see `rotated_dim`.
+    """
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # LongRoPE's former name
+    if kind not in SUPPORTED_KINDS:
+        raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
+    missing_keys = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
+    if missing_keys:
+        raise ConfigurationError(f"rope type {kind!r} needs {', '.join(missing_keys)} in config.json")
+    original = (
+        raw.get("original_max_position_embeddings")
+        or scaling.get("original_max_position_embeddings")
+        or max_position_embeddings
+    )
+    stretch = max_position_embeddings / original if kind in ("yarn", "longrope") else 1.0
+    factor = scaling.get("factor") or stretch
+    return RopeConfig(
+        kind=kind,
+        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        dim=dim,
+        original_positions=max_position_embeddings if kind == "dynamic" else original,
+        factor=float(factor),
+        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+        attention_factor=scaling.get("attention_factor"),
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        mscale=float(scaling.get("mscale") or 0.0),
+        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
+        truncate=bool(scaling.get("truncate", True)),
+        short_factor=tuple(scaling.get("short_factor") or ()),
+        long_factor=tuple(scaling.get("long_factor") or ()),
+    )
+
+
+def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
+    """The number of rotated dimensions per head, for families whose config.json has this fact.
+
+    `default` is the fraction of the head without the key. transformers ignores the key for all other families.
+    """
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    share = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or raw.get("rotary_pct") or default
+    return int(head_dim * share)
+
+
+def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
+    """The order of a stored head's dimensions that `engine.models.rope.rotate` expects.
+
+    The first `dim` stored dimensions are rotated; `interleaved` pairs 2i with 2i + 1, else i with i + dim / 2.
+    """
+    if interleaved:
+        first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
+    else:
+        first, second = list(range(dim // 2)), list(range(dim // 2, dim))
+    middle = dim + (head_dim - dim) // 2
+    return [*first, *range(dim, middle), *second, *range(middle, head_dim)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNames:
+    """Names without `.weight` and `.bias`. The defaults are Llama's; a family overrides the names that differ.
+
+    Names from `input_norm` on belong to a layer and follow the prefix `layer`, in which `{}` is the layer's number.
+    ModelConfig decides which of the tensors a model has.
+    """
+
+    embed: str = "model.embed_tokens"
+    embed_norm: str = ""
+    positions: str = ""
+    final_norm: str = "model.norm"
+    lm_head: str = "lm_head"
+    layer: str = "model.layers.{}"
+
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three tensors, or one with all three projections; see `grouped_qkv`."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
+    attn_out_norm: str = ""
+    post_norm: str = "post_attention_layernorm"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Gate and up projection, in one tensor or two; for a plain MLP, its up projection."""
+    down: str = "mlp.down_proj"
+    mlp_out_norm: str = ""
+
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}"
+    """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
+    expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    shared_expert: str = "mlp.shared_expert"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+    grouped_qkv: bool = False
+    """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
+    keys, then all values."""
+    transposed: bool = False
+    """Matrices of layers are stored as [inputs, outputs]."""
+    interleaved_rotary: bool = False
+    """Rotary dimensions 2i and 2i + 1 are paired, rather than i and i + rotary_dim / 2."""
+    norm_offset: float = 0.0
+    """Value added to the stored weights of norms."""
+    unit_lm_head: bool = False
+    """Rows of the output matrix are divided by their lengths at loading."""
+    first_position: int = 0
+    """Row of the learned positions for position 0."""
+
+
+LLAMA_NAMES = TensorNames()
+
 
 BLOCKS: Mapping[str, tuple[str, ...]] = {
     "sequential": ("input_norm", "post_norm"),
@@ -119,3 +283,73 @@ class ModelConfig:
     def group_size(self) -> int:
         """Number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
+_INNER_SIZE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_HEAD_DIM = ("head_dim", "kv_channels")
+_NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon", "norm_eps")
+_ACTIVATION = ("hidden_activation", "hidden_act", "activation_function", "activation")
+_DEFAULT_POSITIONS = 2048
+
+
+def first_of(raw: RawConfig, keys: tuple[str, ...], default: Any = None) -> Any:
+    """The value of the first of these keys that is present and not null."""
+    return next((raw[key] for key in keys if raw.get(key) is not None), default)
+
+
+def integer(raw: RawConfig, *keys: str, default: int | None = None) -> int:
+    """The value of the first present key as a positive integer. Raises ConfigurationError for other values."""
+    value = first_of(raw, keys, default)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"config.json: {keys[0]} must be a positive integer, got {value!r}")
+    return value
+
+
+def refuse(raw: RawConfig, **unsupported: object) -> None:
+    """Raise ConfigurationError if config.json has one of these keys with the unsupported value."""
+    for key, value in unsupported.items():
+        if raw.get(key) == value:
+            raise ConfigurationError(f"config.json: {key} {value!r} is not supported")
+
+
+def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The window per layer: `window` for layers that `layer_types` marks as sliding, or for all layers without it."""
+    types = raw.get("layer_types")
+    if types is None:
+        return (window,) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
+    """A ModelConfig from the keys that families share; all other fields keep their defaults."""
+    num_heads = integer(raw, *_NUM_HEADS)
+    hidden_size = integer(raw, *_HIDDEN_SIZE)
+    num_layers = integer(raw, *_NUM_LAYERS)
+    max_positions = integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS)
+    head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=integer(raw, *VOCAB_KEYS),
+        hidden_size=hidden_size,
+        intermediate_size=integer(raw, *_INNER_SIZE, default=4 * hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=integer(raw, "num_key_value_heads", default=num_heads),
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        norm_eps=float(first_of(raw, _NORM_EPS, 1e-6)),
+        activation=str(first_of(raw, _ACTIVATION, "silu")),
+        rope=parse_rope(raw, max_positions, head_dim),
+        windows=(None,) * num_layers,
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        dtype=weights_dtype(raw),
+    )
+
+
+def weights_dtype(raw: RawConfig) -> str:
+    """The dtype of the weights, or float32 if config.json names none that is supported."""
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    return name if name in DTYPE_BYTES else "float32"

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.facts import BLOCKS, ModelConfig
-from engine.models.rope_config import rotary_order
+from engine.models.facts import BLOCKS, ModelConfig, rotary_order
 
 RowOrder = NDArray[np.int64]
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from engine.attention.metadata import ForwardMetadata
+from engine.attention.backend import ForwardMetadata
 from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import Buffers
 

@@ -26,7 +26,7 @@ from checkpoint.rope_override import RopeOverride
 from engine.kv_memory import KVReservation
 from engine.load import RunnerSettings, kv_layout, load_model_runner, reserve_blocks, resolve, weights_bytes, why_eager
 from engine.model_runner import ModelRunner
-from engine.models.config import ModelConfig
+from engine.models.facts import ModelConfig
 from engine.ranks.rank import Rank, execute, kv_bytes, map_kv
 from engine.ranks.share import rank_share
 from engine.ranks.shared import Command, SharedGroup, StepMemory, decode_command, encode_command

@@ -12,7 +12,7 @@ from engine.kv_memory import KVReservation
 from engine.load import RunnerSettings, kv_layout, load_parameters, model_runner
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
-from engine.models.config import ModelConfig
+from engine.models.facts import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.ranks.cache import ShardedKVCache
 from engine.ranks.share import rank_share, share_specs

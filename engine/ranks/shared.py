@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from engine.attention.metadata import ForwardMetadata, chunks_of
+from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.kernels.cpu.arguments import Int64s
-from engine.kernels.cpu.constants import PANEL, TILE_ROWS
+from engine.kernels.cpu.machine import PANEL, TILE_ROWS
 from engine.models.facts import ModelConfig
 from mesh.domain.errors import ConfigurationError
 

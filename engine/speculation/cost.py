@@ -1,4 +1,4 @@
-"""Cost model of speculation: fits the time of steps, and decides how many drafts are worth their time.
+"""What drafts are worth: the share of them that are right (Acceptance), and a cost model of steps (CostFit, Prices).
 
 A step has a fixed time, to read the weights, and a time per token. If the time per token is small, drafts are nearly
 free; in a large batch, or on a slow device, only drafts with a high chance pay off.
@@ -7,6 +7,38 @@ free; in a large batch, or on a slow device, only drafts with a high chance pay 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+_TRIAL_DECAY = 0.9
+_IDLE_DECAY = 0.98
+# Prior: the expected chance counts like this many trials.
+_PRIOR_TRIALS = 2.0
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Counts of drafts that were tried, and of those that were right. A draft after a wrong one is not tried.
+
+    Old trials decay. Without new trials the chance drifts back to the prior, so a sequence that has become predictable
+    gets drafts again.
+    """
+
+    right: float = 0.0
+    tried: float = 0.0
+
+    def chance(self, expected: float) -> float:
+        """Probability that the next draft is right, with `expected` as the prior."""
+        return (self.right + _PRIOR_TRIALS * expected) / (self.tried + _PRIOR_TRIALS)
+
+    def learn(self, num_right: int, num_drafts: int) -> None:
+        """Count a verified draft of `num_drafts` tokens, of which the first `num_right` were right."""
+        self.right = self.right * _TRIAL_DECAY + num_right
+        self.tried = self.tried * _TRIAL_DECAY + num_right + (num_right < num_drafts)
+
+    def idle(self) -> None:
+        """Decay the counts after a step without drafts."""
+        self.right *= _IDLE_DECAY
+        self.tried *= _IDLE_DECAY
+
 
 # Prior: 12 extra tokens double the step time.
 _PRIOR_TOKEN_SHARE = 1 / 12

@@ -11,9 +11,8 @@ from dataclasses import replace
 from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceKey, SequenceState
-from engine.speculation.acceptance import Acceptance
-from engine.speculation.cost import CostFit, Prices, plan_lengths
-from engine.speculation.drafter import Drafter, Drafts
+from engine.speculation.cost import Acceptance, CostFit, Prices, plan_lengths
+from engine.speculation.drafters import Drafter, Drafts
 
 # Prior chance of a draft, before the first one and after long pauses.
 _PRIOR_CHANCE = 0.8

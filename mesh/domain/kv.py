@@ -20,7 +20,7 @@ class KVLayout:
 
     A rank holds a `KVSpan`: some layers of some heads. There, one block of one layer is two arrays, keys then values,
     of shape `[block_size, heads held, head_dim]` in C order. In int8 the shape is `[block_size / 16, heads held, rows
-    and scales of 16 tokens]`, in the order of `engine/kernels/cpu/byte_vectors.py`.
+    and scales of 16 tokens]`, in the order of `engine/kernels/cpu/kv_segments.py`.
     """
 
     model_fingerprint: str

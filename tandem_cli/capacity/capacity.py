@@ -12,7 +12,7 @@ FLOPs count a multiplication and an addition as two. docs/capacity.md derives th
 from dataclasses import dataclass
 from math import prod
 
-from engine.models.config import ModelConfig
+from engine.models.facts import ModelConfig
 from engine.models.parameters import parameter_specs
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode_worker.settings import DecodeSettings
-from engine.kernels.cpu.phase_cycles import PHASES, cycles_per_ms
+from engine.kernels.cpu.step import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
 from engine.sequence import SequenceState
 from mesh.domain.request import Request, mint_id

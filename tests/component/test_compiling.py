@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.cpu import jit as jit_module
-from engine.kernels.cpu.jit import jit
+from engine.kernels.cpu import compiler
+from engine.kernels.cpu.compiler import jit
 from engine.load import kv_layout, load_model_runner
 from engine.models.compiled_decoder import why_not_compiled
 from engine.models.config import load_config
@@ -41,7 +41,7 @@ def test_what_is_not_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "engine.kernels.cpu.features.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
+        "engine.kernels.cpu.machine.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
     )
     config = load_config(checkpoint("llama"))
     layout = kv_layout(config, settings(checkpoint("llama")))
@@ -53,7 +53,7 @@ def test_what_is_not_compiled(
 def test_families_that_are_llama_once_loaded_are_compiled(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.kernels.cpu.features.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
+    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
     reasons = {}
     for family in OTHER_FAMILIES:
         config = load_config(checkpoint(family))
@@ -70,10 +70,10 @@ def test_families_that_are_llama_once_loaded_are_compiled(
 def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = checkpoint("llama")
     config, layout = load_config(model_dir), kv_layout(load_config(model_dir), settings(model_dir))
-    monkeypatch.setattr("engine.kernels.cpu.features.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
+    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
     assert why_not_compiled(config, layout, int8=False) is None
     assert why_not_compiled(config, layout, int8=True) == "the CPU has no avx512_vnni"
-    monkeypatch.setattr("engine.kernels.cpu.features.cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx2"})
     runner = load_model_runner(settings(model_dir))
     assert runner.attention_backend == "torch"
     check_parity(model_dir, runner)
@@ -81,7 +81,7 @@ def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: p
 
 def test_int8_without_amx_says_the_same(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     with_amx = run_mixed(load_arm(checkpoint("qwen2"), "compiled", quantize="int8"))
-    for user in ("engine.kernels.cpu.features", "engine.models.compiled_decoder"):
+    for user in ("engine.kernels.cpu.machine", "engine.models.compiled_decoder"):
         monkeypatch.setattr(f"{user}.has_amx", lambda: False)
     without = run_mixed(load_arm(checkpoint("qwen2"), "compiled", quantize="int8"))
     assert [run.tokens for run in without] == [run.tokens for run in with_amx]
@@ -91,9 +91,9 @@ def test_int8_without_amx_says_the_same(checkpoint: Checkpoint, monkeypatch: pyt
 def cache_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that numba is told to keep its code in."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "base"))
-    jit_module._cache_dir.cache_clear()
+    compiler._cache_dir.cache_clear()
     yield tmp_path / "base"
-    jit_module._cache_dir.cache_clear()
+    compiler._cache_dir.cache_clear()
 
 
 def test_code_is_kept_in_a_folder_of_this_version(cache_base: Path) -> None:

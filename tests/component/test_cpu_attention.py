@@ -7,16 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape
+from engine.attention.backend import AttentionShape, ForwardMetadata
 from engine.attention.cpu import CpuAttention, head_shape, kernel_batch
-from engine.attention.metadata import ForwardMetadata
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.kernels.cpu.arguments import Share
+from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Queries, Share
 from engine.kernels.cpu.attention import attend
-from engine.kernels.cpu.batch import NO_WINDOW, Attending, Queries
 from engine.kernels.cpu.buffers import Buffers
-from engine.kernels.cpu.features import amx_shapes, has_amx
+from engine.kernels.cpu.machine import amx_shapes, has_amx
 from engine.kernels.cpu.matmul import Operand, begin_products, end_products
 from engine.kv_cache import KVCache, elements
 from engine.sequence import SequenceState

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.cpu.barrier import wait
-from engine.kernels.cpu.jit import jit
+from engine.kernels.cpu.compiler import jit
 
 
 @jit

@@ -9,13 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kernels.cpu.arguments import Share, Span
-from engine.kernels.cpu.constants import TILE_ROWS, UNIT
-from engine.kernels.cpu.features import amx_shapes, cpu_flags, has_amx
-from engine.kernels.cpu.finish import ADD, GATE, STORE
+from engine.kernels.cpu.machine import TILE_ROWS, UNIT, amx_shapes, cpu_flags, has_amx
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
-from engine.models.linear_parameters import SCHEMES
+from engine.kernels.cpu.tiles import ADD, GATE, STORE
+from engine.models.linear import SCHEMES
 
 Array = NDArray[Any]
 MAX_ROWS = 70

@@ -11,11 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.model_files import read_model_facts
 from decode_worker.settings import DecodeSettings
-from engine.load import load_model_runner
+from engine.load import draft_block_bytes, load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.config import load_config, load_decoder_config
-from engine.speculation.load import draft_block_bytes
-from engine.speculation.settings import Speculation
+from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerRole
 from router.api.limits import LimitPolicy
@@ -116,7 +115,7 @@ def test_tiles_of_long_prompts(
     reference: Callable[[str], EncoderDecoderReference],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.models.encoder_decoder.attention._MAX_BIAS_ELEMENTS", 1000)
+    monkeypatch.setattr("engine.models.encoder_decoder.step._MAX_BIAS_ELEMENTS", 1000)
     driver = Driver(runner_of(encoder_decoder("t5")))
     run = add(driver, "r", PROMPTS[4], max_new_tokens=3)
     driver.finish(run)

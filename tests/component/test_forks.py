@@ -10,9 +10,9 @@ from engine.block_pool import BlockPool
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler
-from engine.scheduler_config import SchedulerConfig
 from engine.sequence import SequenceState
-from engine.speculation.ngram import NgramDrafter
+from engine.settings import SchedulerConfig
+from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
 from mesh.domain.request import Fork, Request
 from mesh.domain.tokens import SampledToken

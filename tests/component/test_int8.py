@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.load import RunnerSettings, load_model_runner
-from engine.models.fingerprint import fingerprint
-from engine.models.int8 import Int8Ops, QuantisedRows
-from engine.models.layers import FloatOps, Norm
-from engine.models.linear import make_linear
-from engine.models.linear_parameters import SCHEMES
+from engine.load import RunnerSettings, fingerprint, load_model_runner
+from engine.models.linear import SCHEMES, FloatOps, Int8Ops, Norm, QuantisedRows, make_linear
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import load_arm
 from tests.component.driving import Driver

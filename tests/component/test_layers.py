@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.models.layers import Linear, rms_norm
-from engine.models.linear_parameters import LinearParameters
+from engine.models.linear import Linear, LinearParameters, rms_norm
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 200])

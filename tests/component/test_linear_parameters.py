@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from engine.attention.backend import AttentionShape
-from engine.models.linear import make_linear
-from engine.models.linear_parameters import SCHEMES, Parameters
+from engine.models.linear import SCHEMES, Parameters, make_linear
 from mesh.domain.shards import Span
 
 

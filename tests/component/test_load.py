@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.load import RunnerSettings, load_model_runner
+from engine.load import RunnerSettings, fingerprint, load_model_runner
 from engine.models.config import load_config
-from engine.models.fingerprint import fingerprint
 from engine.models.parameters import parameter_specs
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError

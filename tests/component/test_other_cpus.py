@@ -16,8 +16,8 @@ _LIKE_HASWELL = {
 _SCRIPT = """
 import sys
 from pathlib import Path
-from engine.kernels.cpu import features
-features._CPUINFO = Path(sys.argv[2])
+from engine.kernels.cpu import machine
+machine._CPUINFO = Path(sys.argv[2])
 from engine.load import load_model_runner
 from tests.component.arms import settings
 from tests.component.parity import check_parity, run_mixed

@@ -13,7 +13,7 @@ import torch
 from engine.kv_memory import KVMemory, KVReservation
 from engine.load import kv_layout, resolve
 from engine.model_runner import ModelRunner
-from engine.models.config import ModelConfig
+from engine.models.facts import ModelConfig
 from engine.ranks.rank import Rank, execute, kv_bytes
 from engine.ranks.shared import Command, SharedGroup, StepMemory
 from tests.component.arms import load_arm, settings

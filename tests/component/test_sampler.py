@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.random_draws import uniform
-from engine.sampler import Sampler, inverse_cdf
-from engine.selection import summarise
+from engine.sampler import Sampler, Truncation, inverse_cdf, summarise, uniform
 from engine.sequence import SequenceState
-from engine.truncation import Truncation
 from tests.component.plain_sampling import adjusted, distribution
 from tests.fakes.requests import make_request
 

@@ -14,12 +14,9 @@ from engine.block_pool import BlockPool
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler
-from engine.scheduler_config import SchedulerConfig
 from engine.sequence import SequenceState
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.drafter import Drafter
-from engine.speculation.ngram import NgramDrafter
-from engine.speculation.settings import NO_SPECULATION, Speculation
+from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
+from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.request import Request
 from mesh.domain.structure import Structure, StructureKind

@@ -7,7 +7,7 @@ from random import Random
 
 from engine.sequence import SequenceState
 from engine.speculation.cost import CostFit, StepCost
-from engine.speculation.drafter import Drafter, Drafts
+from engine.speculation.drafters import Drafter, Drafts
 from engine.speculation.speculator import Speculator
 
 Truth = Callable[[SequenceState, int], Sequence[int]]

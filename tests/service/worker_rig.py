@@ -11,7 +11,7 @@ from decode_worker.servicer import DecodeServicer
 from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.scheduler import Scheduler
-from engine.scheduler_config import SchedulerConfig
+from engine.settings import SchedulerConfig
 from engine.speculation.speculator import Speculator
 from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
 from mesh.rpc.credentials import Credentials, MeshKey

@@ -1,7 +1,7 @@
-"""Types of kernel arguments: arrays, addresses, and the ranges that threads share. numba ignores the annotations.
+"""Types of kernel arguments: arrays, addresses, the ranges that threads share, the named tuples of attention.
 
-The innermost loops take addresses instead of arrays, because an array is a counted reference and counting costs as much
-as a small tile.
+numba ignores the annotations. The innermost loops take addresses instead of arrays, because an array is a counted
+reference and counting costs as much as a small tile.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Address: TypeAlias = int
-"""Byte address of an array's element, from `vectors.address`. Nothing checks the bounds."""
+"""Byte address of an array's element, from `compiler.address`. Nothing checks the bounds."""
 Element: TypeAlias = np.generic
 """Any element of an array. Kernels look at its dtype only, at compile time."""
 Array: TypeAlias = NDArray[np.generic]
@@ -41,3 +41,86 @@ class Matrix(NamedTuple):
 
     address: Address
     step: int
+
+
+NO_WINDOW = int(np.iinfo(np.int32).max)
+"""A sliding window that no context reaches."""
+Cache: TypeAlias = Array
+"""A KV cache as a flat array of its dtype; fp16 as uint16."""
+
+
+class HeadShape(NamedTuple):
+    """Heads of a model and slots of its cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # a multiple of KEYS
+    row_bytes: int  # bytes of one head of one token in the cache, keys or values
+    block_size: int
+    num_slots: int
+    scale: np.float32  # factor of the scores, times log2(e): softmax uses powers of two
+
+
+class Batch(NamedTuple):
+    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1])."""
+
+    slots: Int64s  # [num_tokens]
+    segments: Int64s  # [num_seqs, max_blocks * block_size / KEYS]: first slot of each KEYS tokens
+    context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
+    prompt_lens: Int32s  # [num_seqs]: tokens of the client's prompt among them
+    query_starts: Int32s  # [num_seqs + 1]
+    cos: Floats  # [num_tokens, head_dim]; [0, 0] without rotary positions
+    sin: Floats  # like cos; the first half is negated
+
+
+class Queries(NamedTuple):
+    """Query rows and attention's result. TILE_ROWS rows past the last row may be read."""
+
+    rows: Floats  # flat [num_tokens, step]; the first num_heads * head_dim numbers of a row are read
+    step: int
+    out: Floats  # flat [num_tokens, out_step]; the first num_heads * head_dim numbers of a row are written
+    out_step: int
+
+
+class AttentionScratch(NamedTuple):
+    """Memory of one thread, made by `Buffers.attention`. All arrays are flat.
+
+    Prompts in fp32 use `keys` and `values`; prompts in bf16 use `keys16`, `values16` and `rows16`. The unused arrays
+    are empty, and `keys16` decides at run time.
+    """
+
+    scores: Floats
+    keys: Floats
+    values: Floats
+    keys16: Halves
+    values16: Halves
+    rows16: Halves
+    tile: Floats
+    factors: Floats
+    limbs: Bytes  # queries split into two bytes a number; see kv_segments.split_query
+
+
+class Attending(NamedTuple):
+    """One thread's arguments of attention, the same in every layer of a step."""
+
+    queries: Queries
+    shape: HeadShape
+    batch: Batch
+    scratch: AttentionScratch
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer in the cache."""
+
+    keys: Address
+    values: Address
+    element: Element
+    window: int  # tokens that a query sees, its own included
+
+
+class QueryBlock(NamedTuple):
+    """Queries of one head that share one pass over the keys."""
+
+    row: int  # of the first query
+    num_rows: int
+    position: int  # of the first query

@@ -3,7 +3,7 @@
 from numba import types
 
 from engine.kernels.cpu.arguments import Int64s
-from engine.kernels.cpu.ir import (
+from engine.kernels.cpu.compiler import (
     INT32,
     INT64,
     VOID,
@@ -17,8 +17,8 @@ from engine.kernels.cpu.ir import (
     Value,
     Values,
     emitted,
+    jit,
 )
-from engine.kernels.cpu.jit import jit
 
 _MAX_SPINS = 1000
 """Reads of the counter before a thread yields its core: about 50 microseconds."""

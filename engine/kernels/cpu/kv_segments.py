@@ -1,28 +1,250 @@
 """A segment of the KV cache: the keys, or the values, of 16 tokens of a layer, in the layout of each dtype.
 
-fp32 and fp16 segments are rows, [16 tokens][heads][head_dim]. int8 segments are grouped by head, see
-`byte_vectors.py`. Both have `row_bytes` bytes for each head of a token. `element` is any element of the cache; its
-dtype selects the layout at compile time: compiled code calls the functions without a body, and `select_by_dtype`
-replaces them.
+fp32 and fp16 segments are rows, [16 tokens][heads][head_dim]; fp16 is kept as uint16, because numba has no fp16 on CPU.
+int8 segments are grouped by head and laid out as VNNI multiplies them: GROUP bytes of one sum in each lane. A head has
+16 vectors of bytes for each 16 of head_dim, then the tokens' 16 scales in fp32. Keys: [head_dim / 4][16 tokens]
+[4 dims]; the lane of a token sums its dot product. Values: [4][head_dim][4 tokens]; the lane of a dim sums its weighted
+sum. Nothing is converted or folded on the way. Both layouts have `row_bytes` bytes for each head of a token.
+
+For int8, queries are rounded to 16 bits and split into two bytes ("limbs"), whose sums are exact. The error is 1/32512
+of a query's largest number; that of softmax weights (`decode_vectors.py`) is 1/65535 of a segment's largest weight.
+
+`element` is any element of the cache; its dtype selects the layout at compile time: compiled code calls the functions
+without a body, and `select_by_dtype` replaces them. Arguments of vector loops are as in `vectors.py`; `segment` is an
+address.
 """
 
 from typing import NamedTuple
 
 import numpy as np
+from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, Element, Floats, Matrix
-from engine.kernels.cpu.batch import AttentionScratch, HeadShape
-from engine.kernels.cpu.byte_vectors import (
-    read_byte_keys,
-    read_byte_values,
-    split_query,
-    write_key,
-    write_value,
+from engine.kernels.cpu.arguments import Address, AttentionScratch, Element, Floats, HeadShape, Matrix
+from engine.kernels.cpu.compiler import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    HALVES,
+    INT8,
+    INT32,
+    INT64,
+    INTS,
+    VOID,
+    Builder,
+    CodeContext,
+    Emitter,
+    Intrinsic,
+    NumbaType,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    address,
+    constant,
+    emitted,
+    largest_of,
+    select_by_dtype,
 )
-from engine.kernels.cpu.constants import FLOAT_BYTES, KEYS, LANES, LIMBS_TAIL_BYTES
-from engine.kernels.cpu.jit import select_by_dtype
-from engine.kernels.cpu.vectors import address, read_rows, write_row
+from engine.kernels.cpu.machine import (
+    FLOAT_BYTES,
+    GROUP,
+    INT8_LEVELS,
+    KEYS,
+    LANES,
+    LIMBS_TAIL_BYTES,
+    VECTOR_BYTES,
+)
+
+SIGN_BITS = 0x80
+_QUERY_LEVELS = 127.0 * 256
+_QUADS = ir.VectorType(INT32, LANES // GROUP)
+_ALL_BYTES = ir.VectorType(INT8, LANES * GROUP)
+_INTP = types.intp
+
+
+def scales_at(emit: Emitter, segment: Value, num_vectors: Value) -> Value:
+    """Pointer to a segment's 16 scales."""
+    return emit.at(segment, emit.builder.mul(num_vectors, INT64(LANES * KEYS)))
+
+
+def vector_at(emit: Emitter, segment: Value, index: Value) -> Value:
+    return emit.at(segment, emit.builder.mul(index, INT64(VECTOR_BYTES)))
+
+
+@emitted
+def split_query(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, out: NumbaType) -> Intrinsic:
+    """Split a query of fp32 values; returns the factor of its scores.
+
+    out: the high bytes, the low bytes, then for each an int32 that cancels what the keys' zero point adds to the sums.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        largest, dim = largest_of(emit, args[0], args[1]), builder.mul(args[1], INT64(LANES))
+        factor = emit.splat(builder.fdiv(FLOAT(_QUERY_LEVELS), largest))
+        with emit.loop(args[1], [constant(INTS, 0)] * 2) as loop:
+            read = emit.load(vector_at(emit, values_at, loop.index), FLOATS)
+            levels = emit.rounded(builder.fmul(read, factor))
+            high = builder.ashr(builder.add(levels, constant(INTS, 128)), constant(INTS, 8))
+            low = builder.sub(levels, builder.shl(high, constant(INTS, 8)))
+            at = emit.at(out_at, builder.mul(loop.index, INT64(LANES)))
+            for i, limb in enumerate((high, low)):
+                emit.store(builder.trunc(limb, BYTES), emit.at(at, builder.mul(dim, INT64(i))), 1)
+                loop.next.append(builder.add(loop.carried[i], limb))
+        for i, totals in enumerate(loop.next):
+            total = emit.call("llvm.vector.reduce.add.v16i32", INT32, totals)
+            added = builder.mul(total, INT32(-SIGN_BITS))
+            emit.store(added, emit.at(out_at, builder.add(builder.mul(dim, INT64(2)), INT64(4 * i))))
+        return builder.fdiv(largest, FLOAT(_QUERY_LEVELS))
+
+    return types.float32(_INTP, _INTP, _INTP), generate
+
+
+def _store_scale(emit: Emitter, values: Value, num_vectors: Value, segment: Value, token: Value) -> Value:
+    """Store the scale of a token's row; returns the factor that quantises its values. token: 0 to 15."""
+    builder = emit.builder
+    largest = largest_of(emit, values, num_vectors)
+    at = emit.at(scales_at(emit, segment, num_vectors), builder.mul(token, INT64(4)))
+    emit.store(builder.fdiv(largest, FLOAT(INT8_LEVELS)), at)
+    return emit.splat(builder.fdiv(FLOAT(INT8_LEVELS), largest))
+
+
+@emitted
+def write_key(
+    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, segment: NumbaType, token: NumbaType
+) -> Intrinsic:
+    """Quantise fp32 values to the key of a segment's token."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, segment_at = emit.pointer(args[0]), emit.pointer(args[2])
+        factor = _store_scale(emit, args[0], args[1], segment_at, args[3])
+        lane = emit.at(segment_at, builder.mul(args[3], INT64(GROUP)))
+        with emit.loop(args[1], []) as loop:
+            read = emit.load(vector_at(emit, values_at, loop.index), FLOATS)
+            levels = builder.trunc(emit.rounded(builder.fmul(read, factor)), BYTES)
+            groups = builder.bitcast(levels, _QUADS)
+            for i in range(LANES // GROUP):
+                index = builder.add(builder.mul(loop.index, INT64(LANES // GROUP)), INT64(i))
+                emit.store(builder.extract_element(groups, INT32(i)), vector_at(emit, lane, index))
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 4), generate
+
+
+@emitted
+def write_value(
+    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, segment: NumbaType, token: NumbaType
+) -> Intrinsic:
+    """Quantise fp32 values to the value row of a segment's token, whose bytes lie between those of other tokens."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, segment_at = emit.pointer(args[0]), emit.pointer(args[2])
+        factor = _store_scale(emit, args[0], args[1], segment_at, args[3])
+        group, lane = builder.lshr(args[3], INT64(2)), builder.and_(args[3], INT64(GROUP - 1))
+        group_at = emit.at(segment_at, builder.mul(group, builder.mul(args[1], INT64(VECTOR_BYTES))))
+        bits = emit.splat(builder.trunc(builder.mul(lane, INT64(8)), INT32))
+        token_bytes = builder.shl(INT64(0x1111111111111111), lane)
+        mask = builder.bitcast(token_bytes, ir.VectorType(ir.IntType(1), LANES * GROUP))
+        with emit.loop(args[1], []) as loop:
+            read = emit.load(vector_at(emit, values_at, loop.index), FLOATS)
+            levels = builder.shl(emit.rounded(builder.fmul(read, factor)), bits)
+            at = builder.bitcast(vector_at(emit, group_at, loop.index), _ALL_BYTES.as_pointer())
+            spread = builder.bitcast(levels, _ALL_BYTES)
+            emit.call("llvm.masked.store.v64i8.p0", VOID, spread, at, INT32(1), mask)
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 4), generate
+
+
+def _fours(emit: Emitter, at: Value) -> list[Value]:
+    """Four fp32 vectors: the signed bytes number 0, 1, 2 and 3 of 16 lanes."""
+    builder, lanes = emit.builder, emit.load(at, INTS)
+    shifted = [builder.shl(lanes, constant(INTS, 24 - 8 * i)) for i in range(GROUP)]
+    return [builder.sitofp(builder.ashr(lane, constant(INTS, 24)), FLOATS) for lane in shifted]
+
+
+@emitted
+def read_byte_keys(typing: TypingContext, segment: NumbaType, num_vectors: NumbaType, out: NumbaType) -> Intrinsic:
+    """Convert a segment's keys to fp32 [head_dim][16]."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        segment_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        scales = emit.load(scales_at(emit, segment_at, args[1]), FLOATS)
+        with emit.loop(builder.mul(args[1], INT64(GROUP)), []) as loop:
+            target = vector_at(emit, out_at, builder.mul(loop.index, INT64(GROUP)))
+            for i, numbers in enumerate(_fours(emit, vector_at(emit, segment_at, loop.index))):
+                emit.store(builder.fmul(numbers, scales), emit.at(target, i * VECTOR_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 3), generate
+
+
+@emitted
+def read_byte_values(typing: TypingContext, segment: NumbaType, num_vectors: NumbaType, out: NumbaType) -> Intrinsic:
+    """Convert a segment's value rows to fp32 [16][head_dim]."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        segment_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        first_scale, row_bytes = scales_at(emit, segment_at, args[1]), builder.mul(args[1], INT64(VECTOR_BYTES))
+        scales = [emit.splat(emit.load(emit.at(first_scale, 4 * token), FLOAT)) for token in range(KEYS)]
+        with emit.loop(args[1], []) as loop:
+            for group in range(KEYS // GROUP):
+                at = emit.at(vector_at(emit, segment_at, loop.index), builder.mul(row_bytes, INT64(group)))
+                for token, numbers in enumerate(_fours(emit, at), GROUP * group):
+                    target = emit.at(vector_at(emit, out_at, loop.index), builder.mul(row_bytes, INT64(token)))
+                    emit.store(builder.fmul(numbers, scales[token]), target)
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 3), generate
+
+
+@emitted
+def read_rows(
+    typing: TypingContext, rows: NumbaType, step: NumbaType, num_vectors: NumbaType, out: NumbaType, element: NumbaType
+) -> Intrinsic:
+    """Convert 16 rows of the cache to contiguous fp32 rows. `step`: bytes from row to row in the cache."""
+    bits = element.bitwidth
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        rows_at, out_at = emit.pointer(args[0]), emit.pointer(args[3])
+        rows = [emit.at(rows_at, builder.mul(args[1], INT64(key))) for key in range(KEYS)]
+        out_step = builder.mul(args[2], INT64(VECTOR_BYTES))
+        with emit.loop(args[2], []) as loop:
+            column = builder.mul(loop.index, INT64(LANES * bits // 8))
+            target = emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+            for key, row in enumerate(rows):
+                values = emit.floats(emit.at(row, column), element)
+                emit.store(values, emit.at(target, builder.mul(out_step, INT64(key))))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, _INTP, _INTP, element), generate
+
+
+@emitted
+def write_row(
+    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, row: NumbaType, element: NumbaType
+) -> Intrinsic:
+    """Convert fp32 values to a row of the cache."""
+    bits = element.bitwidth
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, row_at = emit.pointer(args[0]), emit.pointer(args[2])
+        with emit.loop(args[1], []) as loop:
+            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            if bits == 16:
+                read = builder.fptrunc(read, HALVES)
+            emit.store(read, emit.at(row_at, builder.mul(loop.index, INT64(LANES * bits // 8))), bits // 8)
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, _INTP, element), generate
 
 
 class HeadSegments(NamedTuple):

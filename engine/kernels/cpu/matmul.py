@@ -7,13 +7,25 @@ row's result does not depend on its batch.
 
 from typing import NamedTuple
 
-from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
 from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Int32s, Int64s, Matrix, Share, Span
-from engine.kernels.cpu.constants import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
-from engine.kernels.cpu.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
-from engine.kernels.cpu.jit import jit
-from engine.kernels.cpu.tiles import TileProduct, multiply_tile
-from engine.kernels.cpu.vectors import address
+from engine.kernels.cpu.compiler import address, jit
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
+from engine.kernels.cpu.tiles import (
+    ADD,
+    GATE,
+    STORE,
+    AmxProduct,
+    ColumnData,
+    Prefetch,
+    SumRows,
+    SumTile,
+    TileProduct,
+    configure_amx,
+    finish_rows,
+    multiply_and_finish,
+    multiply_tile,
+    release_amx,
+)
 
 _AMX_MIN_ROWS = 5
 _AMX_ROW_BYTES = 64

@@ -1,15 +1,19 @@
-"""Loops over fp32 rows around oneDNN's int8 matrix products, for the eager decoder.
+"""Compiled loops over fp32 rows for code outside the compiled step: around int8 products, and over logits.
 
-A loop reads a row once; torch would make five passes. A quantised row is `scale * (q - 128)` with q in
-[128 - levels, 128 + levels] as unsigned bytes, which oneDNN multiplies fastest. Magnitudes are compared as integer bit
-patterns, because LLVM vectorises that comparison and not the comparison of floats.
+The eager decoder quantises rows for oneDNN's int8 matrix products. A loop reads a row once; torch would make five
+passes. A quantised row is `scale * (q - 128)` with q in [128 - levels, 128 + levels] as unsigned bytes, which oneDNN
+multiplies fastest. Magnitudes are compared as integer bit patterns, because LLVM vectorises that comparison and not the
+comparison of floats. Log-probabilities need two facts of each row of logits, which `summarise` computes while the row
+is in the cache.
 """
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Bytes, Floats
-from engine.kernels.cpu.constants import ZERO_POINT as ZERO_POINT
-from engine.kernels.cpu.jit import jit
+from engine.kernels.cpu.arguments import Bytes, Floats, Int64s
+from engine.kernels.cpu.compiler import address, jit
+from engine.kernels.cpu.machine import LANES
+from engine.kernels.cpu.machine import ZERO_POINT as ZERO_POINT
+from engine.kernels.cpu.vectors import index_of_largest, sum_of_exponents
 
 _TINY_BITS = int(np.float32(1e-20).view(np.int32))
 
@@ -94,3 +98,30 @@ def add_scaled_rows(residual: Floats, x: Floats, scales: Floats) -> None:
     for r in range(x.shape[0]):
         for i in range(x.shape[1]):
             residual[r, i] += x[r, i] * scales[r]
+
+
+@jit
+def _summarise(logits: Floats, largest: Int64s, normalisers: Floats) -> None:
+    num_vectors = logits.shape[1] // LANES
+    for row in range(logits.shape[0]):
+        values = logits[row]
+        best = index_of_largest(address(values), num_vectors) if num_vectors > 0 else 0
+        for i in range(num_vectors * LANES, len(values)):
+            if values[i] > values[best]:
+                best = i
+        highest = values[best]
+        total = np.float32(0.0) if num_vectors == 0 else sum_of_exponents(address(values), num_vectors, highest)
+        for i in range(num_vectors * LANES, len(values)):
+            total += np.exp(values[i] - highest)
+        largest[row] = best
+        normalisers[row] = np.log(total) + highest
+
+
+def summarise(logits: Floats) -> tuple[Int64s, Floats]:
+    """Per row of fp32 logits [rows, vocab_size], the column of the largest value and log(sum(exp(row))).
+
+    The first of equal values counts. Columns must be contiguous.
+    """
+    largest, normalisers = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
+    _summarise(logits, largest, normalisers)
+    return largest, normalisers

@@ -10,20 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, Element, Floats, Int64s, Span
-from engine.kernels.cpu.batch import Attending, Cache, HeadShape
-from engine.kernels.cpu.constants import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES
-from engine.kernels.cpu.jit import jit, select_by_dtype
+from engine.kernels.cpu.arguments import Address, Attending, Cache, Element, Floats, HeadShape, Int64s, Span
+from engine.kernels.cpu.compiler import address, jit, select_by_dtype
 from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
+from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES
 from engine.kernels.cpu.matmul import Operand
-from engine.kernels.cpu.vectors import (
-    address,
-    largest_magnitude,
-    quantise_vectors,
-    rotate_halves,
-    scale_row,
-    weigh_row,
-)
+from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, rotate_halves, scale_row, weigh_row
 
 _LEVELS = np.float32(INT8_LEVELS)
 

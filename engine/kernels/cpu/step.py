@@ -1,35 +1,35 @@
-"""All layers of a decoder for one step's tokens, as one compiled loop.
+"""All layers of a decoder for one step's tokens, as one compiled loop that counts the CPU cycles of its phases.
 
 The threads of one process run it together, or those of several: tensor-parallel ranks, each with some of the heads and
 some of the columns of every matrix. All of them share the activations, so that each column is a sum over all inputs in
 the same order: the results do not depend on the number of ranks, to the bit.
 """
 
+import time
 from typing import NamedTuple
 
 import numpy as np
+from numba import types
 
-from engine.kernels.cpu.arguments import Floats, Int64s, Share, Span
+from engine.kernels.cpu.arguments import Attending, Cache, Floats, HeadShape, Int64s, Queries, Share, Span
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.barrier import wait
-from engine.kernels.cpu.batch import Attending, Cache, HeadShape, Queries
-from engine.kernels.cpu.finish import ADD, GATE, STORE
-from engine.kernels.cpu.jit import jit
-from engine.kernels.cpu.matmul import Operand, Target, Weights, begin_products, end_products, product
-from engine.kernels.cpu.phase_cycles import (
-    ATTENTION,
-    DOWN,
-    GATE_UP,
-    LOGITS,
-    NORM,
-    OUTPUT,
-    QKV,
-    QUANTISE,
-    STORE_KV,
-    end_phase,
-    start_phases,
+from engine.kernels.cpu.compiler import (
+    INT64,
+    Builder,
+    CodeContext,
+    Emitter,
+    Intrinsic,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    emitted,
+    jit,
 )
+from engine.kernels.cpu.matmul import Operand, Target, Weights, begin_products, end_products, product
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows, rotate_and_store
+from engine.kernels.cpu.tiles import ADD, GATE, STORE
 
 _MATRICES_PER_LAYER = 4
 
@@ -72,7 +72,7 @@ class Team(NamedTuple):
     number: int
     num_all: int
     all_counter: Int64s  # [1], of the barrier of all threads
-    phase_cycles: Int64s  # of this thread; see phase_cycles.start_phases
+    phase_cycles: Int64s  # of this thread; see start_phases
 
 
 class Work(NamedTuple):
@@ -169,3 +169,44 @@ def output_rows(model: Model, hidden: Floats, logits: Floats, operand: Operand, 
     product(operand, weights, matrix, Target(logits, STORE), Share(team.thread, team.num_threads))
     _finish_phase(team, LOGITS)
     end_products(operand)
+
+
+PHASES = ("norm", "qkv", "rotate and store", "attention", "quantise", "output", "gate and up", "down", "logits")
+NORM, QKV, STORE_KV, ATTENTION, QUANTISE, OUTPUT, GATE_UP, DOWN, LOGITS = range(len(PHASES))
+
+
+@emitted
+def _cycle_counter(typing: TypingContext) -> Intrinsic:
+    """Read the CPU's time-stamp counter (rdtsc)."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        return Emitter(context, builder).call("llvm.readcyclecounter", INT64)
+
+    return types.int64(), generate
+
+
+@jit
+def start_phases(phase_cycles: Int64s) -> None:
+    """Begin to count. phase_cycles: [len(PHASES) + 1], cycles of each phase, then the counter at the last end."""
+    phase_cycles[-1] = _cycle_counter()
+
+
+@jit
+def end_phase(phase_cycles: Int64s, phase: int) -> None:
+    """Add the cycles since the last call of `start_phases` or `end_phase` to this phase."""
+    now = _cycle_counter()
+    phase_cycles[phase] += now - phase_cycles[-1]
+    phase_cycles[-1] = now
+
+
+@jit
+def _now() -> int:
+    return _cycle_counter()
+
+
+def cycles_per_ms(measured_s: float = 0.05) -> float:
+    """Rate of the cycle counter, measured by spinning for `measured_s` seconds."""
+    cycles, start_s = _now(), time.perf_counter()
+    while time.perf_counter() - start_s < measured_s:
+        pass
+    return float((_now() - cycles) / (time.perf_counter() - start_s) / 1000)

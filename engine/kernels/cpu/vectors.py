@@ -1,7 +1,7 @@
 """Vector loops over rows of fp32 numbers, and conversions between fp32 and the cache's rows.
 
 A row of the cache is one head of one token: fp32, or fp16 as uint16, because numba has no fp16 on CPU.
-`byte_vectors.py` has the loops for int8. `element` is any element of the cache; only its dtype matters. A row has
+`kv_segments.py` has the loops for int8. `element` is any element of the cache; only its dtype matters. A row has
 16 * num_vectors numbers.
 
 Arguments are addresses unless the docstring says otherwise, and steps count bytes. Bounds are not checked.
@@ -12,19 +12,10 @@ import math
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.constants import (
-    CACHE_LINE_BYTES,
-    LANES,
-    LOG2_E,
-    VECTOR_BYTES,
-    ZERO_POINT,
-)
-from engine.kernels.cpu.constants import KEYS as KEYS
-from engine.kernels.cpu.ir import (
+from engine.kernels.cpu.compiler import (
     BYTES,
     FLOAT,
     FLOATS,
-    HALVES,
     INT32,
     INT64,
     INTS,
@@ -41,21 +32,17 @@ from engine.kernels.cpu.ir import (
     Values,
     constant,
     emitted,
+    largest_of,
+)
+from engine.kernels.cpu.machine import (
+    CACHE_LINE_BYTES,
+    LANES,
+    LOG2_E,
+    VECTOR_BYTES,
+    ZERO_POINT,
 )
 
-TINY = ir.Constant(FLOAT, 1e-20)
-"""Least magnitude that a row is scaled by, so that a row of zeros has a scale."""
 _INTP = types.intp
-
-
-@emitted
-def address(typing: TypingContext, array: NumbaType) -> Intrinsic:
-    """The address of an array's first element."""
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        return builder.ptrtoint(Emitter(context, builder).array(signature.args[0], args[0]), INT64)
-
-    return types.intp(array), generate
 
 
 @emitted
@@ -66,16 +53,6 @@ def largest_magnitude(typing: TypingContext, values: NumbaType, num_vectors: Num
         return largest_of(Emitter(context, builder), args[0], args[1])
 
     return types.float32(_INTP, _INTP), generate
-
-
-def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
-    """Write code that computes the largest absolute value of a row, at least TINY."""
-    at = emit.pointer(values)
-    with emit.loop(num_vectors, [constant(FLOATS, TINY.constant)]) as loop:
-        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
-        magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
-        loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
-    return emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, loop.next[0])
 
 
 @emitted
@@ -145,49 +122,6 @@ def rotate_halves(
         return context.get_dummy_value()
 
     return types.void(*[_INTP] * 5), generate
-
-
-@emitted
-def read_rows(
-    typing: TypingContext, rows: NumbaType, step: NumbaType, num_vectors: NumbaType, out: NumbaType, element: NumbaType
-) -> Intrinsic:
-    """Convert 16 rows of the cache to contiguous fp32 rows. `step`: bytes from row to row in the cache."""
-    bits = element.bitwidth
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit = Emitter(context, builder)
-        rows_at, out_at = emit.pointer(args[0]), emit.pointer(args[3])
-        rows = [emit.at(rows_at, builder.mul(args[1], INT64(key))) for key in range(KEYS)]
-        out_step = builder.mul(args[2], INT64(VECTOR_BYTES))
-        with emit.loop(args[2], []) as loop:
-            column = builder.mul(loop.index, INT64(LANES * bits // 8))
-            target = emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
-            for key, row in enumerate(rows):
-                values = emit.floats(emit.at(row, column), element)
-                emit.store(values, emit.at(target, builder.mul(out_step, INT64(key))))
-        return context.get_dummy_value()
-
-    return types.void(_INTP, _INTP, _INTP, _INTP, element), generate
-
-
-@emitted
-def write_row(
-    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, row: NumbaType, element: NumbaType
-) -> Intrinsic:
-    """Convert fp32 values to a row of the cache."""
-    bits = element.bitwidth
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit = Emitter(context, builder)
-        values_at, row_at = emit.pointer(args[0]), emit.pointer(args[2])
-        with emit.loop(args[1], []) as loop:
-            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
-            if bits == 16:
-                read = builder.fptrunc(read, HALVES)
-            emit.store(read, emit.at(row_at, builder.mul(loop.index, INT64(LANES * bits // 8))), bits // 8)
-        return context.get_dummy_value()
-
-    return types.void(_INTP, _INTP, _INTP, element), generate
 
 
 @emitted

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.models.facts import RawConfig
-from engine.models.reading import integer, weights_dtype
+from engine.models.facts import ModelConfig, RawConfig, integer, weights_dtype
 from mesh.domain.errors import ConfigurationError
 
 ARCHITECTURES = {
@@ -65,6 +64,10 @@ class EncoderDecoderConfig:
     def shareable_prefixes(self) -> bool:
         """True: equal prompts have equal KV. SchedulerConfig.whole_prompts limits sharing to equal prompts."""
         return True
+
+
+AnyConfig = ModelConfig | EncoderDecoderConfig
+"""The configuration of any supported model."""
 
 
 def parse_encoder_decoder(raw: RawConfig, architecture: str) -> EncoderDecoderConfig:

@@ -1,17 +1,26 @@
-"""Step: the tokens of a step, split between encoder and decoder, and the groups that attend together.
+"""Step: the tokens of an encoder-decoder model's step, and their self-attention with relative position bias.
 
 The tokens of a step are flattened sequences, as for other models (`engine/step_input.py`). In each sequence, the first
 `num_encoded` positions, the prompt, belong to the encoder: a step computes all of them or none. The other positions,
-the start token and the generated tokens, belong to the decoder.
+the start token and the generated tokens, belong to the decoder. The encoder attends over complete prompts, the decoder
+over its own tokens. Cross-attention has no bias, so it uses an attention backend.
+
+The bias is a learned value per head and bucket of distances, added to the score of a key. In each direction, half of
+the buckets hold one distance each. The other half covers longer distances on a logarithmic scale; the last bucket holds
+all distances from `max_distance` on. (Raffel et al. 2020, §2.1)
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.metadata import ForwardMetadata
+from engine.attention.backend import ForwardMetadata
+from engine.kv_cache import read_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +158,74 @@ def _cross(sequences: list[SequenceTokens], metadata: ForwardMetadata, encoder_s
         chunks=(),
         max_decode_context=max(sequence.num_encoded for sequence in sequences),
     )
+
+
+class PositionBias:
+    """Position biases of the encoder or the decoder, shared by its layers. `weight`: [num_buckets, num_heads]."""
+
+    def __init__(self, weight: Tensor, max_distance: int, *, both_directions: bool) -> None:
+        distances = torch.arange(-max_distance, max_distance + 1)
+        buckets = _bucket(distances, weight.shape[0], max_distance, both_directions=both_directions)
+        self._max_distance = max_distance
+        self._by_distance = weight[buckets.to(weight.device)].T.contiguous()  # [num_heads, 2 * max_distance + 1]
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions [.., num_queries] and [.., num_keys] -> biases [num_heads, .., num_queries, num_keys]."""
+        distances = keys[..., None, :] - queries[..., :, None]
+        limit = self._max_distance
+        return self._by_distance[:, distances.clamp_(-limit, limit).add_(limit)]
+
+
+def _bucket(distances: Tensor, num_buckets: int, max_distance: int, *, both_directions: bool) -> Tensor:
+    """Buckets of distances (key minus query). With one direction only, keys after the query get the bucket of 0."""
+    buckets = torch.zeros_like(distances)
+    if both_directions:
+        num_buckets //= 2
+        buckets += (distances > 0) * num_buckets
+        distances = distances.abs()
+    else:
+        distances = -distances.clamp(max=0)
+    num_exact = num_buckets // 2
+    # In fp32, and in this order, to round exactly as transformers does.
+    ratio = torch.log(distances.float() / num_exact) / math.log(max_distance / num_exact)
+    far = (num_exact + (ratio * (num_buckets - num_exact)).to(torch.long)).clamp(max=num_buckets - 1)
+    return buckets + torch.where(distances < num_exact, distances, far)
+
+
+# Limit on the elements of the bias for a tile of queries (64 MiB in fp32).
+_MAX_BIAS_ELEMENTS = 2**24
+
+
+def attend_prompts(qkv: Tensor, lengths: Sequence[int], bias: PositionBias) -> Tensor:
+    """Full attention within each prompt -> [num_tokens, num_heads, head_dim].
+
+    qkv: [3, num_heads, num_tokens, head_dim], with concatenated prompts of these `lengths`.
+    """
+    outs = []
+    for prompt in torch.split(qkv, list(lengths), 2):
+        queries, keys, values = prompt[:, None]
+        positions = torch.arange(keys.shape[2], device=keys.device)
+        tile = max(1, _MAX_BIAS_ELEMENTS // (keys.shape[1] * keys.shape[2]))
+        for part, rows in zip(torch.split(queries, tile, 2), torch.split(positions, tile), strict=True):
+            mask = bias(rows, positions)
+            out = scaled_dot_product_attention(part, keys, values, attn_mask=mask, scale=1.0)
+            outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def causal_bias(group: SelfAttention, bias: PositionBias) -> Tensor:
+    """Bias [num_seqs, num_heads, num_queries, num_keys], with minus infinity where a key comes after the query."""
+    biases = bias(group.queries, group.keys).transpose(0, 1)
+    hidden = group.keys[:, None, :] > group.queries[:, :, None]
+    return biases.masked_fill(hidden[:, None], float("-inf"))
+
+
+def attend_own(queries: Tensor, layer_cache: Tensor, group: SelfAttention, mask: Tensor) -> Tensor:
+    """Causal self-attention of a group of the decoder's tokens -> [num_seqs, num_queries, num_heads, head_dim].
+
+    queries: [num_tokens, num_heads, head_dim] of all decoder tokens; `mask`: the group's `causal_bias`.
+    """
+    # [num_seqs, num_keys, num_heads, head_dim] -> [num_seqs, num_heads, num_keys, head_dim]
+    keys, values = (part.to(queries.dtype).transpose(1, 2) for part in read_slots(layer_cache, group.slots))
+    group_queries = queries[group.rows].transpose(1, 2)
+    return scaled_dot_product_attention(group_queries, keys, values, attn_mask=mask, scale=1.0).transpose(1, 2)

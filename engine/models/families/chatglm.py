@@ -2,10 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig
-from engine.models.reading import integer, refuse
-from engine.models.rope_config import rotated_dim
-from engine.models.tensor_names import TensorNames
+from engine.models.facts import ModelConfig, RawConfig, TensorNames, integer, refuse, rotated_dim
 
 _CHATGLM = TensorNames(
     embed="transformer.embedding.word_embeddings",

@@ -2,10 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig
-from engine.models.reading import first_of, layer_windows
-from engine.models.rope_config import parse_rope
-from engine.models.tensor_names import TensorNames
+from engine.models.facts import ModelConfig, RawConfig, TensorNames, first_of, layer_windows, parse_rope
 
 _GEMMA = TensorNames(norm_offset=1.0)
 _GEMMA2 = replace(

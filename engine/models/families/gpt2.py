@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig
-from engine.models.reading import refuse
-from engine.models.tensor_names import TensorNames
+from engine.models.facts import ModelConfig, RawConfig, TensorNames, refuse
 
 _TENSORS = TensorNames(
     embed="transformer.wte",

@@ -1,10 +1,8 @@
-"""GPT-NeoX: a part of each head is rotated; attention and MLP run in parallel."""
+"""GPT-NeoX, Pythia and GPT-J: attention and MLP work in parallel, and a part of each head is rotated."""
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig
-from engine.models.rope_config import parse_rope, rotated_dim
-from engine.models.tensor_names import TensorNames
+from engine.models.facts import ModelConfig, RawConfig, TensorNames, parse_rope, rotated_dim
 
 _TENSORS = TensorNames(
     embed="gpt_neox.embed_in",
@@ -38,4 +36,32 @@ def gpt_neox(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=True,
+    )
+
+
+_GPTJ = TensorNames(
+    embed="transformer.wte",
+    final_norm="transformer.ln_f",
+    layer="transformer.h.{}",
+    input_norm="ln_1",
+    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    o="attn.out_proj",
+    up=("mlp.fc_in",),
+    down="mlp.fc_out",
+    interleaved_rotary=True,
+)
+
+
+def gptj(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """GPT-J 6B, with biases in the MLP and the output matrix only."""
+    return replace(
+        plain,
+        tensors=_GPTJ,
+        norm="layer",
+        norm_bias=True,
+        block="parallel-shared",
+        rope=replace(plain.rope, dim=raw.get("rotary_dim") or plain.head_dim),
+        gated=False,
+        mlp_bias=True,
+        lm_head_bias=True,
     )

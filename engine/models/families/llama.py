@@ -1,9 +1,15 @@
-"""Llama, Mistral and Qwen: RMS norms, rotary positions, a gated MLP."""
+"""Llama and its close kin: RMS norms, rotary positions, a gated MLP, and small differences from that.
+
+Mistral and Qwen differ in windows, biases and norms of heads. Granite has factors of the embedding, the scores, the
+outputs of attention and MLP, and the logits. StableLM has layer norms, and a quarter of each head rotated. StarCoder 2
+has layer norms, a plain MLP, and biases everywhere. Baichuan has one tensor for queries, keys and values; 13B uses
+ALiBi instead of rotary positions. InternLM has attention biases (1), one grouped qkv projection (2), or optional biases
+(3).
+"""
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig
-from engine.models.reading import layer_windows
+from engine.models.facts import ModelConfig, RawConfig, TensorNames, integer, layer_windows, refuse, rotated_dim
 
 
 def llama(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -40,3 +46,94 @@ def qwen3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 3, with norms of queries and keys."""
     bias = bool(raw.get("attention_bias", False))
     return replace(plain, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=qwen_windows(plain, raw))
+
+
+def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(
+        llama(plain, raw),
+        embed_scale=float(raw.get("embedding_multiplier", 1.0)),
+        attention_scale=float(raw.get("attention_multiplier", 1.0)),
+        residual_scale=float(raw.get("residual_multiplier", 1.0)),
+        logit_scale=1.0 / float(raw.get("logits_scaling", 1.0)),
+    )
+
+
+def stablelm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """StableLM 3B, Zephyr 3B and StableLM 2 1.6B. StableLM 2 12B, which norms queries and keys, is refused."""
+    refuse(raw, qk_layernorm=True)
+    return replace(
+        plain,
+        norm="layer",
+        norm_bias=True,
+        block="parallel-shared" if raw.get("use_parallel_residual", False) else "sequential",
+        rope=replace(plain.rope, dim=rotated_dim(raw, plain.head_dim, default=0.25)),
+        qkv_bias=bool(raw.get("use_qkv_bias", False)),
+    )
+
+
+_STARCODER2 = TensorNames(up=("mlp.c_fc",), down="mlp.c_proj")
+
+
+def starcoder2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    bias = bool(raw.get("use_bias", True))
+    return replace(
+        plain,
+        tensors=_STARCODER2,
+        norm="layer",
+        norm_bias=True,
+        windows=(raw.get("sliding_window"),) * plain.num_layers,
+        gated=False,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        tied=bool(raw.get("tie_word_embeddings", True)),
+    )
+
+
+_BAICHUAN = TensorNames(qkv=("self_attn.W_pack",))
+_BAICHUAN2_VOCAB = 125_696
+
+
+def baichuan(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Baichuan 1 and 2. The config.json of 13B (ALiBi) has `model_max_length` instead of `max_position_embeddings`.
+
+    Baichuan 2 divides the rows of its output matrix by their lengths; only its vocabulary size identifies it.
+    """
+    has_alibi = raw.get("max_position_embeddings") is None
+    return replace(
+        plain,
+        tensors=replace(_BAICHUAN, unit_lm_head=plain.vocab_size == _BAICHUAN2_VOCAB),
+        positions="alibi" if has_alibi else "rotary",
+        max_position_embeddings=integer(raw, "max_position_embeddings", "model_max_length"),
+    )
+
+
+_INTERNLM2 = TensorNames(
+    embed="model.tok_embeddings",
+    lm_head="output",
+    input_norm="attention_norm",
+    qkv=("attention.wqkv",),
+    o="attention.wo",
+    post_norm="ffn_norm",
+    up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    grouped_qkv=True,
+)
+
+
+def internlm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """InternLM 7B and 20B, with one switch for all attention biases."""
+    bias = bool(raw.get("bias", True))
+    return replace(plain, qkv_bias=bias, o_bias=bias)
+
+
+def internlm2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """InternLM 2 and 2.5, with grouped query, key and value rows in one tensor."""
+    bias = bool(raw.get("bias", False))
+    return replace(plain, tensors=_INTERNLM2, qkv_bias=bias, o_bias=bias)
+
+
+def internlm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """InternLM 3, with a separate switch for the biases of queries, keys and values."""
+    bias = bool(raw.get("bias", False))
+    return replace(plain, qkv_bias=bool(raw.get("qkv_bias", False)), o_bias=bias, mlp_bias=bias)

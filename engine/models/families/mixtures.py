@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ExpertsConfig, ModelConfig, RawConfig
+from engine.models.facts import ExpertsConfig, ModelConfig, RawConfig, TensorNames, integer, refuse
 from engine.models.families.llama import llama, qwen2, qwen3
-from engine.models.reading import integer, refuse
-from engine.models.tensor_names import TensorNames
 
 _MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",

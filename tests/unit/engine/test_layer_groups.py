@@ -1,6 +1,6 @@
 """Groups of layers, and when they are announced."""
 
-from engine.layer_groups import LayerGroups
+from engine.model import LayerGroups
 
 
 def test_a_group_is_announced_once_the_next_is_asked_for() -> None:

@@ -12,8 +12,8 @@ from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks, StepResult
 from engine.scheduler import Scheduler
-from engine.scheduler_config import SchedulerConfig
 from engine.sequence import SequenceState
+from engine.settings import SchedulerConfig
 from mesh.domain.errors import WorkerLost
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_continuation

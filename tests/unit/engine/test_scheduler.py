@@ -11,9 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.block_pool import BlockPool
 from engine.scheduler import Scheduler
-from engine.scheduler_config import SchedulerConfig
 from engine.sequence import SequenceState, SequenceStatus
-from engine.speculation.ngram import NgramDrafter
+from engine.settings import SchedulerConfig
+from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import InvalidRequest, WorkerBusy
 from mesh.domain.tokens import FinishReason, SampledToken

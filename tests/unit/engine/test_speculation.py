@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from decode_worker.settings import DecodeSettings
 from engine.sequence import SequenceState
-from engine.speculation.acceptance import Acceptance
-from engine.speculation.cost import CostFit, Prices, StepCost, plan_lengths
-from engine.speculation.ngram import NgramDrafter
-from engine.speculation.settings import Speculation
+from engine.settings import Speculation
+from engine.speculation.cost import Acceptance, CostFit, Prices, StepCost, plan_lengths
+from engine.speculation.drafters import NgramDrafter
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.up_settings import BUNDLED_MODELS
 from tests.fakes.requests import make_request

@@ -1,8 +1,23 @@
-"""Limits on the batches and sequences of one engine."""
+"""Settings of one engine that need no torch: valid names of dtypes and schemes, the scheduler's limits, speculation."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES
+
+DTYPES = ("auto", *DTYPE_BYTES)
+KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
+QUANTIZATIONS = ("none", "int8")
+LOAD_FORMATS = ("auto", "dummy")
+_CHOICES = {"dtype": DTYPES, "kv_dtype": KV_DTYPES, "load_format": LOAD_FORMATS, "quantize": QUANTIZATIONS}
+
+
+def require_known(settings: object) -> None:
+    """Raise ConfigurationError if dtype, kv_dtype, load_format or quantize of `settings` has an unknown value."""
+    for name, choices in _CHOICES.items():
+        if (value := getattr(settings, name)) not in choices:
+            raise ConfigurationError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +44,17 @@ class SchedulerConfig:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be >= max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence needs one token a step"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """`kind` is none, ngram, or draft, which needs a `draft_model`; `max_drafts` limits the drafts of a sequence in a
+    step.
+    """
+
+    kind: str = "none"
+    max_drafts: int = 0
+    draft_model: Path | None = None
+
+
+NO_SPECULATION = Speculation()

@@ -1,21 +1,88 @@
-"""Helpers for writing LLVM code: byte pointers, vectors of 16 lanes, counted loops.
+"""Compilation of the kernels: machine code that is kept on disk, and helpers for writing LLVM code.
+
+Kernels run without the GIL. numba identifies code on disk by the file of the outermost function and ignores changes in
+the functions it calls. The cache folder's name therefore contains a digest of all files of this package. The folder is
+in numba's own folder (NUMBA_CACHE_DIR) if that is set, otherwise in the user's cache. If it is not writable, nothing is
+kept: numba would write beside the sources instead, where code outlives an update.
 
 An intrinsic is a Python function that writes the LLVM code of one operation. numba calls it with the types of the
-arguments; it returns the signature and `generate`, which gets the arguments' LLVM values and writes the code.
+arguments; it returns the signature and `generate`, which gets the arguments' LLVM values and writes the code with an
+`Emitter`: byte pointers, vectors of 16 lanes, counted loops.
 """
 
+import inspect
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils
-from numba.extending import intrinsic
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import intrinsic, overload
 
-from engine.kernels.cpu.constants import LANES
-from engine.kernels.cpu.features import knows_bf16
+from engine.kernels.cpu.machine import LANES, VECTOR_BYTES, knows_bf16
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_config: Any = config
+_binding: Any = binding
+_binding.initialize_native_asmparser()  # for the instructions that LLVM has no intrinsic for
+OPTIONS: Any = {"nogil": True, "fastmath": True, "error_model": "numpy"}
+
+
+@lru_cache(maxsize=1)
+def _cache_dir() -> str | None:
+    """The folder of this version's machine code, or None if it is not writable."""
+    digest = blake2b(numba.__version__.encode(), digest_size=8)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    base = _config.CACHE_DIR or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tandem"
+    )
+    folder = os.path.join(base, f"compiled-{digest.hexdigest()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return None
+    return folder
+
+
+def jit(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile the function at its first call with each combination of argument types."""
+    previous, folder = _config.CACHE_DIR, _cache_dir()
+    compiled: Callable[P, R]
+    if folder is None:
+        compiled = numba.njit(**OPTIONS)(function)
+        return compiled
+    _config.CACHE_DIR = folder  # numba reads it while decorating only
+    try:
+        compiled = numba.njit(cache=True, **OPTIONS)(function)
+    finally:
+        _config.CACHE_DIR = previous
+    return compiled
+
+
+def select_by_dtype(declared: Callable[P, R], dtype: object, matching: Callable[P, R], other: Callable[P, R]) -> None:
+    """Make compiled calls of `declared` run `matching` if the last argument is of this numba type, and `other` if not.
+
+    The three functions must have the same parameters and annotations, which numba compares.
+    """
+
+    def select(*args: Any) -> Callable[P, R]:
+        return matching if args[-1] == dtype else other
+
+    select.__signature__ = inspect.signature(matching)  # type: ignore[attr-defined]
+    overload(declared, jit_options=OPTIONS)(select)
+
 
 Value: TypeAlias = ir.Value
 Values: TypeAlias = Sequence[ir.Value]
@@ -39,6 +106,8 @@ _POWERS = tuple(
     float(np.float32(c))
     for c in (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 )
+TINY = ir.Constant(FLOAT, 1e-20)
+"""Least magnitude that a row is scaled by, so that a row of zeros has a scale."""
 _ZEROS = ir.Constant(INTS, [0] * LANES)
 ALL_LANES = ir.Constant(ir.IntType(LANES), -1)
 _CURRENT_ROUNDING = 4
@@ -204,3 +273,23 @@ class Loop:
     index: Value
     carried: list[Value]
     next: list[Value]
+
+
+def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
+    """Write code that computes the largest absolute value of a row, at least TINY."""
+    at = emit.pointer(values)
+    with emit.loop(num_vectors, [constant(FLOATS, TINY.constant)]) as loop:
+        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+        magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
+        loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
+    return emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, loop.next[0])
+
+
+@emitted
+def address(typing: TypingContext, array: NumbaType) -> Intrinsic:
+    """The address of an array's first element."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        return builder.ptrtoint(Emitter(context, builder).array(signature.args[0], args[0]), INT64)
+
+    return types.intp(array), generate

@@ -1,7 +1,8 @@
 """Vector loops of decode attention: 16 keys or values of the cache against the query rows that share them.
 
 A row of the cache is read and converted once for up to MAX_QUERY_ROWS query rows. Arguments are as in `vectors.py`.
-`num_rows` is a compile-time constant. `byte_vectors.py` has the loops for int8.
+`num_rows` is a compile-time constant. Keys and values in int8 are
+multiplied by VNNI (see `kv_segments.py`).
 """
 
 from typing import NamedTuple
@@ -10,17 +11,14 @@ from llvmlite import ir
 from numba import types
 
 from engine.kernels.cpu.arguments import Address
-from engine.kernels.cpu.byte_vectors import add_bytes, score_bytes
-from engine.kernels.cpu.constants import (
-    KEYS,
-    LANES,
-    VECTOR_BYTES,
-)
-from engine.kernels.cpu.ir import (
+from engine.kernels.cpu.compiler import (
+    BYTES,
     FLOAT,
     FLOATS,
+    INT32,
     INT64,
     INTS,
+    TINY,
     Builder,
     CodeContext,
     Emitter,
@@ -33,8 +31,16 @@ from engine.kernels.cpu.ir import (
     constant,
     emitted,
 )
+from engine.kernels.cpu.kv_segments import SIGN_BITS, scales_at, vector_at
+from engine.kernels.cpu.machine import (
+    GROUP,
+    KEYS,
+    LANES,
+    VECTOR_BYTES,
+)
 
 _HALF = KEYS // 2
+_WEIGHT_LEVELS = 65535.0
 _IN_ORDER = [*range(0, KEYS, 2), *range(1, KEYS, 2)]
 
 
@@ -168,3 +174,70 @@ def add_values(
         return context.get_dummy_value()
 
     return types.void(weights, values, out, num_rows, element), generate
+
+
+def _dot(emit: Emitter, totals: Value, unsigned: Value, signed: Value) -> Value:
+    """Add the products of each lane's four bytes to the lane's total."""
+    return emit.call("llvm.x86.avx512.vpdpbusd.512", INTS, totals, unsigned, signed)
+
+
+def _joined(emit: Emitter, high: Value, low: Value) -> Value:
+    """256 * high + low of int32 vectors, as fp32."""
+    builder = emit.builder
+    return emit.multiply_add(builder.sitofp(high, FLOATS), constant(FLOATS, 256.0), builder.sitofp(low, FLOATS))
+
+
+def score_bytes(emit: Emitter, queries: list[Value], keys: tuple[Value, Value], out: list[Value]) -> None:
+    """out[row][0:16] = dot products of each split query with 16 keys. keys: (segment, vectors of a row)."""
+    builder, (segment, num_vectors) = emit.builder, keys
+    dim = builder.mul(num_vectors, INT64(LANES))
+    limbs = [emit.at(query, builder.mul(dim, INT64(i))) for query in queries for i in range(2)]
+    tails = [emit.at(query, builder.mul(dim, INT64(2))) for query in queries]
+    initial = [emit.splat(emit.load(emit.at(tail, 4 * i), INT32)) for tail in tails for i in range(2)]
+    flip = constant(INTS, SIGN_BITS * 0x01010101)
+    with emit.loop(builder.mul(num_vectors, INT64(GROUP)), initial) as loop:
+        unsigned = builder.xor(emit.load(vector_at(emit, segment, loop.index), INTS), flip)
+        for limb, total in zip(limbs, loop.carried, strict=True):
+            four = emit.load(emit.at(limb, builder.mul(loop.index, INT64(GROUP))), INT32, 1)
+            loop.next.append(_dot(emit, total, unsigned, emit.splat(four)))
+    scales = emit.load(scales_at(emit, segment, num_vectors), FLOATS)
+    for row, at in enumerate(out):
+        emit.store(builder.fmul(_joined(emit, *loop.next[2 * row : 2 * row + 2]), scales), at)
+
+
+def add_bytes(emit: Emitter, weights: list[Value], values: tuple[Value, Value], out: list[Value]) -> None:
+    """out[row] += sum over 16 tokens of weights[row][token] * value row. values: (segment, vectors of a row).
+
+    The weights are overwritten with their limbs.
+    """
+    builder, (segment, num_vectors) = emit.builder, values
+    scales = emit.load(scales_at(emit, segment, num_vectors), FLOATS)
+    factors = [_split_weights(emit, at, scales) for at in weights]
+    limbs = [emit.at(at, LANES * i) for at in weights for i in range(2)]
+    group_bytes = builder.mul(num_vectors, INT64(VECTOR_BYTES))
+    with emit.loop(num_vectors, []) as loop:
+        at = vector_at(emit, segment, loop.index)
+        totals = [constant(INTS, 0)] * len(limbs)
+        for group in range(KEYS // GROUP):
+            four_rows = emit.load(emit.at(at, builder.mul(group_bytes, INT64(group))), INTS)
+            for i, limb in enumerate(limbs):
+                four = emit.splat(emit.load(emit.at(limb, GROUP * group), INT32, 1))
+                totals[i] = _dot(emit, totals[i], four, four_rows)
+        for row, (factor, out_at) in enumerate(zip(factors, out, strict=True)):
+            target = vector_at(emit, out_at, loop.index)
+            joined = _joined(emit, *totals[2 * row : 2 * row + 2])
+            emit.store(emit.multiply_add(joined, factor, emit.load(target, FLOATS)), target)
+
+
+def _split_weights(emit: Emitter, at: Value, scales: Value) -> Value:
+    """Multiply 16 weights >= 0 by their values' scales and overwrite them with their high and low bytes.
+
+    Returns the factor of the sums.
+    """
+    builder = emit.builder
+    scaled = builder.fmul(emit.load(at, FLOATS), scales)
+    largest = emit.call("llvm.maxnum.f32", FLOAT, emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, scaled), TINY)
+    levels = emit.rounded(builder.fmul(scaled, emit.splat(builder.fdiv(FLOAT(_WEIGHT_LEVELS), largest))))
+    for i, limb in enumerate((builder.lshr(levels, constant(INTS, 8)), levels)):
+        emit.store(builder.trunc(limb, BYTES), emit.at(at, LANES * i), 1)
+    return emit.splat(builder.fdiv(largest, FLOAT(_WEIGHT_LEVELS)))

@@ -1,0 +1,253 @@
+"""Drafters: they propose the next tokens of sequences. The contract, and the two that exist.
+
+NgramDrafter drafts what followed an earlier occurrence of the last tokens (prompt lookup, Saxena 2023). DraftModel
+drafts by a smaller model with the same vocabulary (Leviathan et al. 2023).
+
+The draft model has its own KV cache with the same block ids: a block allocated for the large model's KV is allocated
+for the draft model's, too, so block pool, prefix cache and transfers need no changes. Tokens that the draft model has
+not computed, after a prompt, a replay or a pause, are computed in chunks before it drafts. It samples with the same
+parameters and random draws as the large model, so that the two agree as often as possible.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Protocol
+
+from engine.batch import Runner, ScheduledBatch, ScheduledSequence
+from engine.sequence import SequenceKey, SequenceState
+from engine.speculation.cost import CostFit, StepCost
+
+Drafts = tuple[int, ...]
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of sequences. Plug point: NgramDrafter, DraftModel. Used by the engine's thread only.
+
+    Drafts may be any tokens: wrong drafts cost time, but never change the output.
+    """
+
+    def prepare_thread(self) -> None:
+        """Called once by the thread that will call `draft`."""
+        ...
+
+    def prepare(self, sequence: SequenceState) -> "Future[None] | None":
+        """Same contract as Runner.prepare."""
+        ...
+
+    def use_cores(self, lent: tuple[int, ...]) -> None:
+        """Same contract as Runner.use_cores."""
+        ...
+
+    def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
+        """How many tokens it can draft for each sequence now, at most its entry in `max_drafts`.
+
+        Called before each `draft`, for the same sequences.
+        """
+        ...
+
+    def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
+        """Drafts for each sequence, at most its entry in `lengths`. The block tables have blocks for their KV."""
+        ...
+
+    def round_cost(self) -> StepCost:
+        """The cost of one more draft token for each of a number of sequences."""
+        ...
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Drop all state of `sequence`; unknown sequences are ignored."""
+        ...
+
+
+_KEY_TOKENS = 3
+"""Length of the n-grams in the index."""
+_MAX_CANDIDATES = 8
+"""Earlier occurrences that are compared, latest first."""
+_MAX_COMPARED = 16
+"""Tokens before an occurrence that are compared."""
+
+
+class NgramIndex:
+    """The last occurrence of each n-gram in a sequence, with a chain to the earlier ones (as in LZ77)."""
+
+    def __init__(self) -> None:
+        self._latest: dict[tuple[int, ...], int] = {}
+        self._previous: list[int] = []  # by the stop position of an n-gram: that of its previous occurrence, or 0
+
+    def catch_up(self, token_ids: list[int]) -> None:
+        """Index all n-grams except the last one, which `find` looks up."""
+        for stop in range(len(self._previous), len(token_ids)):
+            ngram = tuple(token_ids[stop - _KEY_TOKENS : stop]) if stop >= _KEY_TOKENS else None
+            self._previous.append(self._latest.get(ngram, 0) if ngram else 0)
+            if ngram:
+                self._latest[ngram] = stop
+
+    def find(self, token_ids: list[int]) -> int:
+        """Position after the earlier occurrence with the longest matching context; 0 if there is none.
+
+        Call `catch_up` first.
+        """
+        position = self._latest.get(tuple(token_ids[-_KEY_TOKENS:]), 0)
+        best, best_length = 0, 0
+        for _ in range(_MAX_CANDIDATES):
+            if position == 0:
+                break
+            length = _common(token_ids, position)
+            if length > best_length:
+                best, best_length = position, length
+            position = self._previous[position]
+        return best
+
+
+class NgramDrafter:
+    """Keeps an index per sequence; a replay rebuilds it from the token ids."""
+
+    def __init__(self) -> None:
+        self._indices: dict[SequenceKey, NgramIndex] = {}
+        self._positions: list[int] = []
+
+    def prepare_thread(self) -> None:
+        pass
+
+    def prepare(self, sequence: SequenceState) -> None:
+        pass
+
+    def use_cores(self, lent: tuple[int, ...]) -> None:
+        pass
+
+    def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
+        pairs = list(zip(sequences, max_drafts, strict=True))
+        self._positions = [self._find(sequence) if limit else 0 for sequence, limit in pairs]
+        return [limit if position else 0 for position, limit in zip(self._positions, max_drafts, strict=True)]
+
+    def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
+        return [
+            _continuation(sequence.token_ids, position, length)
+            for sequence, position, length in zip(sequences, self._positions, lengths, strict=True)
+        ]
+
+    def round_cost(self) -> StepCost:
+        return StepCost()
+
+    def forget(self, sequence: SequenceState) -> None:
+        self._indices.pop(sequence.key, None)
+
+    def _find(self, sequence: SequenceState) -> int:
+        index = self._indices.setdefault(sequence.key, NgramIndex())
+        index.catch_up(sequence.token_ids)
+        return index.find(sequence.token_ids)
+
+
+def _common(token_ids: list[int], position: int) -> int:
+    """Number of tokens before `position` that equal those at the end, up to the limit."""
+    length, limit = 0, min(position, _MAX_COMPARED)
+    while length < limit and token_ids[position - 1 - length] == token_ids[-1 - length]:
+        length += 1
+    return length
+
+
+def _continuation(token_ids: list[int], position: int, length: int) -> Drafts:
+    """`length` tokens from `position` on; at the end of the sequence they continue at `position`, as in a loop."""
+    period = len(token_ids) - position
+    return tuple(token_ids[position + i % period] for i in range(length))
+
+
+# Tokens that a sequence computes per round once it has caught up: the last right draft and the token sampled after it.
+_MAX_ROUND_TOKENS = 2
+
+
+class DraftModel:
+    """A Drafter with its own model runner.
+
+    `max_model_len` is the longest sequence of the draft model, `max_batch_tokens` the limit on tokens per round.
+    """
+
+    def __init__(self, runner: Runner, *, max_model_len: int, max_batch_tokens: int) -> None:
+        self._runner = runner
+        self._max_model_len = max_model_len
+        self._max_batch_tokens = max_batch_tokens
+        self._shadows: dict[SequenceKey, SequenceState] = {}
+        self._fit: CostFit | None = None
+
+    def prepare_thread(self) -> None:
+        self._runner.prepare_thread()
+
+    def prepare(self, sequence: SequenceState) -> "Future[None] | None":
+        return self._runner.prepare(sequence)
+
+    def use_cores(self, lent: tuple[int, ...]) -> None:
+        self._runner.use_cores(lent)
+
+    def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
+        return [
+            max(0, min(limit, self._max_model_len - sequence.num_tokens))
+            for sequence, limit in zip(sequences, max_drafts, strict=True)
+        ]
+
+    def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
+        """Sequences that the draft model has not caught up with get no drafts yet."""
+        num_wanted = dict(zip((sequence.key for sequence in sequences), lengths, strict=True))
+        shadows = [self._follow(sequence) for sequence in sequences if num_wanted[sequence.key]]
+        batch = self._first_round(shadows)
+        while batch.items:
+            self._run(batch)
+            unfinished = [
+                item.sequence
+                for item in batch.items
+                if 0 < item.sequence.num_drafted < num_wanted[item.sequence.key]  # 0: still catching up
+            ]
+            batch = ScheduledBatch(tuple(ScheduledSequence(s, s.num_computed_tokens, 1) for s in unfinished))
+        return [self._drafts(sequence) if num_wanted[sequence.key] else () for sequence in sequences]
+
+    def round_cost(self) -> StepCost:
+        """Fitted to measured rounds; zero before the first one."""
+        return self._fit.cost if self._fit is not None else StepCost()
+
+    def forget(self, sequence: SequenceState) -> None:
+        shadow = self._shadows.pop(sequence.key, None)
+        if shadow is not None:
+            self._runner.forget(shadow)
+
+    def _follow(self, sequence: SequenceState) -> SequenceState:
+        """Update the draft model's copy of a sequence to its verified tokens, without drafts."""
+        shadow = self._shadows.get(sequence.key)
+        if shadow is None:
+            request = replace(sequence.request, top_logprobs=0, prompt_logprobs=False)
+            shadow = self._shadows[sequence.key] = SequenceState(request)
+        first = shadow.num_tokens - shadow.num_drafted
+        drafts, verified = shadow.token_ids[first:], sequence.token_ids[first:]
+        num_right = next((i for i, pair in enumerate(zip(drafts, verified, strict=False)) if pair[0] != pair[1]), None)
+        num_right = min(len(drafts), len(verified)) if num_right is None else num_right
+        shadow.num_computed_tokens = min(shadow.num_computed_tokens, first + num_right)
+        shadow.token_ids[first:] = verified
+        shadow.num_drafted = 0
+        shadow.block_table = sequence.block_table
+        return shadow
+
+    def _first_round(self, shadows: list[SequenceState]) -> ScheduledBatch:
+        """A batch of the uncomputed tokens; sequences with the fewest come first."""
+        items: list[ScheduledSequence] = []
+        budget = self._max_batch_tokens
+        for shadow in sorted(shadows, key=lambda shadow: shadow.num_uncomputed_tokens):
+            count = min(budget, shadow.num_uncomputed_tokens)
+            if count > 0:
+                items.append(ScheduledSequence(shadow, shadow.num_computed_tokens, count))
+                budget -= count
+        return ScheduledBatch(tuple(items))
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        began_s = time.perf_counter()
+        outputs = self._runner.run(batch)
+        for item, output in zip(batch.items, outputs, strict=True):
+            shadow = item.sequence
+            shadow.num_computed_tokens = item.end
+            shadow.token_ids += [token.id for token in output.tokens]
+            shadow.num_drafted += len(output.tokens)
+        if all(item.num_tokens <= _MAX_ROUND_TOKENS for item in batch.items):
+            self._fit = self._fit or CostFit()
+            self._fit.learn(batch.num_tokens, time.perf_counter() - began_s)
+
+    def _drafts(self, sequence: SequenceState) -> Drafts:
+        shadow = self._shadows[sequence.key]
+        return tuple(shadow.token_ids[shadow.num_tokens - shadow.num_drafted :])

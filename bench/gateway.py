@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.router import service
-from tandem_cli.capacity.shapes import BUNDLED
-from tandem_cli.load_test.load import percentile, together
-from tandem_cli.load_test.paced import PACE_ENV, delay_s
+from bench.paced_mesh import paced_mesh, service
+from tandem_cli.load_test.endpoints import PACE_ENV
+from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.load import together
+from tandem_cli.load_test.paced import delay_s
 
 _INPUT_TOKENS = 16
 _LOGPROB = re.compile(rb'"token_logprobs":\[(-?[\d.e+]+)')
@@ -154,24 +155,16 @@ class Rounds:
 async def measure(num_streams: int, tokens: int, repeats: int) -> list[Measured]:
     """Start a mesh with a gateway and measure all arms."""
     gateway_core, other_core = [*sorted(os.sched_getaffinity(0)) * 2][:2]
-    max_requests = str(2 * num_streams)  # slots of the previous arm may not be free yet
-    model = ("--model", str(BUNDLED))
+    max_requests = 2 * num_streams  # slots of the previous arm may not be free yet
+    kv_budget = ("--max-batch-total-tokens", str(2 * (tokens + 4 * _INPUT_TOKENS) * num_streams))
+    decode_flags = (*kv_budget, "--max-step-tokens", str(4 * num_streams))
     async with AsyncExitStack() as stack:
-        caps = ("--max-concurrent-requests", max_requests, "--max-queued-requests", max_requests)
-        expected = ("--expect-prefill", "1", "--expect-decode", "1")
-        router = service(other_core, "router", *model, "--port", "0", "--registry-port", "0", *caps, *expected)
-        router_pid, router_ready = await stack.enter_async_context(router)
-        worker_flags = (*model, "--registry-address", router_ready["registry_address"])
-        await stack.enter_async_context(service(other_core, "tandem_cli.load_test.paced prefill", *worker_flags))
-        kv_budget = ("--max-batch-total-tokens", str(2 * (tokens + 4 * _INPUT_TOKENS) * num_streams))
-        decode_flags = ("--max-rolling-batch-size", max_requests, *kv_budget, "--max-step-tokens", str(4 * num_streams))
-        await stack.enter_async_context(
-            service(other_core, "tandem_cli.load_test.paced decode", *worker_flags, *decode_flags)
-        )
-        http = service(gateway_core, "gateway", "--router", router_ready["address"], "--port", "0")
+        mesh = paced_mesh(other_core, other_core, max_requests, decode_flags)
+        router_pid, address = await stack.enter_async_context(mesh)
+        http = service(gateway_core, "gateway", "--router", address, "--port", "0")
         gateway_pid, gateway_ready = await stack.enter_async_context(http)
         os.sched_setaffinity(0, {other_core})
-        client = await stack.enter_async_context(tandem.AsyncClient(router_ready["address"]))
+        client = await stack.enter_async_context(tandem.AsyncClient(address))
         await client.wait_ready()
         arms = {
             "gRPC": over_grpc(client),

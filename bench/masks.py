@@ -22,10 +22,8 @@ from tokenizers.models import BPE
 from checkpoint.grammar import GrammarCompiler
 from engine.masks import TokenMasks
 from engine.sequence import SequenceState
-from mesh.domain.request import Request
-from mesh.domain.sampling import SamplingParams
-from mesh.domain.structure import Structure, StructureKind
-from worker.malloc import keep_freed_memory
+from mesh.domain.request import Request, SamplingParams, Structure, StructureKind
+from mesh.process import keep_freed_memory
 
 _SCHEMA = {
     "type": "object",

@@ -13,11 +13,7 @@ of their own, so only the mesh can prevent linear scaling.
 
 import argparse
 import asyncio
-import json
 import os
-import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -25,12 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from tandem_cli.capacity.shapes import BUNDLED
-from tandem_cli.load_test.load import Measured, Workload, median_run, percentile, run_closed_loop, through
-from tandem_cli.load_test.paced import PACE_ENV
+from bench.paced_mesh import paced_mesh
+from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
 
 _INPUT_TOKENS = 64
-_STEP_MS = 10.0
 _CLIENTS_PER_REPLICA = 16
 
 
@@ -48,58 +43,17 @@ class RouterRun:
         return 1e6 * self.router_cpu_s / self.measured.num_tokens
 
 
-@asynccontextmanager
-async def service(core: int, module: str, *flags: str) -> AsyncIterator[tuple[int, Mapping[str, str]]]:
-    """Run `python -m module` on one core. Yields its process id and its announcement "listening"."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", *module.split(), *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={PACE_ENV: f"{_STEP_MS},0", **os.environ},
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )
-    assert process.stdout is not None
-    try:
-        async for line in process.stdout:
-            announcement = json.loads(line)
-            if announcement["event"] == "listening":
-                yield process.pid, announcement
-                break
-        else:
-            raise SystemExit(f"{module} did not start")
-    finally:
-        process.terminate()
-        await process.communicate()
-
-
 async def measure(num_clients: list[int], tokens: int, num_decode: int = 1) -> list[RouterRun]:
     """Start a mesh and measure one run per number of clients."""
     router_core, other_core = [*sorted(os.sched_getaffinity(0)) * 2][:2]
-    max_requests = str(max(num_clients))
-    async with AsyncExitStack() as stack:
-        model = ("--model", str(BUNDLED))
-        caps = ("--max-concurrent-requests", max_requests, "--max-queued-requests", max_requests)
-        expected = ("--expect-prefill", "1", "--expect-decode", str(num_decode))
-        router = service(router_core, "router", *model, "--port", "0", "--registry-port", "0", *caps, *expected)
-        pid, router_ready = await stack.enter_async_context(router)
-        worker_flags = (*model, "--registry-address", router_ready["registry_address"])
-        await stack.enter_async_context(service(other_core, "tandem_cli.load_test.paced prefill", *worker_flags))
-        decode_flags = (
-            "--max-rolling-batch-size",
-            max_requests,
-            "--max-batch-total-tokens",
-            str(256 * max(num_clients)),
-        )
-        for _ in range(num_decode):
-            await stack.enter_async_context(
-                service(other_core, "tandem_cli.load_test.paced decode", *worker_flags, *decode_flags)
-            )
+    decode_flags = ("--max-batch-total-tokens", str(256 * max(num_clients)))
+    mesh = paced_mesh(router_core, other_core, max(num_clients), decode_flags, num_decode)
+    async with mesh as (pid, address):
         os.sched_setaffinity(0, {other_core})
-        client = await stack.enter_async_context(tandem.AsyncClient(router_ready["address"]))
-        await client.wait_ready()
-        await run_closed_loop(Workload(max(num_clients), 1, _INPUT_TOKENS, 4, vocab_size=250), through(client))
-        return [await run_clients(client, psutil.Process(pid), number, tokens) for number in num_clients]
+        async with tandem.AsyncClient(address) as client:
+            await client.wait_ready()
+            await run_closed_loop(Workload(max(num_clients), 1, _INPUT_TOKENS, 4, vocab_size=250), through(client))
+            return [await run_clients(client, psutil.Process(pid), number, tokens) for number in num_clients]
 
 
 async def run_clients(client: tandem.AsyncClient, router: psutil.Process, num_clients: int, tokens: int) -> RouterRun:

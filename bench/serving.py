@@ -4,7 +4,8 @@
 
 Four arms run in turn, `repeats` times, and medians are printed. Comparing `engine, 1 core` with `colocated, 1 core`
 shows the overhead of the mesh: it is the same engine on the same core, without and with router, gRPC and client.
-`separated` has prefill on one core and decode on the other; `engine, 2 cores` is one engine with both cores.
+`separated` has prefill on one core and decode on the other; `engine, 2 cores` is one engine with both cores. An engine
+alone runs in a process of its own, which this module starts as `python -m bench.serving engine MODEL CORES ...`.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,17 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from tandem_cli.capacity.shapes import write_shape
-from tandem_cli.load_test.load import Measured, Workload, median_run, percentile, run_closed_loop, through
-from tandem_cli.load_test.meshes import own_mesh
+from bench.shapes import write_shape
+from decode_worker.settings import DecodeSettings
+from engine.loop import EngineLoop, LoopCallbacks, StepResult
+from engine.sequence import SequenceState
+from mesh.domain.request import Request, SamplingParams, mint_id
+from tandem_cli.load_test.endpoints import own_mesh
+from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
+from worker.engine_host import EngineLimits, build_host
+
+_ENGINE = "engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ def arms() -> list[Arm]:
 async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
     """Measure one run per number of clients."""
     if arm.engine_cores:
-        return await _measure_engine(arm, model, clients)
+        return await _start_engine(arm, model, clients)
     flags = ["--model", str(model.folder), "--load-format", "dummy", "--quantize", model.quantize, *arm.flags]
     async with own_mesh(flags) as address, tandem.AsyncClient(address) as client:
         send = through(client)
@@ -65,14 +74,64 @@ async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measur
         return [await run_closed_loop(Workload(number), send) for number in clients]
 
 
-async def _measure_engine(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
+async def _start_engine(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
     arguments = (str(model.folder), arm.engine_cores, model.quantize, *map(str, clients))
-    command = [sys.executable, "-m", "bench.engine_alone", *arguments]
+    command = [sys.executable, "-m", "bench.serving", _ENGINE, *arguments]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
     output, _ = await process.communicate()
     return [Measured(**json.loads(line)) for line in output.decode().splitlines() if line.startswith("{")]
+
+
+class EngineAlone:
+    """Sends requests directly to an EngineLoop. Call `stop` at the end."""
+
+    def __init__(self, model_dir: Path, quantize: str) -> None:
+        settings = DecodeSettings(model=str(model_dir), registry_address="none", load_format="dummy", quantize=quantize)
+        host = build_host(settings, EngineLimits(settings.step_tokens, settings.max_rolling_batch_size))
+        self._engine = EngineLoop(host.engine(), LoopCallbacks(self._on_step, self._on_death))
+        self._streams: dict[str, tuple[Callable[[], None], asyncio.Future[None]]] = {}
+        self._engine.start()
+
+    async def send(self, prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
+        """Run one request. Implements tandem_cli.load_test.load.Send."""
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
+        request = Request(mint_id(), 0, tuple(prompt), len(prompt), sampling)
+        done = asyncio.get_running_loop().create_future()
+        self._streams[request.request_id] = (on_token, done)
+        await self._engine.call(lambda scheduler: scheduler.add(SequenceState(request)))
+        await done
+        return max_new_tokens
+
+    def _on_step(self, result: StepResult) -> None:
+        for output in result.outputs:
+            on_token, done = self._streams[output.request_id]
+            on_token()
+            if output.finish_reason is not None:
+                done.set_result(None)
+
+    def _on_death(self, error: BaseException) -> None:
+        for _, done in self._streams.values():
+            if not done.done():
+                done.set_exception(error)
+
+    async def stop(self) -> None:
+        await self._engine.stop()
+
+
+async def measure_engine(model_dir: Path, quantize: str, clients: Sequence[int]) -> None:
+    """Measure the engine in this process, and print one line of JSON per number of clients."""
+    alone = EngineAlone(model_dir, quantize)
+    await run_closed_loop(Workload(1, 1, 32, 8), alone.send)  # warm-up: compiles kernels, touches memory
+    for num_clients in clients:
+        print(to_json(await run_closed_loop(Workload(num_clients), alone.send)), flush=True)
+    await alone.stop()
+
+
+def to_json(measured: Measured) -> str:
+    """A run as a line of JSON."""
+    return json.dumps({name: getattr(measured, name) for name in ("duration_s", "num_tokens", "ttft_s", "gaps_s")})
 
 
 def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[int]) -> None:
@@ -113,9 +172,14 @@ async def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shape", default="135m")
-    parser.add_argument("--quantize", default="none", help="none or int8")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--repeats", type=int, default=3)
-    asyncio.run(main(parser.parse_args()))
+    if sys.argv[1:2] == [_ENGINE]:
+        _, _, folder, cores, quantize, *numbers = sys.argv
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+        asyncio.run(measure_engine(Path(folder), quantize, [int(number) for number in numbers]))
+    else:
+        parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__.split("\n\n")[0])
+        parser.add_argument("--shape", default="135m")
+        parser.add_argument("--quantize", default="none", help="none or int8")
+        parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+        parser.add_argument("--repeats", type=int, default=3)
+        asyncio.run(main(parser.parse_args()))

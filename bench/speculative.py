@@ -4,37 +4,42 @@
     python -m bench.speculative --extra-layers 60    # the same answers from a slower model
 
 The bundled model is so small that a step is mostly overhead. With extra layers that do not change the output
-(bench/deeper.py), it gives the same answers at the cost of a larger model. All arms answer the same questions, in turn
+(`write_deeper`), it gives the same answers at the cost of a larger model. All arms answer the same questions, in turn
 in each round. The table has medians of the rounds, with the lowest and highest value. The program stops if the tokens
 of two arms differ.
 """
 
 import argparse
+import json
 import random
+import shutil
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save_file
 
-from bench.deeper import write_deeper
 from decode_worker.settings import DecodeSettings
 from demo_model.questions import draw
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, mint_id
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import Request, SamplingParams, mint_id
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tandem_cli.capacity.engine_steps import clock_for
+from tandem_cli.capacity.measurement import clock_for
 from worker.engine_host import EngineLimits, build_host
 
 _BUNDLED = Path(__file__).resolve().parent.parent / "demo_model"
 _ARMS = ("none", "ngram", "draft")
 _MAX_NEW_TOKENS = 96
 _SEED = 5
+_LAYER = "model.layers.{}."
+_OUTPUT_MATRICES = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+"""Output matrices of a layer. If they are zero, the layer does not change the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,25 @@ def main() -> None:
                 table.add_row(name, str(num_prompts), *_cells(engines, (prompts, eos, text.temperature), options))
             table.add_section()
     Console(width=150).print(table)
+
+
+def write_deeper(model_dir: Path, num_extra: int, folder: Path) -> Path:
+    """Copy a Llama checkpoint and add `num_extra` layers with the shapes of the last layer; returns the new folder."""
+    deeper = folder / f"{model_dir.name}+{num_extra}"
+    shutil.copytree(model_dir, deeper)
+    config = json.loads((model_dir / "config.json").read_text())
+    num_layers = config["num_hidden_layers"]
+    tensors = load_file(model_dir / "model.safetensors")
+    last_layer = {name: tensor for name, tensor in tensors.items() if name.startswith(_LAYER.format(num_layers - 1))}
+    for extra in range(num_extra):
+        for name, tensor in last_layer.items():
+            part = name.removeprefix(_LAYER.format(num_layers - 1))
+            tensors[_LAYER.format(num_layers + extra) + part] = (
+                torch.zeros_like(tensor) if part in _OUTPUT_MATRICES else tensor.clone()
+            )
+    save_file(tensors, deeper / "model.safetensors", metadata={"format": "pt"})
+    (deeper / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers + num_extra}))
+    return deeper
 
 
 def _cells(

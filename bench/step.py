@@ -20,11 +20,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.shapes import write_shape
 from engine.models.config import load_decoder_config
-from tandem_cli.capacity.capacity import WEIGHT_BYTES, ModelSize, model_size
-from tandem_cli.capacity.device_probe import read_bytes_per_s
-from tandem_cli.capacity.engine_steps import EngineSteps, StepPlan
-from tandem_cli.capacity.shapes import write_shape
+from tandem_cli.capacity.measurement import EngineSteps, StepPlan, read_bytes_per_s
+from tandem_cli.capacity.roofline import WEIGHT_BYTES, ModelSize, model_size
 
 _PROMPT_TOKENS = 256
 _PROMPT = 0

@@ -35,12 +35,11 @@ from kvtransfer import (
     TransferSettings,
     TransferSpec,
 )
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import Span
+from mesh.domain.kv import KVLayout, Span
 from mesh.domain.tokens import SampledToken
+from mesh.process import keep_freed_memory
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
-from worker.malloc import keep_freed_memory
 
 LAYOUT = KVLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 256

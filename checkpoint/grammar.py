@@ -1,6 +1,6 @@
 """Compiles structured output to llguidance grammars. Routers use them to refuse requests, workers to mask tokens.
 
-The cost is bounded by the size limits of mesh.domain.structure and by llguidance's budgets. Budgets count work, not
+The cost is bounded by the size limits of mesh.domain.request and by llguidance's budgets. Budgets count work, not
 time, so that router and workers reach the same result.
 """
 
@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from checkpoint.model_files import read_model_facts
 from checkpoint.tokenizer_files import load_tokenizer
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.structure import Structure, StructureKind
+from mesh.domain.request import Structure, StructureKind
 
 T = TypeVar("T")
 

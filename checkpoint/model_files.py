@@ -1,17 +1,21 @@
 """Reads facts about a model from its checkpoint folder, for routers and workers. Standard library only.
 
-`config.json` and a tokenizer are required; `generation_config.json` is optional.
+`config.json` and a tokenizer are required; `generation_config.json` is optional. Settings may replace the checkpoint's
+rotary positions, to serve longer sequences.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from mesh.domain.errors import ConfigurationError
+
+_ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear", "factor": 2.0}'
+_PRESERVED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 ALL_IN_ONE = "tokenizer.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
@@ -25,6 +29,74 @@ POSITION_KEYS = (
     "model_max_length",
 )
 VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeOverride:
+    """Settings that replace the checkpoint's rotary positions. `scaling` is JSON text like `rope_scaling` in
+    config.json; `theta` is the base of the frequencies.
+
+    Empty text and 0 keep the checkpoint's value. The constructor validates both.
+    """
+
+    scaling: str = ""
+    theta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.theta >= 0 and math.isfinite(self.theta)):
+            raise ConfigurationError(f"rope_theta must be a number > 0, got {self.theta}")
+        scaling = self._parsed()
+        if self.scaling and not isinstance(scaling.get("rope_type") or scaling.get("type"), str):
+            raise ConfigurationError(f"{_ROPE_FORM}, with a rope_type, got {self.scaling}")
+        for key in ("factor", "rope_theta"):
+            value = scaling.get(key, 1.0)
+            if not _is_number(value) or not 0 < value < math.inf:
+                raise ConfigurationError(f"rope_scaling: {key} must be a number > 0, got {value!r}")
+
+    @property
+    def base(self) -> float:
+        """The base of the frequencies, 0 for the checkpoint's. With another base, the maximum length in config.json no
+        longer applies.
+        """
+        return self.theta or float(self._parsed().get("rope_theta") or 0.0)
+
+    def __bool__(self) -> bool:
+        return bool(self.scaling) or self.theta > 0
+
+    def apply(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of config.json with this scaling.
+
+        Gemma 3 has separate angles for sliding-window layers and for full-attention layers; only the latter change.
+        """
+        if not self.scaling:
+            return dict(config)
+        stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        nested = stored.get("full_attention")
+        current = stored if nested is None else nested
+        scaling = {key: current[key] for key in _PRESERVED_ROPE_KEYS if key in current} | self._parsed()
+        changed = {key: value for key, value in config.items() if key != "rope_scaling"}
+        if "original_max_position_embeddings" in scaling:
+            changed.pop("original_max_position_embeddings", None)
+        changed["rope_parameters"] = scaling if nested is None else {**stored, "full_attention": scaling}
+        return changed
+
+    def _parsed(self) -> dict[str, Any]:
+        if not self.scaling:
+            return {}
+        try:
+            parsed = json.loads(self.scaling)
+        except (ValueError, RecursionError) as error:
+            raise ConfigurationError(f"{_ROPE_FORM}, got {self.scaling}: {error}") from error
+        if not isinstance(parsed, dict):
+            raise ConfigurationError(f"{_ROPE_FORM}, got {self.scaling}")
+        return parsed
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+NO_ROPE_OVERRIDE = RopeOverride()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +161,7 @@ def stretched_positions(kind: str, positions: int, original: int, factor: float)
     return positions
 
 
-def _decoder_start(config: Mapping[str, Any], generation: Mapping[str, Any], path: Path) -> int | None:
+def _decoder_start(config: Mapping[str, object], generation: Mapping[str, object], path: Path) -> int | None:
     if not config.get("is_encoder_decoder"):
         return None
     key = "decoder_start_token_id"
@@ -142,7 +214,7 @@ def _read_bytes(path: Path) -> bytes:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _eos_ids(config: Mapping[str, Any], path: Path) -> frozenset[int]:
+def _eos_ids(config: Mapping[str, object], path: Path) -> frozenset[int]:
     value = config.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(_is_index(token_id) for token_id in ids):
@@ -150,7 +222,7 @@ def _eos_ids(config: Mapping[str, Any], path: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _integer(config: Mapping[str, Any], keys: Iterable[str], path: Path) -> int | None:
+def _integer(config: Mapping[str, object], keys: Iterable[str], path: Path) -> int | None:
     """Return the value of the first of `keys` that is set, None if none is. Raises ConfigurationError."""
     for key in keys:
         value = config.get(key)
@@ -162,5 +234,5 @@ def _integer(config: Mapping[str, Any], keys: Iterable[str], path: Path) -> int 
     return None
 
 
-def _is_index(value: object) -> bool:
+def _is_index(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

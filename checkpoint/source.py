@@ -1,17 +1,19 @@
 """Locations of a model's files: a local folder, a repository of the Hugging Face hub, or a prefix in S3.
 
     --model ./folder                     the folder
-    --model org/name [--revision TAG]    the hub's cache, after downloading missing files (checkpoint/hub.py)
+    --model org/name [--revision TAG]    the hub's cache, after downloading missing files
     --model s3://bucket/prefix           Tandem's cache, after downloading all files (checkpoint/s3.py)
 
 `tandem up` locates the model once and passes the folder to its services. A service that is started alone locates its
 model itself; several services that start together download it once. Only weights and text are downloaded, never code.
 """
 
+import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mesh.domain.errors import ConfigurationError
 
@@ -63,9 +65,7 @@ class ModelSource:
 
             return _with_config(download(self.name, Path(self.cache_dir).expanduser(), on_progress), self.name)
         if self._is_on_hub:
-            from checkpoint.hub import snapshot
-
-            return _with_config(snapshot(self.name, self.revision, on_progress), self.name)
+            return _with_config(_hub_snapshot(self.name, self.revision, on_progress), self.name)
         folder = Path(self.name).expanduser()
         if not folder.is_dir():
             raise ConfigurationError(f"there is no model folder {self.name}")
@@ -85,6 +85,57 @@ def split_models(text: str) -> list[tuple[str, str]]:
         if names.count(name) > 1:
             raise ConfigurationError(f"two models are named {name}")
     return models
+
+
+def _hub_snapshot(name: str, revision: str, on_progress: Progress) -> Path:
+    """Download one revision from the hub if needed and return its folder. Raises ConfigurationError.
+
+    The files are in huggingface_hub's cache, which other programs share. With HF_HUB_OFFLINE, or if the hub is
+    unreachable, a complete snapshot in the cache is used. HF_HOME, HF_TOKEN and HF_ENDPOINT have their usual meaning.
+    The library's file locks allow several processes to download at once.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+    except ImportError as error:
+        raise ConfigurationError("models of the hub need huggingface_hub: install tandem-serve[hub]") from error
+    what = f"model {name}" + (f" at revision {revision}" if revision else "")
+    try:
+        folder: Path | str = snapshot_download(
+            name,
+            revision=revision or None,
+            allow_patterns=list(FILES),
+            ignore_patterns=list(NOT_FILES),
+            tqdm_class=_reporting(tqdm, on_progress),
+        )
+    except GatedRepoError:
+        raise ConfigurationError(f"{what} is gated on the hub: ask for access there, and set HF_TOKEN") from None
+    except RevisionNotFoundError:
+        raise ConfigurationError(f"the hub has no {what}") from None
+    except RepositoryNotFoundError:
+        raise ConfigurationError(
+            f"{name} is neither a folder here nor a model of the hub (a private one needs HF_TOKEN)"
+        ) from None
+    except Exception as error:  # of the library, its HTTP client or the system: whatever it is, the files are missing
+        raise ConfigurationError(f"cannot get {what} from the hub: {' '.join(str(error).split())}") from error
+    return Path(folder)
+
+
+def _reporting(progress_bar: Any, on_progress: Progress) -> type[Any]:
+    """Return a progress bar class for huggingface_hub that reports bytes and draws nothing."""
+
+    class Reporting(progress_bar):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            refreshed = super().update(n)
+            if not self.disable and self.unit == "B" and self.total:
+                on_progress(min(1.0, self.n / self.total))
+            return refreshed
+
+    return Reporting
 
 
 def _by_percent(on_progress: Progress) -> Progress:

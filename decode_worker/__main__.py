@@ -2,7 +2,6 @@
 
 import sys
 
-from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
@@ -10,9 +9,9 @@ from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, Transf
 from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from mesh.v1 import decode_pb2_grpc
-from worker.engine_host import EngineLimits, Load
-from worker.loading import load_runner
+from worker.engine_host import EngineLimits, Load, load_runner
 from worker.main import Worker
+from worker.metrics import DecodeMetrics
 
 
 async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:

@@ -19,11 +19,9 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
 
 import structlog
 
-from decode_worker.metrics import DecodeMetrics
 from decode_worker.session import Entry, Event, Failed, Reserved, Session, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
@@ -31,7 +29,8 @@ from kvtransfer import KVReceiver, Reservation
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
 from mesh.domain.request import Request
 from mesh.domain.tokens import SampledToken, SequenceFailure
-from mesh.tracing import begin_span, end_span, mark_failed
+from mesh.tracing import end_span, mark_failed
+from worker.metrics import DecodeMetrics, begin_span
 
 log = structlog.get_logger(__name__)
 
@@ -275,7 +274,9 @@ class DecodeService:
         )  # later, so that a release task that follows counts as work
         return owner
 
-    def _spawn(self, work: Coroutine[Any, Any, None], context: contextvars.Context | None = None) -> asyncio.Task[None]:
+    def _spawn(
+        self, work: Coroutine[object, object, None], context: contextvars.Context | None = None
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(work, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.sequence import SequenceState
-from mesh.domain.prefix import BlockHash, block_hashes, next_hash, root_hash
+from mesh.domain.kv import BlockHash, block_hashes, next_hash, root_hash
 from mesh.domain.worker import CacheEvent
 
 

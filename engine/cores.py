@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 _LINE_WORDS = 8  # 64 bytes, a cache line: no false sharing between workers
 # An entry older than this may be from a worker that died, so its process is checked.

@@ -17,8 +17,7 @@ from torch import Tensor
 from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv_memory import KVReservation
-from mesh.domain.kv import SCALE_BYTES, KVLayout
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview

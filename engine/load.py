@@ -11,8 +11,7 @@ import structlog
 import torch
 
 from checkpoint.grammar import GrammarCompiler
-from checkpoint.model_files import read_model_facts
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_model_facts
 from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention

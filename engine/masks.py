@@ -19,7 +19,7 @@ from torch import Tensor
 
 from checkpoint.grammar import GrammarCompiler
 from engine.sequence import SequenceKey, SequenceState
-from mesh.domain.structure import Structure
+from mesh.domain.request import Structure
 
 Indices = NDArray[np.int64]
 """Indices into logits [num_seqs, vocab_size], flattened."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, ForwardMetadata
 from engine.kv_cache import KVCache
 from engine.models.encoder_decoder.config import AnyConfig
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 
 @dataclass(frozen=True, slots=True)

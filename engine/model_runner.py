@@ -22,8 +22,8 @@ from engine.ranks.cache import AnyKVCache
 from engine.sampler import Sampler, score
 from engine.sequence import SequenceState
 from engine.step_input import StepInput, StepInputBuilder, to_device
-from mesh.domain.cores import Cores
 from mesh.domain.errors import InvalidRequest, ModelFailed
+from mesh.domain.host import Cores
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
 _NOT_FINITE = "the model computed NaN or infinity for this request: its weights may be broken, or its dtype overflows"

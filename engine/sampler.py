@@ -26,7 +26,7 @@ from engine.kernels.cpu.machine import why_no_loops
 from engine.masks import TokenMasks
 from engine.penalties import Penalties
 from engine.sequence import SequenceState
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import SamplingParams
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
 _DRAW_BLOCK = 256

@@ -32,7 +32,7 @@ from engine.block_pool import BlockPool, Forks, PrefixCache
 from engine.sequence import SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
-from mesh.domain.prefix import BlockHash
+from mesh.domain.kv import BlockHash
 from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
 from mesh.domain.worker import WorkerLoad
 

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from mesh.domain.prefix import BlockHash
+from mesh.domain.kv import BlockHash
 from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob
 

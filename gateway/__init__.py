@@ -1,15 +1,15 @@
 """The HTTP gateway: serves OpenAI, LMI (DJLServing) and TGI clients unmodified. It calls the router through the SDK.
 
 The way of one request:
-    1. server.py, connections.py   uvicorn accepts the connection; limits on connections, headers and slow readers
+    1. server.py                   uvicorn accepts the connection; limits on connections, headers and slow readers
     2. app.py                      check of the Host header, CORS, and the route; each route is an Endpoint
     3. exchange.py                 Endpoint: request id, span, metrics and access log around the steps 4 to 9
     4. access.py                   origin and API key; the router decides which keys are valid (401, 403)
-    5. bodies.py, backend.py       body read up to its limit (413, 408), then a slot taken (429)
-    6. openai/ lmi/ tgi/           JSON to a checked body (schema.py, schemas.py), body to SDK arguments (parameters.py)
-    7. feed.py, prompt_limiter.py  one SDK call per prompt; token events of all calls merged into one feed
+    5. backend.py                  body read up to its limit (413, 408), then a slot taken (429)
+    6. openai/ lmi/ tgi/           JSON to a checked body (schema.py, requests.py), body to SDK arguments
+    7. feed.py                     one SDK call per prompt; token events of all calls merged into one feed
     8. answers.py                  without streaming: events collected into choices, then rendered as one JSON body
-    9. streaming.py                with streaming: each event rendered and framed as SSE or JSON lines
+    9. answers.py                  with streaming: each event rendered and framed as SSE or JSON lines
    10. errors.py                   an error in any step becomes the dialect's status and body
-A client that disconnects cancels its SDK calls at any step (disconnect.py).
+A client that disconnects cancels its SDK calls at any step (cancel_on_disconnect in server.py).
 """

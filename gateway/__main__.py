@@ -10,8 +10,8 @@ from gateway.app import build_app
 from gateway.backend import build_backend
 from gateway.server import serving
 from gateway.settings import GatewaySettings
-from mesh.domain.addresses import is_loopback
-from mesh.loop_lag import watching_loop
+from mesh.domain.host import is_loopback
+from mesh.metrics import watching_loop
 from mesh.process import ServiceProgram, announce, until_stopped
 
 log = structlog.get_logger(__name__)

@@ -11,7 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine
 from hashlib import sha256
-from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -102,7 +101,7 @@ class Gate:
                     raise
         return bool(self._router_is_open)
 
-    async def _run_once(self, name: bytes, ask: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _run_once(self, name: bytes, ask: Callable[[], Coroutine[object, object, None]]) -> None:
         """Run `ask`, or join the check of the same name that is already running."""
         check = self._checks.get(name)
         if check is None:

@@ -9,12 +9,19 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import lmi, openai, probes, tgi, web
+from gateway import web
 from gateway.access import is_known_host
 from gateway.backend import Backend
-from gateway.errors import Problem
+from gateway.errors import LmiDialect, OpenAIDialect, Problem, TgiDialect
+from gateway.exchange import Endpoint
+from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
+from gateway.lmi.sagemaker import SageMakerDialect
+from gateway.openai.chat import chat_completions
+from gateway.openai.completions import completions, get_model, list_models
+from gateway.tgi import endpoints as tgi
 from tandem import TandemError
 
 _HEALTH = ("/health", "/ping")
@@ -23,12 +30,70 @@ _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 def build_app(backend: Backend) -> Starlette:
     app = Starlette(
-        routes=[*openai.routes(), *lmi.routes(), *tgi.routes(), *probes.routes(), *web.routes()],
+        routes=[*_openai_routes(), *_lmi_routes(), *_tgi_routes(), *_web_routes()],
         middleware=_middleware(backend),
         exception_handlers={HTTPException: _unknown_route},
     )
     app.state.backend = backend
     return app
+
+
+def _openai_routes() -> list[BaseRoute]:
+    """OpenAI's API, with and without the /v1 prefix."""
+    dialect = OpenAIDialect()
+    chat = Endpoint(dialect, chat_completions, generates=True)
+    return [
+        route
+        for prefix in ("/v1", "")
+        for route in (
+            Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
+            Route(f"{prefix}/completions", Endpoint(dialect, completions, generates=True), methods=["POST"]),
+            Route(f"{prefix}/models", Endpoint(dialect, list_models), methods=["GET"]),
+            Route(f"{prefix}/models/{{model:path}}", Endpoint(dialect, get_model), methods=["GET"]),
+        )
+    ]
+
+
+def _lmi_routes() -> list[BaseRoute]:
+    """LMI's and SageMaker's APIs."""
+    sagemaker, invoke = SageMakerDialect(), Endpoint(LmiDialect(), invocations, generates=True)
+    sagemaker_invoke = Endpoint(sagemaker, sagemaker_invocations, generates=True)
+    sagemaker_stream = Endpoint(sagemaker, sagemaker_invocations_stream, generates=True)
+    return [
+        Route("/invocations", invoke, methods=["POST"]),
+        Route("/invocations", Endpoint(LmiDialect(), lmi_options), methods=["OPTIONS"]),
+        Route("/predictions/{model}", invoke, methods=["POST"]),
+        Route("/predictions/{model}/{version}", invoke, methods=["POST"]),
+        Route("/models/{model}/invoke", invoke, methods=["POST"]),
+        Route("/endpoints/{model}/invocations", sagemaker_invoke, methods=["POST"]),
+        Route("/endpoints/{model}/invocations-response-stream", sagemaker_stream, methods=["POST"]),
+    ]
+
+
+def _tgi_routes() -> list[BaseRoute]:
+    """TGI's routes with a key."""
+    dialect = TgiDialect()
+    return [
+        Route("/", Endpoint(dialect, tgi.generate_compat, generates=True), methods=["POST"]),
+        Route("/generate", Endpoint(dialect, tgi.generate, generates=True), methods=["POST"]),
+        Route("/generate_stream", Endpoint(dialect, tgi.generate_stream, generates=True), methods=["POST"]),
+        Route("/tokenize", Endpoint(dialect, tgi.tokenize), methods=["POST"]),
+        Route("/chat_tokenize", Endpoint(dialect, tgi.chat_tokenize), methods=["POST"]),
+        Route("/info", Endpoint(dialect, tgi.info), methods=["GET"]),
+    ]
+
+
+def _web_routes() -> list[BaseRoute]:
+    """Pages, health checks and metrics."""
+    return [
+        Route("/", web.root, methods=["GET"]),
+        Route("/mesh", web.mesh_page, methods=["GET"]),
+        Route("/mesh/state", Endpoint(OpenAIDialect(), web.mesh_state, is_polled=True), methods=["GET"]),
+        Mount("/pages", web.PageFiles(directory=web.PAGES)),
+        Route("/health", web.health, methods=["GET"]),
+        Route("/ping", web.ping, methods=["GET"]),
+        Route("/metrics", web.metrics, methods=["GET"]),
+    ]
 
 
 def _middleware(backend: Backend) -> list[Middleware]:

@@ -1,22 +1,33 @@
-"""State that all requests of a gateway share."""
+"""State that all requests of a gateway share: limits on their number and their bodies, and the router's health.
 
-from collections.abc import Iterator
+Every open request may hold a small body. Bytes beyond that come out of one budget shared by all requests. Large bodies
+are parsed on one thread, so the event loop is blocked no longer than the parser holds the GIL in a single step.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import Gauge
 
 import tandem
 from gateway.access import Gate
-from gateway.bodies import BodyBudget, BodyReader
 from gateway.metrics import Metrics
-from gateway.readiness import Readiness
+from gateway.schema import SMALL_BODY_BYTES
 from gateway.settings import GatewaySettings
-from mesh.domain.addresses import is_loopback
+from mesh.domain.host import is_loopback
 
 if TYPE_CHECKING:
     from gateway.handler.process import HandlerProcess
+
+_HEALTH_TIMEOUT_S = 1.0
+_HEALTH_FRESH_S = 0.5
+
+T = TypeVar("T")
 
 
 class ConcurrencyLimiter:
@@ -41,6 +52,97 @@ class ConcurrencyLimiter:
             yield
         finally:
             self._num_taken -= 1
+
+
+class BodyBudget:
+    """Counts the bytes that the bodies of all open requests hold beyond `SMALL_BODY_BYTES` each."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def share(self) -> "BodyShare":
+        """Return a new request's share, which is empty."""
+        return BodyShare(self)
+
+    def resize(self, num_bytes: int) -> None:
+        """Take `num_bytes`, or return them if negative. Raises Overloaded, and takes none, if too few are left."""
+        if num_bytes > 0 and self._num_bytes + num_bytes > self._max_bytes:
+            raise tandem.Overloaded("too many large bodies are being read; try again later", retry_after_s=1.0)
+        self._num_bytes += num_bytes
+
+
+class BodyShare:
+    """One request's share of the budget, returned at the end of its `with` block."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._num_bytes = 0
+
+    def grow(self, num_bytes: int) -> None:
+        """Record that the body has `num_bytes` so far. Raises Overloaded."""
+        num_large_bytes = max(0, num_bytes - SMALL_BODY_BYTES)
+        self._budget.resize(num_large_bytes - self._num_bytes)
+        self._num_bytes = num_large_bytes
+
+    def __enter__(self) -> "BodyShare":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.resize(-self._num_bytes)
+        self._num_bytes = 0
+
+
+class BodyReader:
+    """Runs parsers: inline for small bodies, on a single thread for large ones."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "bodies")
+
+    async def run(self, num_bytes: int, function: Callable[[], T]) -> T:
+        """Return `function()`. Its cost is that of parsing `num_bytes`."""
+        if num_bytes <= SMALL_BODY_BYTES:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+class Readiness:
+    """The router's health, cached for health checks, which need no key and expect an answer within a second.
+
+    Concurrent callers share one query.
+    """
+
+    def __init__(self, client: tandem.AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._clock = clock
+        self._query: asyncio.Task[bool] | None = None
+        self._is_ready = False
+        self._fresh_until_s = 0.0
+
+    async def is_ready(self) -> bool:
+        """True if the router and at least one complete path of workers serve. Answers within a second."""
+        if self._clock() < self._fresh_until_s:
+            return self._is_ready
+        if self._query is None or self._query.done():
+            self._query = asyncio.create_task(self._query_router())
+        return await asyncio.shield(self._query)
+
+    def forget(self) -> None:
+        """Discard the cached answer."""
+        self._fresh_until_s = 0.0
+
+    async def _query_router(self) -> bool:
+        try:
+            await self._client.wait_ready(timeout=_HEALTH_TIMEOUT_S)
+            self._is_ready = True
+        except tandem.TandemError:
+            self._is_ready = False
+        self._fresh_until_s = self._clock() + _HEALTH_FRESH_S
+        return self._is_ready
 
 
 @dataclass(frozen=True)

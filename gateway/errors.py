@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.responses import JSONResponse, Response
 
@@ -201,7 +201,7 @@ class OpenAIDialect:
         return JSONResponse(openai_error_body(problem), problem.row.openai.status, problem.headers)
 
 
-def openai_error_body(problem: Problem) -> dict[str, Any]:
+def openai_error_body(problem: Problem) -> dict[str, object]:
     """The body of an error response, and the last event of a stream that fails."""
     row = problem.row.openai
     code = problem.code or row.code
@@ -217,7 +217,7 @@ class LmiDialect:
         return JSONResponse(lmi_error_body(problem), problem.row.lmi.status, problem.headers)
 
 
-def lmi_error_body(problem: Problem) -> dict[str, Any]:
+def lmi_error_body(problem: Problem) -> dict[str, object]:
     """{"code", "type", "message"} if the table has a type, {"code", "error"} otherwise."""
     row = problem.row.lmi
     if row.type:
@@ -238,7 +238,7 @@ class TgiDialect:
         return JSONResponse(tgi_error_body(problem), problem.row.tgi.status, problem.headers)
 
 
-def tgi_error_body(problem: Problem) -> dict[str, Any]:
+def tgi_error_body(problem: Problem) -> dict[str, object]:
     """The body of an error response, and the last event of a stream that fails."""
     error_type = problem.row.tgi.error_type
     message = "Model is overloaded" if error_type == "overloaded" else problem.message

@@ -2,7 +2,7 @@
 
     origin, key ─▶ body ─▶ slot ─▶ handler ─▶ response
 An error in any step ends the request with the dialect's error response. A refusal is sent at once, and the server
-discards the rest of the body (connections.py). A request holds a slot of the concurrency limiter from the end of its
+discards the rest of the body (server.py). A request holds a slot of the concurrency limiter from the end of its
 body to the end of its response. A client that disconnects cancels the handler and its calls of the router.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 from uuid import uuid4
 
 import structlog
@@ -24,11 +24,11 @@ from starlette.types import Message, Receive, Scope, Send
 import tandem
 from gateway.access import is_foreign_page, key_in
 from gateway.backend import Backend
-from gateway.disconnect import cancel_on_disconnect
 from gateway.errors import BodyTooLarge, BodyTooSlow, Dialect, Problem, is_ours
 from gateway.feed import Feed
 from gateway.metrics import Outcome, Progress
 from gateway.schema import M, check, parse
+from gateway.server import cancel_on_disconnect
 from gateway.settings import GatewaySettings
 from mesh.tracing import context_in, mark_failed, trace_id_of
 
@@ -69,7 +69,7 @@ class Exchange:
         """Parse and check the JSON body. Raises InvalidRequest."""
         return await self.arrival.backend.reader.run(len(self.body), partial(parse, schema, self.body))
 
-    async def check(self, schema: type[M], payload: Any) -> M:
+    async def check(self, schema: type[M], payload: object) -> M:
         """Check a payload that was read from the body already. Raises InvalidRequest."""
         return await self.arrival.backend.reader.run(len(self.body), partial(check, schema, payload))
 
@@ -121,7 +121,7 @@ class Exchange:
         return self.client.stream(**(defaults | arguments))
 
 
-Handler = Callable[[Exchange], Coroutine[Any, Any, Response]]
+Handler = Callable[[Exchange], Coroutine[object, object, Response]]
 
 
 @dataclass(frozen=True, slots=True)

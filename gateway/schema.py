@@ -6,19 +6,22 @@ list has a maximum length, and its check stops at the first invalid element; eve
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from itertools import takewhile
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from gateway.errors import InvalidField
-from mesh.domain.sampling import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_SEED
-from tandem import InvalidRequest
+from mesh.domain.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_SEED
+from tandem import GenerateArguments, InvalidRequest
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
+
+Json = dict[str, Any]
+"""A JSON object."""
 
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 2048
@@ -38,20 +41,23 @@ _MAX_VALUES = 524_288
 SMALL_BODY_BYTES = 64 << 10
 
 
-def _check_num_values(value: Any) -> Any:
+def _check_num_values(value: T) -> T:
     """Raise ValueError if JSON of any shape, such as a tool's schema, has more than `_MAX_NODES` values."""
-    num_left, stack = _MAX_NODES, [value]
+    num_left = _MAX_NODES
+    stack: list[object] = [value]
     while stack:
         node = stack.pop()
-        children: Iterable[Any] = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-        num_left -= len(children)  # type: ignore[arg-type]
+        children: Collection[object] = (
+            node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        )
+        num_left -= len(children)
         if num_left < 0:
             raise ValueError(f"should have at most {_MAX_NODES:,} values")
         stack.extend(children)
     return value
 
 
-def _check_num_entries(value: Any) -> Any:
+def _check_num_entries(value: T) -> T:
     """Check the length before the entries: pydantic would collect two errors for each invalid one."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
         raise ValueError(f"has {len(value)} entries, at most {MAX_LOGIT_BIAS} are allowed")
@@ -73,6 +79,8 @@ TokenIds = Annotated[list[TokenId], Field(max_length=_MAX_VALUES, fail_fast=True
 Bias = Annotated[dict[int, Real], BeforeValidator(_check_num_entries)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_num_values)]
 AnyJson = Annotated[Any, AfterValidator(_check_num_values)]
+# A JSON schema, as an object or as JSON text.
+Schema = JsonObject | str
 
 
 class Body(BaseModel):
@@ -82,7 +90,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
+    def _without_nulls(cls, data: object) -> object:
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
@@ -91,7 +99,7 @@ def parse(schema: type[M], body: bytes) -> M:
     return check(schema, read_json(body))
 
 
-def read_json(body: bytes) -> Any:
+def read_json(body: bytes) -> object:
     """Parse JSON of any shape. Raises InvalidRequest if it is invalid or has too many values."""
     if len(body) > SMALL_BODY_BYTES:
         _check_size(body)
@@ -101,7 +109,7 @@ def read_json(body: bytes) -> Any:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
 
-def check(schema: type[M], payload: Any) -> M:
+def check(schema: type[M], payload: object) -> M:
     """Check a parsed payload. Raises InvalidRequest that names the invalid members."""
     try:
         return schema.model_validate(payload)
@@ -140,3 +148,75 @@ def _member_path(path: tuple[int | str, ...]) -> str | None:
     parts = takewhile(lambda part: isinstance(part, int) or _MEMBER.fullmatch(part), path)
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return name.removeprefix(".") or None
+
+
+class NamedSchema(Body):
+    """OpenAI's `json_schema`. The schema is enforced whether `strict` is set or not."""
+
+    name: Name = ""
+    strict: bool = False
+    content: Schema | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`. A `schema` beside json_object is llama.cpp's extension."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    content: Schema | None = Field(default=None, alias="schema")
+
+
+class StructuredOutputs(Body):
+    json_content: Schema | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Many[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+
+class StructuredBody(Body):
+    """All members that request a structured output, as OpenAI, vLLM and TGI name them; at most one may be used.
+
+    The router checks whether a structure is supported.
+    """
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Many[str] | None = None
+    guided_grammar: str | None = None
+
+
+def structure_arguments(body: StructuredBody) -> GenerateArguments:
+    """Return the one SDK argument that requests a structure, or none. Raises InvalidRequest for more than one."""
+    vllm = body.structured_outputs or StructuredOutputs()
+    candidates = [
+        *_response_format(body.response_format),
+        GenerateArguments(json_schema=vllm.json_content),
+        GenerateArguments(json_schema=body.guided_json),
+        GenerateArguments(json_object=vllm.json_object or None),
+        GenerateArguments(regex=vllm.regex),
+        GenerateArguments(regex=body.guided_regex),
+        GenerateArguments(choice=vllm.choice),
+        GenerateArguments(choice=body.guided_choice),
+        GenerateArguments(grammar=vllm.grammar),
+        GenerateArguments(grammar=body.guided_grammar),
+    ]
+    requested = [arguments for arguments in candidates if any(value is not None for value in arguments.values())]
+    if len(requested) > 1:
+        raise InvalidRequest("an answer can have one structure: response_format, structured_outputs or one of guided_*")
+    return requested[0] if requested else GenerateArguments()
+
+
+def _response_format(response_format: ResponseFormat | None) -> list[GenerateArguments]:
+    if response_format is None or response_format.type == "text":
+        return []
+    if response_format.type == "json_object" and response_format.content is not None:
+        return [GenerateArguments(json_schema=response_format.content)]
+    if response_format.type == "json_object":
+        return [GenerateArguments(json_object=True)]
+    if response_format.json_schema is None or response_format.json_schema.content is None:
+        message = "Missing required parameter: 'response_format.json_schema.schema'."
+        raise InvalidField(message, field="response_format.json_schema.schema", code="missing_required_parameter")
+    return [GenerateArguments(json_schema=response_format.json_schema.content)]

@@ -23,19 +23,17 @@ A transfer holds a lease. From open to commit the sender renews the lease, even 
 receiver confirms. Each side ends the transfer after `lease_s` without a message from the other, so a dead, stopped or
 disconnected peer never holds blocks for longer. A reservation that no sender opens ends after `opening_lease_s`.
 
-sender.py, outgoing.py, sending.py    the prefill worker's side: entry point, one transfer, its gRPC conversation
+sender.py, sending.py, push_call.py   the prefill worker's side: entry point and transfer, conversation, gRPC calls
 receiver.py, incoming.py              the decode worker's side: entry point and conversation; the rules (no I/O)
-messages.py, frames.py, chunks.py     messages as values and as bytes; how KV is cut into chunks
+messages.py, chunks.py                messages as values and as bytes; how KV is cut into chunks and checksummed
 transports/                           payload paths; base.py is the interface for another one
 """
 
 from kvtransfer.incoming import Reservation
 from kvtransfer.messages import SERVICE_NAME
-from kvtransfer.outgoing import OutgoingTransfer
-from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
-from kvtransfer.sender import KVSender
+from kvtransfer.receiver import KVReceiver, KvTransferServicer, ReceiverCallbacks
+from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.sending import TransferResult, TransferSpec
-from kvtransfer.servicer import KvTransferServicer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 

@@ -1,13 +1,24 @@
-"""Ranges of (layer, head, block position): how they are cut into chunks, and which have arrived."""
+"""Chunks: ranges of (layer, head, block position), how they are cut and checksummed, and which have arrived.
 
+A chunk's xxh3-64 is seeded with a hash of transfer id, attempt, sequence number, the ranges of blocks, layers and
+heads, and length. Correct bytes of another transfer, attempt or range therefore fail verification. This guards against
+faults, not against a malicious sender: senders are authenticated.
+"""
+
+import asyncio
+import contextlib
+import struct
 from collections import deque
 from dataclasses import dataclass, replace
 
 import numpy as np
+import xxhash
 
 from mesh.domain.errors import TransferCorrupt, TransferFailed
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
+
+_RANGE = struct.Struct("<QQQQQQQQ")
+_FOLD = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,53 @@ class PushQueue:
         return piece
 
 
+class PushInbox:
+    """Hands ranges from the engine's thread, which pushes them, to the event loop that created the inbox, which takes
+    them joined or cut to chunks.
+    """
+
+    def __init__(self, layer_block_bytes: int, max_bytes: int) -> None:
+        self._arrived: deque[ChunkRange] = deque()  # appended by any thread, emptied by the loop
+        self._queue = PushQueue(layer_block_bytes, max_bytes)
+        self._changed = asyncio.Event()
+        self._is_read_scheduled = False
+        self._is_finished = False
+        self._loop = asyncio.get_running_loop()
+
+    def push(self, piece: ChunkRange) -> None:
+        """Add `piece`. May be called on any thread; never blocks."""
+        self._arrived.append(piece)
+        if not self._is_read_scheduled:  # one wake-up for many pushes
+            self._is_read_scheduled = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is stopping
+                self._loop.call_soon_threadsafe(self._read)
+
+    def finish(self) -> None:
+        """Declare that nothing more will be pushed."""
+        self._is_finished = True
+        self._read()
+
+    async def wait(self) -> bool:
+        """Return True once there is a range to take, False once the inbox is finished and empty."""
+        while not self._queue:
+            if self._is_finished:
+                return False
+            self._changed.clear()
+            await self._changed.wait()
+        return True
+
+    def take(self) -> ChunkRange:
+        """Take the range of the next chunk; `wait` must have returned True."""
+        return self._queue.take()
+
+    def _read(self) -> None:
+        # The flag is reset first: a push during the loop below is then seen by it or schedules another read.
+        self._is_read_scheduled = False
+        while self._arrived:
+            self._queue.add(self._arrived.popleft())
+        self._changed.set()
+
+
 class Coverage:
     """Records which (layer, head, block position) cells of a transfer have arrived. Each must arrive exactly once."""
 
@@ -107,3 +165,36 @@ class Coverage:
         missing = self._seen.size - int(np.count_nonzero(self._seen))
         if missing:
             raise TransferFailed(f"{missing} of {self._seen.size} blocks (counted per layer and head) never arrived")
+
+
+def transfer_seed(transfer_id: str, attempt: int) -> int:
+    """Return the seed that makes the checksums of one transfer differ from those of all others."""
+    return xxhash.xxh3_64_intdigest(transfer_id.encode(), seed=attempt)
+
+
+def chunk_checksum(seed: int, sequence_number: int, chunk_range: ChunkRange, payload: bytes | memoryview) -> int:
+    """Return the checksum of one chunk; `seed` is the transfer's. Releases the GIL while it reads the payload."""
+    return xxhash.xxh3_64_intdigest(payload, seed=_chunk_seed(seed, sequence_number, chunk_range, len(payload)))
+
+
+def chunk_hasher(seed: int, sequence_number: int, chunk_range: ChunkRange, num_bytes: int) -> xxhash.xxh3_64:
+    """Return a hasher for a payload in parts: call `update` with each part, then `intdigest` for the checksum."""
+    return xxhash.xxh3_64(seed=_chunk_seed(seed, sequence_number, chunk_range, num_bytes))
+
+
+def _chunk_seed(seed: int, sequence_number: int, chunk_range: ChunkRange, num_bytes: int) -> int:
+    axes = (chunk_range.blocks, chunk_range.span.layers, chunk_range.span.heads)
+    bounds = [number for axis in axes for number in (axis.first, axis.count)]
+    identity = _RANGE.pack(sequence_number, *bounds, num_bytes)
+    return xxhash.xxh3_64_intdigest(identity, seed=seed)
+
+
+class Digest:
+    """A hash over the checksums of a transfer's chunks, in sequence order."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, checksum: int) -> None:
+        """Add the checksum of the next chunk."""
+        self.value = xxhash.xxh3_64_intdigest(_FOLD.pack(self.value, checksum))

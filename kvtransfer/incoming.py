@@ -3,12 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtransfer.checksum import Digest, chunk_checksum, chunk_hasher, transfer_seed
-from kvtransfer.chunks import ChunkRange, Coverage
+from kvtransfer.chunks import ChunkRange, Coverage, Digest, chunk_checksum, chunk_hasher, transfer_seed
 from kvtransfer.messages import Chunk, Commit, TransferOpen
 from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 

@@ -9,6 +9,10 @@ Commit         ──▶
                ◀──    Committed     after every ack
 
 Between Granted and Commit, at any time: Renew ──▶, ◀── Renewed. They prove to each side that the other is alive.
+
+Chunk messages are serialized and parsed without the two copies of the payload that protobuf makes on either side. The
+bytes are ordinary protobuf: `PushRequest{chunk: TransferChunk{..., payload}}`, with the payload last, as every
+implementation writes it. Messages with another field order are left to protobuf.
 """
 
 from collections.abc import AsyncIterator
@@ -17,22 +21,26 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from kvtransfer.chunks import ChunkRange
-from kvtransfer.frames import join_chunk, split_chunk
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import InvalidRequest, TransferFailed
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.tokens import SampledToken
 from mesh.v1 import kvtransfer_pb2 as pb
 from mesh.wire import (
     duration_from_proto,
     duration_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+    span_from_proto,
+    span_to_proto,
     token_from_proto,
     token_to_proto,
 )
-from mesh.wire_kv import layout_from_proto, layout_to_proto, span_from_proto, span_to_proto
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
+
+_CHUNK_TAG, _PAYLOAD_TAG = 0x12, 0x62  # field number << 3 | 2: length-delimited bytes
+_MAX_HEADER_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +259,59 @@ def _chunk_from_proto(message: pb.TransferChunk, payload: bytes | memoryview) ->
         checksum=message.checksum,
         payload=Payload(payload, message.arena_offset),
     )
+
+
+def join_chunk(chunk: pb.TransferChunk, payload: bytes | memoryview) -> bytes:
+    """Serialize a PushRequest from `chunk`, whose payload is empty, and `payload`, which is copied once."""
+    header = chunk.SerializeToString()
+    fields = b"".join((header, bytes((_PAYLOAD_TAG,)), _varint(len(payload))))
+    return b"".join((bytes((_CHUNK_TAG,)), _varint(len(fields) + len(payload)), fields, payload))
+
+
+def split_chunk(frame: bytes) -> tuple[bytes, memoryview] | None:
+    """Split a PushRequest into the TransferChunk's bytes without payload and the payload, a view into `frame`. Return
+    None if there is no payload, or if it is not at the end.
+    """
+    if len(frame) <= _MAX_HEADER_BYTES:
+        return None
+    head = frame[:_MAX_HEADER_BYTES]  # bounds the search, whatever a sender puts into the frame
+    try:
+        length, start = _read_varint(head, 1)
+        position = start
+        while head[position] != _PAYLOAD_TAG:
+            position = _skip_field(head, position)
+        num_bytes, payload = _read_varint(head, position + 1)
+    except IndexError:
+        return None
+    if head[0] != _CHUNK_TAG or not start + length == payload + num_bytes == len(frame):
+        return None
+    return frame[start:position], memoryview(frame)[payload:]
+
+
+def _skip_field(head: bytes, position: int) -> int:
+    """Return the position of the next field. Raises IndexError if this field is not one of a chunk's numbers."""
+    tag = head[position]
+    if tag & 0x80 == 0 and tag & 7 == 0:
+        return _read_varint(head, position + 1)[1]
+    if tag & 0x80 == 0 and tag & 7 == 1:
+        return position + 9
+    raise IndexError
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(head: bytes, position: int) -> tuple[int, int]:
+    """Return the value and the position after it."""
+    value = shift = 0
+    while head[position] & 0x80:
+        value |= (head[position] & 0x7F) << shift
+        shift += 7
+        position += 1
+    return value | head[position] << shift, position + 1

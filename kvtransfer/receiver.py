@@ -17,13 +17,16 @@ and none follows.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
+import grpc
 import structlog
 
 from kvtransfer.incoming import IncomingTransfer, Reservation
 from kvtransfer.messages import (
+    SERVICE_NAME,
     Ack,
     Chunk,
     Commit,
@@ -34,6 +37,8 @@ from kvtransfer.messages import (
     Renewed,
     SenderMessage,
     TransferOpen,
+    reply_to_proto,
+    requests_from_bytes,
 )
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
@@ -42,6 +47,7 @@ from kvtransfer.transports import open_receive_transports
 from kvtransfer.transports.base import MAX_PARTS, PayloadSource, Reader, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
 from mesh.domain.tokens import SampledToken
+from mesh.v1 import kvtransfer_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
@@ -265,3 +271,23 @@ def _filled(parts: Sequence[memoryview], read: Reader) -> Iterator[memoryview]:
         read(start, group)
         start += sum(map(len, group))
         yield from group
+
+
+class KvTransferServicer:
+    """Serves `Push` on a decode worker. Requests are parsed here, because generated code would copy every payload."""
+
+    def __init__(self, receiver: KVReceiver) -> None:
+        self._receiver = receiver
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the service to `server`. Replaces the generated `add_KvTransferServicer_to_server`."""
+        serializer = pb.PushResponse.SerializeToString
+        push = grpc.stream_stream_rpc_method_handler(self.push, lambda raw: raw, serializer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Push": push}),))
+
+    async def push(
+        self, raw_requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.PushResponse]:
+        async with aclosing(self._receiver.push(requests_from_bytes(raw_requests))) as replies:
+            async for reply in replies:
+                yield reply_to_proto(reply)

@@ -1,19 +1,35 @@
-"""Sending KV: the prefill worker's side. `outgoing.py` has the life of one transfer."""
+"""Sending KV: the prefill worker's side. `sending.py` has the gRPC conversation.
+
+Life of a transfer here:
+
+    open()        starts a task that opens the conversation
+    push()        announces final KV, on the engine's thread; the task copies and sends it as credit allows
+    commit()      sends the first token after the last chunk; returns once the receiver has verified all KV
+    abort()       like any failure, cancels the call, waits until no thread reads the store, and frees the slots
+
+Blocks must stay allocated until commit() or abort() has returned or raised: after that, no thread reads them.
+"""
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from kvtransfer.channels import ChannelPool
-from kvtransfer.outgoing import OutgoingTransfer
-from kvtransfer.sending import SenderResources, TransferSpec
+import structlog
+
+from kvtransfer.chunks import ChunkRange
+from kvtransfer.push_call import ChannelPool
+from kvtransfer.sending import SenderResources, SendingConversation, TransferResult, TransferSpec
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.base import SendTransport
-from mesh.domain.errors import ConfigurationError
-from mesh.domain.shards import KVSpan
+from mesh.domain.errors import ConfigurationError, MeshError, TransferFailed, WorkerLost
+from mesh.domain.kv import KVSpan, Span
+from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import MAX_MESSAGE_BYTES
+
+log = structlog.get_logger(__name__)
 
 
 class KVSender:
@@ -55,7 +71,7 @@ class KVSender:
         """The part of the model's KV that the store holds."""
         return self._resources.store.span
 
-    def open(self, spec: TransferSpec) -> OutgoingTransfer:
+    def open(self, spec: TransferSpec) -> "OutgoingTransfer":
         """Start a transfer. Raises ValueError for a bad spec; later errors are raised by `commit`."""
         transfer = OutgoingTransfer(spec, self._resources, on_end=self._transfers.discard)
         self._transfers.add(transfer)
@@ -68,3 +84,87 @@ class KVSender:
         self._executor.shutdown(wait=False)
         while self._open_transports:
             self._open_transports.pop().close()
+
+
+class OutgoingTransfer:
+    """Created by KVSender.open. `push` may be called on any thread, all other methods on the event loop."""
+
+    def __init__(
+        self, spec: TransferSpec, resources: SenderResources, on_end: Callable[["OutgoingTransfer"], None]
+    ) -> None:
+        if not 0 <= spec.first_block <= len(spec.block_ids):
+            raise ValueError(f"first_block {spec.first_block} is outside of {len(spec.block_ids)} blocks")
+        self.spec = spec
+        self._stored_layers = resources.store.span.layers
+        if not spec.span.is_inside(resources.store.span):
+            raise ValueError(f"{spec.span} are not all in the store, which has {resources.store.span}")
+        self._conversation = SendingConversation(spec, resources)
+        self._is_aborted = False
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(lambda task: self._ended(task, on_end))
+
+    def push(self, blocks: Span, layers: Span) -> None:
+        """Announce that the KV of these block positions in these layers is in the store and final. Announce each
+        (layer, block) once.
+
+        Never blocks, and does nothing once the transfer has ended. Positions before the spec's `first_block` and layers
+        outside of its `span` are skipped. Raises ValueError for blocks outside of the prompt or layers outside of the
+        store.
+        """
+        if not (blocks.count and layers.count) or self._task.done():
+            return
+        if not blocks.is_inside(Span(0, len(self.spec.block_ids))) or not layers.is_inside(self._stored_layers):
+            num_blocks = len(self.spec.block_ids)
+            raise ValueError(f"{blocks}, {layers} are outside of {num_blocks} blocks or the store's layers")
+        missing = Span(self.spec.first_block, len(self.spec.block_ids) - self.spec.first_block)
+        blocks_to_send = blocks.intersection(missing)
+        layers_to_send = layers.intersection(self.spec.span.layers)
+        if blocks_to_send is not None and layers_to_send is not None:
+            self._conversation.push(ChunkRange(blocks_to_send, KVSpan(layers_to_send, self.spec.span.heads)))
+
+    async def commit(self, num_tokens: int, first_token: SampledToken) -> TransferResult:
+        """Send everything that was pushed and the first token, and wait until the receiver has verified it.
+
+        Raises the MeshError with which the transfer failed, now or earlier. If the caller is cancelled, the transfer
+        goes on until `abort`.
+        """
+        self._conversation.finish(num_tokens, first_token)
+        try:
+            return await asyncio.shield(self._task)
+        except asyncio.CancelledError:
+            if self._task.cancelled():  # aborted before the task started
+                raise TransferFailed("the transfer was aborted by its sender") from None
+            raise
+
+    async def ended(self) -> None:
+        """Wait until the transfer has ended; raise the MeshError with which it failed. Cancelling the wait does not
+        affect the transfer."""
+        await asyncio.shield(self._task)
+
+    async def abort(self) -> None:
+        """End the transfer; idempotent. Its blocks may be freed afterwards: no thread reads the store any more."""
+        self._is_aborted = True
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> TransferResult:
+        names = {"transfer_id": self.spec.transfer_id, "to": self.spec.address}
+        try:
+            result = await self._conversation.run()
+        except asyncio.CancelledError:
+            if self._is_aborted:
+                raise TransferFailed("the transfer was aborted by its sender") from None
+            raise WorkerLost("the receiver is stopping") from None  # grpc.aio raises this for the status CANCELLED
+        except MeshError as error:
+            log.info("transfer_failed", **names, error=str(error))
+            raise
+        except Exception as error:
+            log.error("transfer_failed", **names, exc_info=error)
+            raise TransferFailed("the sender failed; its log has the details") from error
+        log.debug("transfer_finished", **names, num_bytes=result.num_bytes, transport=result.transport)
+        return result
+
+    def _ended(self, task: asyncio.Task[TransferResult], on_end: Callable[["OutgoingTransfer"], None]) -> None:
+        if not task.cancelled():
+            task.exception()  # marks the exception as retrieved; `commit` and `ended` raise it
+        on_end(self)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import KVLayout, KVSpan
 
 
 class KVStore(Protocol):

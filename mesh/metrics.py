@@ -6,38 +6,30 @@ credential, so it listens on loopback unless `metrics_host` is set.
 """
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
 from itertools import accumulate
 
+import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, start_http_server
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mesh.domain.errors import ConfigurationError
-from mesh.process import ProcessSettings, announce
-from mesh.settings import setting
-from mesh.telemetry import num_lines_lost
+from mesh.logs import num_lines_lost
+from mesh.process import MetricsSettings, announce
+
+log = structlog.get_logger(__name__)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10, 20)
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+STOP_SECONDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _READ_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricsSettings(ProcessSettings):
-    """Address of a service's metrics."""
-
-    metrics_port: int | None = setting(None, "port for Prometheus metrics; 0 takes a free port; default: none")
-    metrics_host: str = setting("127.0.0.1", "address of the metrics port, which needs no credential")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= (self.metrics_port or 0) <= 65535:
-            raise ConfigurationError(f"metrics_port must be in [0, 65535], got {self.metrics_port}")
+_BEAT_PERIOD_S = 0.02
+_LOGGED_STOP_S = 1.0
 
 
 def new_registry() -> CollectorRegistry:
@@ -115,3 +107,44 @@ class Gaps(Collector):
         family = HistogramMetricFamily(self._name, self._about)
         family.add_metric([], buckets, self._sum_s)
         yield family
+
+
+@asynccontextmanager
+async def watching_loop(registry: CollectorRegistry) -> AsyncIterator[None]:
+    """Measure how long the running event loop is blocked while the block runs: then it moves no stream and fires no
+    timer. Stops of a second and more are logged as well.
+
+    A periodic task measures how late it wakes up (the lag). On a busy machine other processes add to the lag, so a
+    second metric (the stop) caps the lag at the CPU time that this process used meanwhile, on any thread: a thread that
+    holds the interpreter lock blocks the event loop too.
+    """
+    lag = Gaps("tandem_event_loop_lag_seconds", "How late a heartbeat of the event loop came", STOP_SECONDS)
+    stop = Gaps(
+        "tandem_event_loop_stop_seconds",
+        "The same, capped at the CPU time that this process used meanwhile",
+        STOP_SECONDS,
+    )
+    registry.register(lag)
+    registry.register(stop)
+    task = asyncio.create_task(_beat(lag, stop))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        registry.unregister(lag)
+        registry.unregister(stop)
+
+
+async def _beat(lag: Gaps, stop: Gaps) -> None:
+    clock = asyncio.get_running_loop().time
+    while True:
+        began_s, used_s = clock(), time.process_time()
+        await asyncio.sleep(_BEAT_PERIOD_S)
+        late_s = max(0.0, clock() - began_s - _BEAT_PERIOD_S)
+        stopped_s = min(late_s, time.process_time() - used_s)
+        lag.add(late_s)
+        stop.add(stopped_s)
+        if stopped_s >= _LOGGED_STOP_S:
+            log.warning("event loop stopped", seconds=round(stopped_s, 3))

@@ -3,25 +3,49 @@
 A component declares its settings with `setting(...)` and loads them with `load_settings`. Precedence: flag,
 environment, file, default. The origin of each value is kept, so that a service can log, at start, every value and where
 it came from. This module is the only place that reads the environment.
+
+The TOML file has one table per component, and top-level keys that apply to all components.
 """
 
 import argparse
+import difflib
 import json
 import os
 import re
+import tomllib
 import types
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Generic, TypeGuard, TypeVar, get_args, get_type_hints
 
 from mesh.domain.errors import ConfigurationError
-from mesh.settings_file import near_name, read_settings_file
 
 T = TypeVar("T")
 
 ENV_PREFIX = "TANDEM_"
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+
+SHORT_NAMES: Mapping[str, str] = {"prefill_worker": "prefill", "decode_worker": "decode"}
+"""Alternative table names, as in `--set decode.KEY=VALUE`."""
+COMPONENTS = (
+    "up",
+    "router",
+    "gateway",
+    "prefill_worker",
+    "decode_worker",
+    *SHORT_NAMES.values(),
+    "handler",
+    "client",
+    "bench",
+    "probe",
+)
+"""Tables that a settings file may contain."""
+_JSON_SETTINGS = ("rope_scaling", "handler_properties")  # settings with JSON text; the file may have a table instead
+# Names with at least this similarity count as misspellings. No two real settings are so similar, except _ALIKE.
+_NEAR = 0.88
+_ALIKE = frozenset({"router", "routers"})
 
 
 def setting(default: Any, about: str, *, env: Sequence[str] = (), secret: bool = False) -> Any:
@@ -98,8 +122,8 @@ def _mentioned_origins(message: str, origins: Mapping[str, str]) -> str:
 
 
 def _find(
-    f: Any, flags: Mapping[str, str], environ: Mapping[str, str], from_file: Mapping[str, Any]
-) -> tuple[Any, str] | None:
+    f: Field[object], flags: Mapping[str, str], environ: Mapping[str, str], from_file: Mapping[str, object]
+) -> tuple[object, str] | None:
     """Return the raw value of field `f` and its origin, None if it is not set."""
     if f.name in flags:
         return flags[f.name], f"flag {_flag(f.name)}"
@@ -111,7 +135,7 @@ def _find(
     return None
 
 
-def _env_names(f: Any) -> tuple[str, ...]:
+def _env_names(f: Field[object]) -> tuple[str, ...]:
     return (ENV_PREFIX + f.name.upper(), *f.metadata.get("env", ()))
 
 
@@ -119,7 +143,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parse_flags(cls: type, hints: Mapping[str, Any], argv: Sequence[str], prog: str) -> dict[str, str]:
+def _parse_flags(cls: type, hints: Mapping[str, object], argv: Sequence[str], prog: str) -> dict[str, str]:
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", help="TOML file with settings")
     for f in fields(cls):
@@ -141,7 +165,7 @@ def _refuse_misspelt(environ: Mapping[str, str], names: Collection[str]) -> None
             raise ConfigurationError(f"{variable} is unknown: did you mean {ENV_PREFIX}{near.upper()}?")
 
 
-def _convert(name: str, raw: Any, hint: Any, origin: str) -> Any:
+def _convert(name: str, raw: object, hint: object, origin: str) -> object:
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
     if kinds[0] is str and isinstance(raw, dict):  # a TOML table for a setting that takes JSON
         return json.dumps(raw)
@@ -151,8 +175,88 @@ def _convert(name: str, raw: Any, hint: Any, origin: str) -> Any:
         raise ConfigurationError(f"{name} must be {kinds[0].__name__}, got {raw!r} (from {origin})") from error
 
 
-def _to_bool(raw: Any) -> bool:
+def _to_bool(raw: object) -> bool:
     text = str(raw).lower()
     if text not in _TRUE | _FALSE:
         raise ValueError(text)
     return text in _TRUE
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` misspells, None if there is none."""
+    if name in _ALIKE:
+        return None
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)), None)
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """Return "; did you mean ...?" or "". More tolerant than `near_name`, because `name` is known to be wrong."""
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def read_settings_file(path: str, component: str, names: Collection[str]) -> dict[str, object]:
+    """Return the values for `component`, whose settings are `names`.
+
+    Raises ConfigurationError for an unknown table, an unknown key in the component's table, and a top-level key that
+    misspells one of `names`. Other top-level keys may be settings of other components.
+    """
+    content = _parse(path)
+    _check_tables(path, content)
+    values = {key: value for key, value in content.items() if not _is_table(value, key)}
+    if component in values:
+        raise ConfigurationError(f"{component} in the settings file {path} must be a table: [{component}]")
+    for key in values.keys() - set(names):
+        if near := near_name(key, names):
+            raise ConfigurationError(f"the settings file {path} has an unknown key {key}; did you mean {near}?")
+    return values | _table(path, content, component, names)
+
+
+def check_settings_file(path: str, names: Mapping[str, Collection[str]]) -> None:
+    """Raise ConfigurationError for a key that no component has. `names` maps components to their settings."""
+    content = _parse(path)
+    _check_tables(path, content)
+    for component, settings in names.items():
+        _table(path, content, component, settings)
+    all_names = {name for settings in names.values() for name in settings}
+    for key, value in content.items():
+        if key not in all_names and not _is_table(value, key):
+            raise ConfigurationError(f"the settings file {path} has an unknown key {key}{suggestion(key, all_names)}")
+
+
+def _parse(path: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"cannot read the settings file {path}: {error}") from error
+
+
+def _check_tables(path: str, content: Mapping[str, object]) -> None:
+    for key, value in content.items():
+        if isinstance(value, dict) and key not in (*COMPONENTS, *_JSON_SETTINGS):
+            raise ConfigurationError(
+                f"the settings file {path} has an unknown table [{key}]{suggestion(key, COMPONENTS)}"
+                f" (tables: {', '.join(COMPONENTS)})"
+            )
+
+
+def _is_table(value: object, key: str) -> TypeGuard[dict[str, object]]:
+    """Return True for a component's table. `router`, `prefill` and `decode` are also names of settings."""
+    return key in COMPONENTS and isinstance(value, dict)
+
+
+def _table(path: str, content: Mapping[str, object], component: str, names: Collection[str]) -> dict[str, object]:
+    """Return the component's table, merged with the table of its short name."""
+    merged: dict[str, object] = {}
+    for title in filter(None, (component, SHORT_NAMES.get(component))):
+        table = content.get(title, {})
+        for key, value in table.items() if _is_table(table, title) else ():
+            if key not in names:
+                raise ConfigurationError(
+                    f"the settings file {path} has an unknown key {key} in [{title}]{suggestion(key, names)}"
+                )
+            if merged.setdefault(key, value) != value:
+                raise ConfigurationError(
+                    f"the settings file {path} has {key} in [{component}] and in [{title}], with different values"
+                )
+    return merged

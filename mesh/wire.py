@@ -5,17 +5,17 @@ read as the safe value: an internal failure, a lost worker, an unknown finish re
 raises InvalidRequest.
 """
 
+from collections.abc import Iterable, Sized
+
 from google.protobuf.duration_pb2 import Duration
 
-from mesh import wire_kv
+from mesh.domain import request as limits
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.request import Fork, Request
-from mesh.domain.sampling import SamplingParams
-from mesh.domain.structure import Structure, StructureKind
+from mesh.domain.kv import KVLayout, KVSpan, Span
+from mesh.domain.request import Fork, Request, SamplingParams, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
-from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from mesh.list_limits import require_counts
-from mesh.v1 import decode_pb2, sequence_pb2, worker_pb2
+from mesh.domain.worker import RankInfo, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
 
 _FINISH = {
@@ -25,31 +25,18 @@ _FINISH = {
 }
 _FINISH_BACK = {value: reason for reason, value in _FINISH.items()}
 
-_FAILURE = {
-    SequenceFailure.NO_CAPACITY: decode_pb2.SEQUENCE_FAILURE_NO_CAPACITY,
-    SequenceFailure.PREEMPTED: decode_pb2.SEQUENCE_FAILURE_PREEMPTED,
-    SequenceFailure.KV_MISSING: decode_pb2.SEQUENCE_FAILURE_KV_MISSING,
-    SequenceFailure.KV_REFUSED: decode_pb2.SEQUENCE_FAILURE_KV_REFUSED,
-    SequenceFailure.DRAINING: decode_pb2.SEQUENCE_FAILURE_DRAINING,
-    SequenceFailure.TOO_LARGE: decode_pb2.SEQUENCE_FAILURE_TOO_LARGE,
-    SequenceFailure.INTERNAL: decode_pb2.SEQUENCE_FAILURE_INTERNAL,
-    SequenceFailure.DEADLINE: decode_pb2.SEQUENCE_FAILURE_DEADLINE,
-    SequenceFailure.REFUSED: decode_pb2.SEQUENCE_FAILURE_REFUSED,
-    SequenceFailure.MODEL_FAILED: decode_pb2.SEQUENCE_FAILURE_MODEL_FAILED,
+_FAILURE: dict[SequenceFailure, decode_pb2.SequenceFailure] = {
+    failure: getattr(decode_pb2, f"SEQUENCE_FAILURE_{failure.name}") for failure in SequenceFailure
 }
 _FAILURE_BACK = {value: failure for failure, value in _FAILURE.items()}
 
-_ROLE = {
-    WorkerRole.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
-    WorkerRole.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+_ROLE: dict[WorkerRole, worker_pb2.WorkerRole] = {
+    role: getattr(worker_pb2, f"WORKER_ROLE_{role.name}") for role in WorkerRole
 }
 _ROLE_BACK = {value: role for role, value in _ROLE.items()}
 
-_STATE = {
-    WorkerState.READY: worker_pb2.WORKER_STATE_READY,
-    WorkerState.DRAINING: worker_pb2.WORKER_STATE_DRAINING,
-    WorkerState.LOST: worker_pb2.WORKER_STATE_LOST,
-    WorkerState.STALLED: worker_pb2.WORKER_STATE_STALLED,
+_STATE: dict[WorkerState, worker_pb2.WorkerState] = {
+    state: getattr(worker_pb2, f"WORKER_STATE_{state.name}") for state in WorkerState
 }
 _STATE_BACK = {value: state for state, value in _STATE.items()}
 
@@ -87,7 +74,7 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
     """Absent fields get the defaults of SamplingParams. Raises InvalidRequest for a list that is too long, before
     converting it; nothing else is validated.
     """
-    require_counts(message)
+    _require_counts(message)
     plain_fields = {name: getattr(message, name) for name in _PLAIN_SAMPLING if message.HasField(name)}
     return SamplingParams(
         max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
@@ -102,6 +89,26 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
         structure=_structure_from_proto(message.structure) if message.HasField("structure") else None,
         **plain_fields,
     )
+
+
+def _require_counts(message: sampling_pb2.SamplingParams) -> None:
+    """Raise InvalidRequest if a list is longer than SamplingParams allows."""
+    require_at_most("logit_bias", message.logit_bias, limits.MAX_LOGIT_BIAS)
+    require_at_most("stop", message.stop, limits.MAX_STOP_STRINGS)
+    require_at_most("stop_token_ids", message.stop_token_ids, limits.MAX_STOP_TOKEN_IDS)
+    require_at_most("bad_words", message.bad_words, limits.MAX_BAD_WORDS)
+    require_at_most("bad_word_ids", message.bad_word_ids, limits.MAX_BAD_WORD_RUNS)
+    for sequence in message.bad_word_ids:
+        require_at_most("one of bad_word_ids", sequence.ids, limits.MAX_BAD_WORD_TOKENS)
+    require_at_most("choice", message.structure.choice.texts, limits.MAX_CHOICE_TEXTS)
+
+
+def require_at_most(name: str, items: Sized, limit: int) -> None:
+    """Raise InvalidRequest, naming the field `name`, if `items` has more than `limit` entries. Check it before any
+    conversion: a message of a few MiB can list a million entries, which would block the event loop.
+    """
+    if len(items) > limit:
+        raise InvalidRequest(f"{name} has {len(items)} entries, at most {limit} are allowed")
 
 
 def _structure_to_proto(structure: Structure) -> sampling_pb2.Structure:
@@ -243,6 +250,14 @@ def _prompt_logprob_from_proto(message: sequence_pb2.PromptLogprob) -> PromptLog
     return PromptLogprob(message.logprob if message.HasField("logprob") else None, _top_from_proto(message.top))
 
 
+def _top_to_proto(top: tuple[TokenLogprob, ...]) -> list[sampling_pb2.TokenLogprob]:
+    return [sampling_pb2.TokenLogprob(id=entry.id, logprob=entry.logprob) for entry in top]
+
+
+def _top_from_proto(top: object) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(entry.id, entry.logprob) for entry in top)  # type: ignore[attr-defined]
+
+
 def finish_to_proto(reason: FinishReason | None) -> sampling_pb2.FinishReason:
     """None, for an unfinished sequence, becomes UNSPECIFIED."""
     return sampling_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
@@ -267,8 +282,8 @@ def failure_from_proto(value: decode_pb2.SequenceFailure) -> SequenceFailure:
 def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
     return worker_pb2.WorkerRecord(
         role=_ROLE[info.role],
-        layout=wire_kv.layout_to_proto(info.layout),
-        ranks=wire_kv.ranks_to_proto(info.ranks),
+        layout=layout_to_proto(info.layout),
+        ranks=ranks_to_proto(info.ranks),
         **{name: getattr(info, name) for name in _PLAIN_WORKER},
     )
 
@@ -279,8 +294,8 @@ def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
         raise InvalidRequest(f"unknown worker role {message.role}")
     return WorkerInfo(
         role=_ROLE_BACK[message.role],
-        layout=wire_kv.layout_from_proto(message.layout),
-        ranks=wire_kv.ranks_from_proto(message.ranks),
+        layout=layout_from_proto(message.layout),
+        ranks=ranks_from_proto(message.ranks),
         **{name: getattr(message, name) for name in _PLAIN_WORKER},
     )
 
@@ -321,6 +336,36 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
     return WorkerLoad(**{name: getattr(message, name) for name in _LOAD})
 
 
+_LAYOUT = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype")
+
+
+def layout_to_proto(layout: KVLayout) -> kvtransfer_pb2.KvLayout:
+    return kvtransfer_pb2.KvLayout(**{name: getattr(layout, name) for name in _LAYOUT})
+
+
+def layout_from_proto(message: kvtransfer_pb2.KvLayout) -> KVLayout:
+    return KVLayout(**{name: getattr(message, name) for name in _LAYOUT})
+
+
+def span_to_proto(span: KVSpan) -> kvtransfer_pb2.KvSpan:
+    layers, heads = span.layers, span.heads
+    return kvtransfer_pb2.KvSpan(
+        first_layer=layers.first, num_layers=layers.count, first_head=heads.first, num_heads=heads.count
+    )
+
+
+def span_from_proto(message: kvtransfer_pb2.KvSpan) -> KVSpan:
+    return KVSpan(Span(message.first_layer, message.num_layers), Span(message.first_head, message.num_heads))
+
+
+def ranks_to_proto(ranks: Iterable[RankInfo]) -> list[kvtransfer_pb2.KvRank]:
+    return [kvtransfer_pb2.KvRank(address=rank.address, span=span_to_proto(rank.span)) for rank in ranks]
+
+
+def ranks_from_proto(messages: Iterable[kvtransfer_pb2.KvRank]) -> tuple[RankInfo, ...]:
+    return tuple(RankInfo(message.address, span_from_proto(message.span)) for message in messages)
+
+
 def state_to_proto(state: WorkerState) -> worker_pb2.WorkerState:
     return _STATE[state]
 
@@ -339,11 +384,3 @@ def duration_to_proto(seconds: float) -> Duration:
 
 def duration_from_proto(message: Duration) -> float:
     return message.ToMicroseconds() / 1_000_000
-
-
-def _top_to_proto(top: tuple[TokenLogprob, ...]) -> list[sampling_pb2.TokenLogprob]:
-    return [sampling_pb2.TokenLogprob(id=entry.id, logprob=entry.logprob) for entry in top]
-
-
-def _top_from_proto(top: object) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(entry.id, entry.logprob) for entry in top)  # type: ignore[attr-defined]

@@ -6,13 +6,12 @@ from kvtransfer import KVSender, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from mesh.v1 import prefill_pb2_grpc
-from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
-from worker.engine_host import EngineLimits, Load
-from worker.loading import load_runner
+from worker.engine_host import EngineLimits, Load, load_runner
 from worker.main import Worker
+from worker.metrics import PrefillMetrics
 
 
 async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:

@@ -25,13 +25,13 @@ from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import KVSender, OutgoingTransfer, TransferSpec
-from mesh.domain import shards
+from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, WorkerDraining
 from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
 from mesh.domain.worker import RankInfo
-from mesh.tracing import begin_span, end_span, mark_failed
-from prefill_worker.metrics import PrefillMetrics
+from mesh.tracing import end_span, mark_failed
+from worker.metrics import PrefillMetrics, begin_span
 
 log = structlog.get_logger(__name__)
 
@@ -192,7 +192,7 @@ class PrefillService:
         one rank."""
         span = self._sender.span
         ranks = destination.ranks or (RankInfo(destination.address, span),)
-        flows = shards.flows((span,), [rank.span for rank in ranks])
+        flows = kv.flows((span,), [rank.span for rank in ranks])
         if len(flows) != 1:
             raise LayoutMismatch(f"this worker sends KV to one rank; the decode worker has {len(ranks)}")
         return RankInfo(ranks[flows[0].target].address, flows[0].span)
@@ -242,8 +242,8 @@ class PrefillService:
                 prompt.transfer = prompt.context.run(self._open_transfer, prompt, push.block_table)
                 prompt.begun_s, prompt.opened_s = push.begun_s, self._loop.time()
                 prompt.started.set()
-            blocks = shards.Span(push.blocks.start, len(push.blocks))
-            prompt.transfer.push(blocks, shards.Span(first_layer, num_layers))
+            blocks = kv.Span(push.blocks.start, len(push.blocks))
+            prompt.transfer.push(blocks, kv.Span(first_layer, num_layers))
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> OutgoingTransfer:
         destination = prompt.destination

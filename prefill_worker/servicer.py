@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
-from mesh import wire, wire_kv
+from mesh import wire
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
 from prefill_worker.service import Destination, Finished, FirstToken, PrefillEvent, PrefillService, Started
 
@@ -31,7 +31,7 @@ def _destination(message: prefill_pb2.KvDestination) -> Destination:
         message.incarnation,
         message.transfer_id,
         message.ready_tokens,
-        wire_kv.ranks_from_proto(message.ranks),
+        wire.ranks_from_proto(message.ranks),
     )
 
 

@@ -17,7 +17,7 @@ import structlog
 
 from engine.ranks.launch import RankSetup, serve_rank
 from mesh.domain.errors import ConfigurationError
-from mesh.telemetry import configure_logging, flush_outputs
+from mesh.logs import configure_logging, flush_outputs
 
 log = structlog.get_logger(__name__)
 

@@ -1,16 +1,17 @@
 """The router: it owns every request and its text, admits, places, dispatches and replays, and never touches a tensor.
 
-The way of one request:
+The way of one request, in twelve files:
 
-    api/generation_servicer.py    translate from gRPC, find the tenant         model_router.py finds the model by name
-    generation/service.py         check parameters (api/validation.py), take permits (admission/limiter.py),
-                                  template and tokenize (text/prompts.py), start one task per choice
-    generation/dispatch.py        one choice: queue, attempt, and after a failure replay
-    admission/queue.py            wait in order (admission/fair_queue.py) until placement/policy.py finds workers
-    generation/attempt.py         one attempt: workers/decode_link.py streams from the decode worker,
-                                  workers/prefill_call.py calls the prefill worker
-    generation/choice.py          tokens in order, text (text/text_stream.py), finish reason
-    generation/answer_stream.py   choices merged into one stream of messages to the client
+    api/generation_servicer.py    translate from gRPC, find the tenant
+    service.py                    find the model by name, check parameters (api/validation.py), take permits, template
+                                  and tokenize (served_model.py), start one task per choice
+    dispatch.py                   one choice: queue, attempt, and after a failure replay
+    admission/queue.py            wait in order until admission/placement.py finds workers
+    attempt.py                    one attempt: workers/decode_link.py streams from the decode worker; the call to the
+                                  prefill worker
+    choice.py                     tokens in order, text (text/text_stream.py), finish reason
+    answer_stream.py              choices merged into one stream of messages to the client
 
-Beside it: workers/ knows which workers there are and which are healthy, observe/ records what happened.
+Beside it: workers/ knows which workers there are and which are healthy, timeline.py and journal.py record what
+happened, api/operators.py shows it, model_router.py puts the parts of one model together.
 """

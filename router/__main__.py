@@ -7,26 +7,23 @@ import time
 
 import structlog
 
-from mesh.domain.addresses import is_loopback
+from mesh.domain.host import is_loopback
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
-from mesh.loop_lag import watching_loop
-from mesh.metrics import serving_metrics
+from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, until_stopped
 from mesh.rpc.server import Listen, Server
-from router.api.api_keys import NoKeys
 from router.api.generation_servicer import GenerationServicer
-from router.api.mesh_servicer import MeshServicer
-from router.api.readiness import SERVICES, Readiness
-from router.model_router import ModelRouter, ServedModels, require_served
-from router.observe.journal import Journal
-from router.observe.metrics import RouterMetrics
+from router.api.operators import MeshServicer, RouterMetrics
+from router.api.tenants import NoKeys
+from router.attempt import PrefillClient
+from router.journal import Journal
+from router.model_router import SERVICES, ModelRouter, Readiness, require_served
+from router.service import ServedModels
 from router.settings import RouterSettings
-from router.workers.channels import Caller, Channels
-from router.workers.coordination import coordinate
-from router.workers.decode_link import DecodeLinks
+from router.workers.decode_link import Caller, Channels, DecodeLinks
 from router.workers.membership import Membership
-from router.workers.prefill_call import PrefillClient
+from router.workers.registry import coordinate
 from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 
 log = structlog.get_logger(__name__)

@@ -1,7 +1,11 @@
-"""The models of a router: per model its limiter, queue, in-flight table, worker health and canaries; and all by name.
+"""The models of a router: per model its limiter, queue, in-flight table, worker health and canaries.
 
 Models share the registry, the connections to workers, the journal and the public port, and nothing else: a model that
 is full, or whose workers are gone, does not affect the others.
+
+Readiness reports over all models: the health of the public port, and the one "ready" announcement. Service names of
+grpc.health.v1: "" and the port's services tell whether requests are served; `prefill` and `decode` tell whether any
+worker of that role gets requests.
 """
 
 import asyncio
@@ -9,28 +13,26 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelNotFound
-from mesh.domain.worker import WorkerInfo
-from router.admission.forecast import Forecast
-from router.admission.limiter import ConcurrencyLimiter
+from mesh.domain.errors import LayoutMismatch
+from mesh.domain.worker import WorkerInfo, WorkerRole
+from mesh.rpc.server import Server
+from router.admission.in_flight import InFlightTable
+from router.admission.limiter import ConcurrencyLimiter, Forecast
 from router.admission.queue import PlacementQueue
-from router.api.validation import GenerateParams
-from router.generation.answer_stream import Answer
-from router.generation.dispatch import Dispatcher
-from router.generation.service import GenerationService
-from router.observe.journal import Journal
-from router.placement.in_flight import InFlightTable
-from router.placement.mesh_view import MeshView
-from router.served_model import ServedModel
+from router.attempt import PrefillClient
+from router.dispatch import Dispatcher
+from router.journal import Journal
+from router.served_model import ModelText, ServedModel
+from router.service import GenerationService
 from router.settings import RouterSettings
-from router.text.model_text import ModelText
 from router.workers.canary import CanaryRunner
 from router.workers.decode_link import DecodeLinks
-from router.workers.health import WorkerHealth
+from router.workers.health import MeshView, WorkerHealth
 from router.workers.membership import Registry
-from router.workers.prefill_call import PrefillClient
 
-_MAX_SHOWN_CHARS = 128
+SERVICES = ("tandem.v1.Generation", "tandem.v1.Mesh")
+_ROUTER_NAMES = ("", *SERVICES)
+_NAMES = (*_ROUTER_NAMES, *(role.value for role in WorkerRole))
 
 
 class ModelRouter:
@@ -128,42 +130,6 @@ class ModelRouter:
         self._text.close()
 
 
-class ServedModels:
-    """All models of a router, by name. A request without a name means the only model."""
-
-    def __init__(self, services: Sequence[GenerationService], journal: Journal) -> None:
-        self._by_name = {service.model.name: service for service in services}
-        self._journal = journal
-
-    async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
-        """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
-        try:
-            service = self.find(params.model)
-        except MeshError as error:
-            self._journal.refused(type(error).__name__)
-            raise
-        return await service.generate(params, time_left_s)
-
-    def find(self, name: str) -> GenerationService:
-        """Raises ModelNotFound; InvalidRequest if the name is empty and there are several models."""
-        if name in self._by_name:
-            return self._by_name[name]
-        served = ", ".join(self._by_name)
-        if name:
-            raise ModelNotFound(f"model {name[:_MAX_SHOWN_CHARS]!r} is not served here; served: {served}")
-        if len(self._by_name) > 1:
-            raise InvalidRequest(f"model: name one of those served here: {served}")
-        return next(iter(self._by_name.values()))
-
-    def all(self) -> list[GenerationService]:
-        """All services, in the order of the settings."""
-        return list(self._by_name.values())
-
-    async def drain(self, grace_s: float) -> None:
-        """Drain all models at the same time; see GenerationService.drain."""
-        await asyncio.gather(*(service.drain(grace_s) for service in self.all()))
-
-
 def require_served(models: Sequence[ServedModel], info: WorkerInfo) -> None:
     """Raise LayoutMismatch, with both values, for a worker of another model or another tokenizer."""
     model = next((model for model in models if model.name == info.model), None)
@@ -171,3 +137,80 @@ def require_served(models: Sequence[ServedModel], info: WorkerInfo) -> None:
         names = " and ".join(repr(model.name) for model in models)
         raise LayoutMismatch(f"the router serves model {names}, worker {info.worker_id} {info.model!r}")
     model.require_fits(info)
+
+
+class Readiness:
+    """SERVING while any model can be served: a model without workers must not take the others from clients.
+
+    If prefill workers are expected, the first SERVING waits for one of them. Later decode workers prefill themselves
+    when no prefill worker is left, which is no reason to send clients away.
+
+    `on_ready` is called once, when every model can be served and the expected numbers of proven workers, over all
+    models together, are reached.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        meshes: Sequence[MeshView],
+        *,
+        expect_prefill: int,
+        expect_decode: int,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._server = server
+        self._meshes = meshes
+        self._expect_prefill = expect_prefill
+        self._expect_decode = expect_decode
+        self._on_ready = on_ready
+        self._changed = asyncio.Event()
+        self._has_served = False
+        self._announced = False
+        self._reported: dict[str, bool] = {}
+
+    def wake(self) -> None:
+        """Update the health soon: the mesh has changed."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Follow the mesh until cancelled."""
+        while True:
+            await self._report(self._health())
+            self._announce()
+            await self._changed.wait()
+            self._changed.clear()
+
+    async def end(self) -> None:
+        """Report NOT_SERVING for good. Call it after `run` has ended."""
+        for name in _NAMES:
+            await self._server.set_serving(False, name)
+
+    def _health(self) -> dict[str, bool]:
+        """Return by service name whether it is serving now."""
+        has = {role: self._num_healthy(role) > 0 for role in WorkerRole}
+        needs_prefill = self._expect_prefill > 0 and not self._has_served
+        serving = has[WorkerRole.DECODE] and (has[WorkerRole.PREFILL] or not needs_prefill)
+        self._has_served |= serving
+        return dict.fromkeys(_ROUTER_NAMES, serving) | {role.value: has[role] for role in WorkerRole}
+
+    async def _report(self, health: dict[str, bool]) -> None:
+        for name, serving in health.items():
+            if self._reported.get(name) is not serving:
+                await self._server.set_serving(serving, name)
+                self._reported[name] = serving
+
+    def _announce(self) -> None:
+        if not self._announced and self._is_complete():
+            self._announced = True
+            self._on_ready()
+
+    def _is_complete(self) -> bool:
+        num_decode = self._num_healthy(WorkerRole.DECODE, with_transfers=self._expect_prefill > 0)
+        return (
+            self._num_healthy(WorkerRole.PREFILL) >= self._expect_prefill
+            and num_decode >= self._expect_decode
+            and all(mesh.has_path for mesh in self._meshes if self._expect_decode)
+        )
+
+    def _num_healthy(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
+        return sum(mesh.num_healthy(role, with_transfers=with_transfers) for mesh in self._meshes)

@@ -6,10 +6,9 @@ from pathlib import Path
 from checkpoint.settings import ModelSettings
 from checkpoint.source import split_models
 from mesh.domain.errors import ConfigurationError
-from mesh.rpc.tls import TlsIdentity
+from mesh.rpc.credentials import TlsIdentity
 from mesh.settings import setting
-from router.api.api_keys import KeysFile
-from router.api.tenants import TRIAL
+from router.api.tenants import TRIAL, KeysFile
 
 _COUNTS = (
     "max_concurrent_requests",

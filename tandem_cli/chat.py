@@ -10,12 +10,8 @@ from rich.console import Console
 import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem import GenerateArguments
-from tandem_cli.answer import StreamedAnswer, show
-from tandem_cli.colours import Painter, strip_controls
 from tandem_cli.connection import add_connection_arguments, open_client
-
-NAME = "chat"
-ABOUT = "talk with the model; Ctrl-C stops an answer, Ctrl-D ends the conversation"
+from tandem_cli.terminal import Painter, StreamedAnswer, show_answer, strip_controls
 
 _HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit ends"
 
@@ -114,7 +110,7 @@ def _answer(client: tandem.Client, conversation: Conversation, options: Generate
     arguments["messages"] = conversation.messages()
     events = client.stream(**arguments)
     try:
-        show(events, answer, painter)
+        show_answer(events, answer, painter)
         sys.stderr.write(answer.summary() + "\n")
     except KeyboardInterrupt:
         sys.stderr.write("\n(stopped)\n")

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 # With at least this many cores, a mesh without prefill workers leaves one core to the router.
 _MANY_CORES = 4

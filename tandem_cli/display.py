@@ -1,14 +1,11 @@
 """Output of `tandem up` on stderr: loading progress, the table of services, warnings."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
-
-from tandem_cli.child import Child
-from tandem_cli.cores import format_cores
 
 _REPORTED_STEP = 0.25
 
@@ -47,25 +44,14 @@ class Display:
         if self._progress is not None:
             self._progress.stop()
 
-    def table(self, children: Iterable[Child]) -> None:
-        """Print the table of services with their addresses, cores and logs, and the metrics URLs."""
-        children = list(children)
-        self._table(children)
-        metrics_urls = [
-            f"{child.service.name} http://{child.metrics_address}/metrics"
-            for child in children
-            if child.metrics_address
-        ]
-        if metrics_urls:
-            self.line(f"metrics: {', '.join(metrics_urls)}")
-
-    def _table(self, children: list[Child]) -> None:
+    def table(self, rows: Iterable[Sequence[str]]) -> None:
+        """Print the table of services: role, name, process id, address, cores and log file of each."""
         if not self._console.is_terminal:
-            for row in map(_row, children):
+            for row in rows:
                 self.line("  ".join(row))
             return
         table = Table("role", "name", "pid", "address", "cores", "log", box=None, pad_edge=False)
-        for row in map(_row, children):
+        for row in rows:
             table.add_row(*row)
         self._console.print(table)
 
@@ -75,9 +61,3 @@ class Display:
         if step > self._reported.get(name, -1.0):
             self._reported[name] = step
             self.line(f"{name}: loading {step:.0%}")
-
-
-def _row(child: Child) -> tuple[str, ...]:
-    service = child.service
-    cores = format_cores(service.cores) or "all"
-    return (service.role, service.name, str(child.pid), child.address, cores, str(child.log_path))

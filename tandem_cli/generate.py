@@ -3,19 +3,14 @@
 import argparse
 import json
 import sys
-from typing import Any
 
 from rich.console import Console
 
 import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem import GenerateArguments
-from tandem_cli.answer import StreamedAnswer, show
-from tandem_cli.colours import Painter, escape_json_controls
 from tandem_cli.connection import add_connection_arguments, open_client
-
-NAME = "generate"
-ABOUT = "answer one prompt; tokens are coloured by the model's confidence"
+from tandem_cli.terminal import Painter, StreamedAnswer, escape_json_controls, show_answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
                 answer.add(event)
             sys.stdout.write(escape_json_controls(json.dumps(describe(answer), ensure_ascii=False)) + "\n")
             return 0
-        show(client.stream(**arguments), answer, Painter.of(Console()))
+        show_answer(client.stream(**arguments), answer, Painter.of(Console()))
         sys.stderr.write(answer.summary() + "\n")
     return 0
 
 
-def describe(answer: StreamedAnswer) -> dict[str, Any]:
+def describe(answer: StreamedAnswer) -> dict[str, object]:
     """The content of `--json`."""
     return {
         "request_id": answer.request_id,
@@ -64,8 +59,8 @@ def describe(answer: StreamedAnswer) -> dict[str, Any]:
     }
 
 
-def _describe_token(token: tandem.Token) -> dict[str, Any]:
-    entry: dict[str, Any] = {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
+def _describe_token(token: tandem.Token) -> dict[str, object]:
+    entry: dict[str, object] = {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
     if token.top:
         entry["top"] = [{"id": top.id, "text": top.text, "logprob": top.logprob} for top in token.top]
     return entry

@@ -4,11 +4,8 @@ import argparse
 import sys
 
 from mesh.domain.errors import ConfigurationError
-from router.api.api_keys import digest_of, new_key
-from router.api.tenants import Priority, Tenant
-
-NAME = "keys"
-ABOUT = "create API keys for tenants"
+from router.admission.fair_queue import Priority
+from router.api.tenants import Tenant, digest_of, new_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,30 +1,32 @@
-"""Entry point of the `tandem` command: one module per subcommand."""
+"""Entry point of the `tandem` command. Each subcommand is the module of its name, imported when it is chosen.
+
+`tandem generate` therefore starts without the engine that `tandem plan` measures, and `tandem --help` imports no
+command.
+"""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from importlib import import_module
+from typing import NoReturn, Protocol, cast
 
 import tandem
 from mesh.domain.errors import ConfigurationError
-from tandem_cli import bench, breakdown, chat, generate, keys, models, plan, up, workers
-from tandem_cli.colours import strip_controls
+from tandem_cli.terminal import strip_controls
 
-
-class Command(Protocol):
-    """The interface of a module that implements a subcommand."""
-
-    NAME: str
-    ABOUT: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Run the command; returns the exit status."""
-
-
-COMMANDS: tuple[Command, ...] = (up, generate, chat, workers, models, keys, bench, plan, breakdown)
+COMMANDS = {
+    "up": 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve',
+    "generate": "answer one prompt; tokens are coloured by the model's confidence",
+    "chat": "talk with the model; Ctrl-C stops an answer, Ctrl-D ends the conversation",
+    "workers": "show the workers and their load",
+    "models": "list the served models and their limits",
+    "keys": "create API keys for tenants",
+    "bench": "measure speed under load: latency, throughput, goodput and price, as a table, JSON and plots",
+    "plan": "plan capacity: memory, concurrent users, best-case speed, workers for a load, and cost",
+    "breakdown": "send sample requests and show where their time goes: queue, prefill, transfer, decode, ...",
+}
+"""All subcommands, with their descriptions."""
 
 _ADVICE = {
     tandem.ConnectionFailed: "is the mesh running? start it with: tandem up",
@@ -43,23 +45,34 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see: {self.prog} --help)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the `tandem` command with all subcommands."""
+class Command(Protocol):
+    """The interface of a subcommand's module."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Run the command; returns the exit status."""
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse `argv`, or the command line of this process. `run` of the result is that of the chosen subcommand."""
+    argv = sys.argv[1:] if argv is None else argv
+    chosen = next((word for word in argv if not word.startswith("-")), None)
     parser = _Parser(prog="tandem", description="Serves large language models with prefill and decode separated.")
     parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
-    for command in COMMANDS:
-        subparser = subparsers.add_parser(
-            command.NAME, help=command.ABOUT, description=command.ABOUT, allow_abbrev=False
-        )
-        command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
-    return parser
+    for name, about in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
+        if name == chosen:
+            command = cast(Command, import_module(f"tandem_cli.{name}"))
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse `argv` and run the subcommand; returns the exit status."""
-    return execute(build_parser().parse_args(argv))
+    return execute(parse_arguments(argv))
 
 
 def execute(args: argparse.Namespace) -> int:

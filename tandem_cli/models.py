@@ -5,12 +5,8 @@ import argparse
 from rich.table import Table
 from rich.text import Text
 
-from tandem_cli.colours import strip_controls
 from tandem_cli.connection import add_connection_arguments, open_client
-from tandem_cli.tables import wide_console
-
-NAME = "models"
-ABOUT = "list the served models and their limits"
+from tandem_cli.terminal import strip_controls, wide_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,15 +12,15 @@ import contextlib
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from mesh.domain.errors import ConfigurationError
 from tandem import TandemError
-from tandem_cli.backoff import Backoff
 from tandem_cli.child import Child, ChildEvent, Launch
+from tandem_cli.cores import format_cores
 from tandem_cli.display import Display
-from tandem_cli.services import MeshPlan, Service
+from tandem_cli.mesh_plan import MeshPlan, Service
 
 _STOP_LIMIT_S = 60.0
 _CONFIGURATION_STATUS = 2
@@ -60,6 +60,27 @@ class _RestartDue:
 _Event: TypeAlias = ChildEvent | _Signal | _StartTimedOut | _TrialEnded | _RestartDue
 
 
+@dataclass
+class Backoff:
+    """Restart delays of one service: each is twice the one before, and a healthy run of `healthy_s` resets them."""
+
+    first_s: float = 0.5
+    max_s: float = 30.0
+    healthy_s: float = 60.0
+    _next_s: float = field(default=0.5, init=False)
+
+    def __post_init__(self) -> None:
+        self._next_s = self.first_s
+
+    def delay_s(self, lived_s: float) -> float:
+        """Seconds to wait before the next start, after a process that ran for `lived_s`."""
+        if lived_s >= self.healthy_s:
+            self._next_s = self.first_s
+        delay_s = self._next_s
+        self._next_s = min(self.max_s, delay_s * 2)
+        return delay_s
+
+
 class Supervisor:
     """Runs the services of one mesh from start to stop. Use it once."""
 
@@ -85,7 +106,7 @@ class Supervisor:
         with self._signals():
             try:
                 await self._start()
-                self._display.table(self._children.values())
+                self._show_services()
                 on_ready(
                     ",".join(self._addresses("router")),
                     self._children["gateway"].address if "gateway" in self._children else "",
@@ -97,6 +118,17 @@ class Supervisor:
             finally:
                 self._display.loaded()
                 await self._stop()
+
+    def _show_services(self) -> None:
+        """Show the table of services and the URLs of their metrics."""
+        self._display.table(map(_row, self._children.values()))
+        metrics_urls = [
+            f"{name} http://{child.metrics_address}/metrics"
+            for name, child in self._children.items()
+            if child.metrics_address
+        ]
+        if metrics_urls:
+            self._display.line(f"metrics: {', '.join(metrics_urls)}")
 
     async def _start(self) -> None:
         """Start all services. Returns after a successful trial request through each router."""
@@ -276,6 +308,12 @@ class Supervisor:
         names = ", ".join(sorted(waiting_for))
         logs = "".join(map(_end_of_log, late))
         return f"not ready after {self._plan.settings.model_loading_timeout:g} s: {names}{logs}"
+
+
+def _row(child: Child) -> tuple[str, ...]:
+    service = child.service
+    cores = format_cores(service.cores) or "all"
+    return (service.role, service.name, str(child.pid), child.address, cores, str(child.log_path))
 
 
 def _describe_exit(status: int) -> str:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,26 +25,45 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.line_writer import steady_output
 from mesh.settings import load_settings
-from router.api.api_keys import digest_of, new_key
+from router.api.tenants import digest_of, new_key
 from router.settings import RouterSettings
-from tandem_cli.child import Launch, Programs
+from tandem_cli.child import Launch, Programs, make_log_folder
 from tandem_cli.display import Display
-from tandem_cli.log_file import make_log_folder
-from tandem_cli.model_plans import Overrides, available_cores, find_draft, join_models, plan_models
-from tandem_cli.services import ROLES, MeshPlan, passed_on, roles_of, split_by_role
-from tandem_cli.serving import LowCode, read_low_code
-from tandem_cli.setting_names import check_names
+from tandem_cli.low_code import LowCode, read_low_code
+from tandem_cli.mesh_plan import MeshPlan, Overrides, available_cores, find_draft, join_models, plan_models
 from tandem_cli.supervisor import MeshFailed, Supervisor
-from tandem_cli.trial import Trial
-from tandem_cli.up_settings import HandlerChoice, UpSettings
-
-NAME = "up"
-ABOUT = 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve'
+from tandem_cli.up_settings import ROLES, HandlerChoice, UpSettings, check_names, passed_on, roles_of, split_by_role
 
 _LMI_PORT = 8080
 _REDIS_S = 5.0
+_TRIAL_S = 120.0
+_TRIAL_TEXT = "Hello"
 
 PROGRAMS: Programs = {role: (sys.executable, "-m", module) for role, (module, _) in ROLES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The trial request, sent before the mesh is reported as ready: two tokens of each model, through all parts.
+
+    Its prompt is longer than `prefill_threshold`, so that a prefill worker takes part.
+    """
+
+    prefill_threshold: int = 0
+    api_key: str | None = field(default=None, repr=False)
+    tls: tandem.Tls | bool = False
+
+    async def __call__(self, address: str) -> None:
+        """Send the request to each model of the router at `address`. Raises TandemError if one fails."""
+        async with tandem.AsyncClient(address, api_key=self.api_key, tls=self.tls, timeout=_TRIAL_S) as client:
+            for model in await client.models():
+                await self._try(client, model)
+
+    async def _try(self, client: tandem.AsyncClient, model: tandem.Model) -> None:
+        ids = [token.id for token in await client.tokenize(prompt=_TRIAL_TEXT, model=model.name)] or [0]
+        repeats = self.prefill_threshold // len(ids) + 1
+        prompt = (ids * repeats)[: min(model.max_input_tokens, model.max_total_tokens - 2)]
+        await client.generate(token_ids=prompt, model=model.name, max_new_tokens=2, ignore_eos=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_flag(services, setting, f" ({roles})")
 
 
-def _add_flag(parser: Any, setting: Any, suffix: str = "") -> None:
+def _add_flag(parser: argparse._ActionsContainer, setting: Field[object], suffix: str = "") -> None:
     about = f"{setting.metadata['about']} (default {setting.default!r}){suffix}".replace("%", "%%")
     optional_value: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.type is bool else {}
     flag = "--" + setting.name.replace("_", "-")
@@ -133,7 +152,7 @@ def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> 
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     config = [f"--config={args.config}"] if args.config else []
     origins = {name: origin for name, origin in low_code.origins.get("up", {}).items() if name not in args}
-    resolved = load_settings(UpSettings, [*flags, *config], prog=NAME, flag_origins=origins)
+    resolved = load_settings(UpSettings, [*flags, *config], prog="up", flag_origins=origins)
     if resolved.origins["model"] != "default":
         return resolved.values
     if low_code.model_folder:
@@ -241,7 +260,7 @@ def _require_redis(num_routers: int, url: str) -> None:
         return
     if importlib.util.find_spec("redis") is None:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]")
-    from mesh.registry.redis_connection import FAILURES, open_redis
+    from mesh.registry import FAILURES, open_redis
 
     async def ping() -> None:
         async with open_redis(url, timeout_s=_REDIS_S) as redis:

@@ -1,13 +1,52 @@
-"""Settings of `tandem up`, and the lookup of model folders."""
+"""Settings of `tandem up` and of the services that it starts: the roles that have each setting, and unknown names."""
 
-from dataclasses import dataclass
-from pathlib import Path
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
 
-from checkpoint.source import ModelSource, Progress
+from decode_worker.settings import DecodeSettings
+from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import setting
+from mesh.settings import ENV_PREFIX, check_settings_file, setting, suggestion
+from prefill_worker.settings import PrefillSettings
+from router.settings import RouterSettings
+from tandem_cli.connection import ConnectionSettings
+from tandem_cli.load_test.endpoints import OpenAISettings
 
-BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "demo_model"
+ROLES: Mapping[str, tuple[str, type]] = {
+    "router": ("router", RouterSettings),
+    "prefill": ("prefill_worker", PrefillSettings),
+    "decode": ("decode_worker", DecodeSettings),
+    "gateway": ("gateway", GatewaySettings),
+}
+"""Module and settings class of each role."""
+
+# Settings that `tandem up` computes itself, and does not accept as flags.
+_COMPUTED_SETTINGS = frozenset(
+    {
+        "worker_id",
+        "registry_address",
+        "registry_host",
+        "registry_port",
+        "advertise_host",
+        "expect_prefill",
+        "expect_decode",
+        "router",
+        "router_tls",
+        "router_tls_ca",
+        "router_tls_name",
+        "cpu_list",
+        "core_table",
+        "lent_cores",
+        "num_threads",
+        "follow_stdin",
+        "log_json",
+    }
+)
+
+# Kubernetes sets these for every service in a namespace: a service named tandem adds TANDEM_PORT_80_TCP and others.
+_KUBERNETES = re.compile(r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)")
+_OTHER_NAMES = {"config", "pace", "http"}  # the latter two belong to tandem_cli.load_test.paced and to examples/http
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +117,87 @@ class HandlerChoice:
     handler: str = setting("", "your own model.py")
 
 
-def find_model(
-    source: ModelSource, on_progress: Progress = lambda fraction: None, bundled: Path = BUNDLED_MODELS
-) -> Path:
-    """The folder of a model: bundled, local or downloaded. Raises ConfigurationError if the model cannot be found."""
-    names = sorted(config.parent.name for config in bundled.glob("*/config.json"))
-    if source.name in names:
-        return bundled / source.name
-    try:
-        return source.locate(on_progress)
-    except ConfigurationError as error:
-        hint = f"; bundled are: {', '.join(names)}" if names and not source.is_remote else ""
-        raise ConfigurationError(f"{error}{hint}") from error
+def passed_on() -> dict[str, tuple[str, Field[object]]]:
+    """Settings of services that are also flags of `tandem up`: name to (roles that have it, dataclass field)."""
+    excluded = _COMPUTED_SETTINGS | {field.name for field in fields(UpSettings)}
+    settings_by_name: dict[str, tuple[str, Field[object]]] = {}
+    for role, (_, settings_class) in ROLES.items():
+        for field in fields(settings_class):
+            if field.name not in excluded and not field.metadata["secret"]:
+                roles = settings_by_name[field.name][0] + "," if field.name in settings_by_name else ""
+                settings_by_name[field.name] = (roles + role, field)
+    return settings_by_name
+
+
+def roles_of() -> dict[str, list[str]]:
+    """The roles that have each setting of `passed_on()`, by name."""
+    return {name: roles.split(",") for name, (roles, _) in passed_on().items()}
+
+
+def split_secrets(role: str, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Split `environ` for a service of `role` into public variables and its secrets. Secrets of other roles are
+    dropped.
+    """
+    secret_names, all_names = _secret_names(role), {name for other_role in ROLES for name in _secret_names(other_role)}
+    public = {name: value for name, value in environ.items() if name not in all_names}
+    return public, {name: environ[name] for name in secret_names if name in environ}
+
+
+def _secret_names(role: str) -> set[str]:
+    secrets = [secret for secret in fields(ROLES[role][1]) if secret.metadata["secret"]]
+    return {name for secret in secrets for name in (f"TANDEM_{secret.name.upper()}", *secret.metadata["env"])}
+
+
+def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Assign each setting to the roles that have it. `overrides` ("role.key=value") apply to one role and take
+    precedence. Raises ConfigurationError.
+    """
+    values: dict[str, dict[str, str]] = {role: {} for role in ROLES}
+    roles_by_setting = passed_on()
+    for name, value in settings.items():
+        for role in roles_by_setting[name][0].split(","):
+            values[role][name] = value
+    for override in overrides:
+        path, is_pair, value = override.partition("=")
+        role, _, key = path.partition(".")
+        name = key.replace("-", "_")
+        if not is_pair or role not in ROLES:
+            raise ConfigurationError(f"--set needs ROLE.KEY=VALUE with a role of {', '.join(ROLES)}, got {override!r}")
+        if role not in roles_by_setting.get(name, ("",))[0].split(","):
+            role_settings = [
+                field_name for field_name, (roles, _) in roles_by_setting.items() if role in roles.split(",")
+            ]
+            raise ConfigurationError(f"--set {override}: {role} has no setting {key}{suggestion(name, role_settings)}")
+        values[role][name] = value
+    return values
+
+
+def all_names() -> dict[str, list[str]]:
+    """The setting names of each component, by the name of its table in a settings file."""
+    classes = {"up": UpSettings, "client": ConnectionSettings, "bench": OpenAISettings, **dict(ROLES.values())}
+    return {
+        component: [field.name for field in fields(settings_class)] for component, settings_class in classes.items()
+    }
+
+
+def check_names(config: str | None, environ: Mapping[str, str]) -> list[str]:
+    """Return warnings about unknown variables with the prefix TANDEM_. Raises ConfigurationError for unknown keys of
+    the settings file. A component itself rejects variables that misspell one of its settings.
+    """
+    names = all_names()
+    config = config or environ.get(f"{ENV_PREFIX}CONFIG")
+    if config:
+        check_settings_file(config, names)
+    known_names = {name for component_names in names.values() for name in component_names} | _OTHER_NAMES
+    return [_warning(variable, known_names) for variable in environ if _is_unknown(variable, known_names)]
+
+
+def _is_unknown(variable: str, known_names: Collection[str]) -> bool:
+    if not variable.startswith(ENV_PREFIX) or _KUBERNETES.fullmatch(variable):
+        return False
+    return variable.removeprefix(ENV_PREFIX).lower() not in known_names
+
+
+def _warning(variable: str, known_names: Collection[str]) -> str:
+    name = variable.removeprefix(ENV_PREFIX).lower()
+    return f"{variable} is not known and has no effect{suggestion(name, known_names)}"

@@ -11,12 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 import tandem
-from tandem_cli.colours import strip_controls
 from tandem_cli.connection import add_connection_arguments, open_client
-from tandem_cli.tables import wide_console
-
-NAME = "workers"
-ABOUT = "show the workers and their load"
+from tandem_cli.terminal import strip_controls, wide_console
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
 _STATE_STYLES = {"ready": "green", "draining": "yellow", "stalled": "red", "lost": "red"}

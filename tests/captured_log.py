@@ -11,7 +11,7 @@ import pytest
 import structlog
 
 from mesh.line_writer import LineWriter
-from mesh.telemetry import Logs
+from mesh.logs import Logs
 
 ReadLog = Callable[[], str]
 InstallLog = Callable[..., ReadLog]

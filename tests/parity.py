@@ -36,7 +36,7 @@ import tandem
 from decode_worker.settings import DecodeSettings
 from engine.load import load_model_runner
 from engine.models.config import load_config
-from mesh.telemetry import configure_logging
+from mesh.logs import configure_logging
 from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess
 from router.settings import RouterSettings

@@ -6,6 +6,7 @@ looks dead.
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,10 +14,9 @@ import grpc
 import structlog
 
 from mesh import wire
-from mesh.backoff import Backoff
-from mesh.cancellation import is_cancelled
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
+from mesh.retry import Backoff, is_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.status import error_from_rpc
@@ -205,3 +205,25 @@ class RegistryAgent:
 def _is_final(error: MeshError) -> bool:
     """Return True if a retry cannot help, because the operator must change something."""
     return isinstance(error, LayoutMismatch | Unauthenticated | InvalidRequest)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """The Worker gRPC service, for operators: identity, load and drain. `drain` is WorkerRuntime.drain."""
+
+    def __init__(self, info: WorkerInfo, source: ReportSource, drain: Callable[[], Awaitable[None]]) -> None:
+        self._info = info
+        self._source = source
+        self._drain = drain
+
+    async def GetWorker(
+        self, request: worker_pb2.GetWorkerRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetWorkerResponse:
+        load = await self._source.load()
+        return worker_pb2.GetWorkerResponse(record=wire.worker_to_proto(self._info), load=wire.load_to_proto(load))
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DrainResponse:
+        """Accept no new work from now on; running work continues."""
+        await self._drain()
+        return worker_pb2.DrainResponse()

@@ -2,19 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
 
 from engine.batch import LayerHook
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from mesh.domain.worker import WorkerRole
-from mesh.loop_lag import watching_loop
-from mesh.metrics import serving_metrics
-from worker.engine_host import EngineLimits, Load
-from worker.loading import load_host
-from worker.malloc import keep_freed_memory
+from mesh.metrics import serving_metrics, watching_loop
+from mesh.process import keep_freed_memory
+from worker.engine_host import EngineLimits, Load, load_host
 from worker.metrics import WorkerMetrics
-from worker.reports import EngineReports
-from worker.runtime import WorkerRuntime
+from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings
 
 
@@ -51,8 +47,8 @@ class Worker:
         self,
         services: Sequence[str],
         *,
-        drained: Callable[[], Coroutine[Any, Any, None]],
-        close: Callable[[], Coroutine[Any, Any, None]],
+        drained: Callable[[], Coroutine[object, object, None]],
+        close: Callable[[], Coroutine[object, object, None]],
     ) -> None:
         """Start the engine, serve until stopped, drain, `close()` the KV transfers, and stop the engine."""
         self.engine.start()

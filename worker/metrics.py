@@ -1,13 +1,18 @@
-"""Metrics of workers of both roles: engine steps, batch, memory and prefix cache."""
+"""Metrics of workers (engine steps, batch, memory, prefix cache, KV transfers), and the spans of their traces."""
 
 from collections.abc import Callable, Iterator
 
+from opentelemetry import trace
+from opentelemetry.trace import INVALID_SPAN, Span
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mesh.domain.request import Request
+from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.metrics import GAP_SECONDS, SECONDS, TOKENS, new_registry
+from mesh.tracing import context_in
 
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
@@ -104,3 +109,51 @@ class _Load(Collector):
         family = CounterMetricFamily(f"tandem_{name}", about, labels=["role"])
         family.add_metric([self._info.role.value], value)
         return family
+
+
+class PrefillMetrics(WorkerMetrics):
+    """Metrics of a prefill worker: those of all workers, and the KV that it sends."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerRole.PREFILL)
+        self._sent = Counter("tandem_kv_sent_bytes", "KV sent and verified", ["transport"], registry=self.registry)
+
+    def sent(self, num_bytes: int, transport: str, seconds: float) -> None:
+        """Record a finished transfer of one prompt's KV."""
+        self._sent.labels(transport).inc(num_bytes)
+        self.transferred(seconds)
+
+
+class DecodeMetrics(WorkerMetrics):
+    """Metrics of a decode worker: those of all workers, and the origin of its sequences' KV."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerRole.DECODE)
+        self._started = Counter(
+            "tandem_decode_sequences",
+            "Sequences, by where their KV comes from",
+            ["kv"],
+            registry=self.registry,
+        )
+        for kv in ("transferred", "computed", "shared"):
+            self._started.labels(kv)
+        for reason in SequenceFailure:  # Prometheus sees no increase where a series begins with 1
+            self._failures.labels(self._role, reason.value)
+
+    def started(self, num_tokens: int, kv: str) -> None:
+        """Record a new sequence. Its KV is "transferred", "computed" here, or "shared" with another choice."""
+        self.looked_up(num_tokens)
+        self._started.labels(kv).inc()
+
+
+def begin_span(service: str, name: str, request: Request) -> Span:
+    """Start a span for a worker's part of a request; a no-op span if the request has no trace. Always end it."""
+    if not request.traceparent:
+        return INVALID_SPAN
+    attributes: dict[str, str | int] = {
+        "tandem.request_id": request.request_id,
+        "tandem.attempt": request.attempt,
+        "tandem.tokens": len(request.token_ids),
+    }
+    context = context_in({"traceparent": request.traceparent})
+    return trace.get_tracer(f"tandem.{service}").start_span(name, context, attributes=attributes)

@@ -14,11 +14,20 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 
 from mesh import wire
-from mesh.cancellation import require_not_cancelled
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, WorkerState
-from mesh.registry.redis_connection import FAILURES, require_registry, stay_connected
-from mesh.registry.redis_keys import BEATS, RECORD_TTL_S, WORKERS, ask_channel, record_key
-from mesh.registry.redis_records import RecordSeal, Refused
+from mesh.registry import (
+    BEATS,
+    FAILURES,
+    RECORD_TTL_S,
+    WORKERS,
+    RecordSeal,
+    Refused,
+    ask_channel,
+    record_key,
+    require_registry,
+    stay_connected,
+)
+from mesh.retry import require_not_cancelled
 from mesh.rpc.credentials import MeshKey
 from mesh.v1 import worker_pb2
 from worker.agent import RegistryAgent

@@ -2,32 +2,40 @@
 
 Stop order: health becomes NOT_SERVING and new work is refused; an immediate heartbeat tells the routers; running work
 finishes, or `drain_grace_s` ends; the server stops; the caller of `serve` stops the engine.
+
+The engine's thread cannot detect by itself that it is stuck in a step (a wedged driver, a deadlock, a machine that
+swaps), so the event loop checks how long the thread has been in its current step or command. The limit grows with the
+step's number of tokens, because a large prompt chunk takes long without being stuck.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, Protocol
 
 import structlog
 
+from engine.loop import Busy, EngineLoop
+from engine.scheduler import Scheduler
 from mesh.domain.errors import ConfigurationError, MeshError
-from mesh.domain.worker import WorkerInfo, WorkerState
+from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerState
+from mesh.logs import flush_outputs
 from mesh.process import announce, until_stopped
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
-from mesh.telemetry import flush_outputs
 from mesh.v1 import worker_pb2_grpc
-from worker.agent import RegistryAgent, ReportSource
+from worker.agent import RegistryAgent, Report, ReportSource, Snapshot, WorkerServicer
 from worker.metrics import WorkerMetrics
-from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
-from worker.stall import StallLimits, StallWatch, Watched
 
 log = structlog.get_logger(__name__)
 
 _STOP_GRACE_S = 1.0
+
+# Steps of up to this many tokens, as decode steps of a full batch, have the plain limit; larger ones in proportion.
+_PLAIN_STEP_TOKENS = 64
+_MAX_LOOK_INTERVAL_S = 1.0
 
 
 class WorkerRuntime:
@@ -58,8 +66,8 @@ class WorkerRuntime:
         self,
         *,
         services: Sequence[str],
-        drained: Callable[[], Coroutine[Any, Any, None]],
-        engine: Watched,
+        drained: Callable[[], Coroutine[object, object, None]],
+        engine: "Watched",
         engine_died: asyncio.Event,
     ) -> None:
         """Serve until a signal stops the process. Raises ConfigurationError if the mesh refuses this worker, MeshError
@@ -98,7 +106,7 @@ class WorkerRuntime:
             # set_serving takes effect before its first await, so heartbeat and health always agree.
             await self.server.set_serving(state is WorkerState.READY)
 
-    async def _watch(self, engine: Watched) -> None:
+    async def _watch(self, engine: "Watched") -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts
         it."""
 
@@ -113,7 +121,9 @@ class WorkerRuntime:
         flush_outputs()
         os._exit(1)
 
-    async def _drain(self, drained: Callable[[], Coroutine[Any, Any, None]], died: asyncio.Task[Literal[True]]) -> None:
+    async def _drain(
+        self, drained: Callable[[], Coroutine[object, object, None]], died: asyncio.Task[Literal[True]]
+    ) -> None:
         """Drain, and wait until running work is done, `drain_grace_s` ends, or the engine dies."""
         await self.drain()
         work_done = asyncio.create_task(drained())
@@ -126,7 +136,7 @@ class WorkerRuntime:
 
 def _registration(
     settings: WorkerSettings, key: MeshKey | None, agent: RegistryAgent
-) -> Callable[[], Coroutine[Any, Any, None]]:
+) -> Callable[[], Coroutine[object, object, None]]:
     """Return the coroutine function that keeps this worker registered. Raises ConfigurationError."""
     if not settings.registry_url:
         return lambda: agent.run(settings.registry_address)
@@ -142,3 +152,84 @@ def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:
     if isinstance(error, MeshError):
         raise ConfigurationError(f"the router refuses this worker: {error}") from None
     raise error or MeshError("registration ended")
+
+
+class Watched(Protocol):
+    """An engine's thread. Plug point: EngineLoop. Both methods return at once."""
+
+    def busy(self) -> Busy | None:
+        """Return the current step or command; None between steps."""
+        ...
+
+    def stack(self) -> str:
+        """Return the thread's stack, for the log."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StallLimits:
+    """Limits for a step of up to 64 tokens; larger steps get more in proportion. An engine that is stuck for
+    `wedged_exit_s` counts as wedged; 0 disables this limit."""
+
+    stall_after_s: float
+    wedged_exit_s: float
+
+
+class StallWatch:
+    """Watches one engine. Calls `on_change(True)` at the start of each stall and `on_change(False)` at its end."""
+
+    def __init__(self, engine: "Watched", limits: StallLimits, on_change: Callable[[bool], Awaitable[None]]) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._on_change = on_change
+        self._is_stalled = False
+
+    async def run(self) -> None:
+        """Watch until cancelled. Returns if the engine is wedged."""
+        while True:
+            busy = self._engine.busy()
+            if self._is_over(busy, self._limits.stall_after_s) != self._is_stalled:
+                self._is_stalled = not self._is_stalled
+                self._log(busy)
+                await self._on_change(self._is_stalled)
+            if self._is_over(busy, self._limits.wedged_exit_s or float("inf")):
+                return
+            await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._limits.stall_after_s / 10))
+
+    def _is_over(self, busy: Busy | None, limit_s: float) -> bool:
+        return busy is not None and busy.for_s >= limit_s * max(1.0, busy.num_tokens / _PLAIN_STEP_TOKENS)
+
+    def _log(self, busy: Busy | None) -> None:
+        if self._is_stalled and busy is not None:
+            stack = self._engine.stack()
+            log.error("engine stalled", for_s=round(busy.for_s, 1), num_tokens=busy.num_tokens, stack=stack)
+        else:
+            log.warning("engine goes on")
+
+
+class EngineReports:
+    """Reports of the engine's load and prefix cache; implements worker.agent.ReportSource. Each runs on the engine's
+    thread, so a call may take as long as an engine step.
+    """
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+
+    async def report(self) -> Report:
+        return await self._loop.call(_report)
+
+    async def load(self) -> WorkerLoad:
+        return await self._loop.call(Scheduler.load)
+
+    async def snapshot(self) -> Snapshot:
+        return await self._loop.call(_snapshot)
+
+
+def _report(scheduler: Scheduler) -> Report:
+    first_event, events = scheduler.pool.log.take()
+    return Report(scheduler.load(), first_event, events)
+
+
+def _snapshot(scheduler: Scheduler) -> Snapshot:
+    scheduler.pool.log.take()
+    return Snapshot(scheduler.load(), scheduler.pool.log.next_number, scheduler.pool.cached_hashes)

@@ -10,8 +10,8 @@ import structlog
 from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
-from mesh.domain.cores import parse_cores
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import parse_cores
 from mesh.settings import setting
 
 log = structlog.get_logger(__name__)

@@ -3,13 +3,16 @@
 An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-overflow` (the same, but
 the decode worker helps with prompts while the prefill worker is full), `tandem-colocated`, or a peer of
 bench.peers.catalog. BUDGET is the maximum number of tokens per step; prompts are computed in chunks that fit into it.
+
+Arms are measured in turn over several rounds, because the speed of a machine changes within minutes.
 """
 
+import argparse
 import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +20,7 @@ from pathlib import Path
 import psutil
 
 import tandem
-from bench.peers.catalog import PEERS, interpreter
-from bench.peers.models import checkpoint_of, model_for
+from bench.peers.catalog import PEERS, checkpoint_of, interpreter, model_for
 from bench.peers.process import Command, PeerFailed, running
 from tandem_cli.load_test.load import Send, Workload, run_closed_loop
 
@@ -158,3 +160,39 @@ def _through(client: tandem.AsyncClient) -> Stream:
                 yield (event.token.id,)
 
     return stream
+
+
+async def in_turn(
+    arms: Sequence[Arm], repeats: int, measure: Callable[[Arm, int], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Call `measure(arm, number of the round)` for each arm in turn, and yield after each round, so that a long run may
+    be interrupted. A failed arm is reported and skipped in later rounds.
+    """
+    remaining = list(arms)
+    for repeat in range(repeats):
+        for arm in list(remaining):
+            print(f"round {repeat + 1} of {repeats}: {arm.label}", file=sys.stderr, flush=True)
+            try:
+                await measure(arm, repeat)
+            except* PeerFailed as errors:
+                remaining.remove(arm)
+                print(f"left out from here: {errors.exceptions[0]}", file=sys.stderr, flush=True)
+        yield
+
+
+def setup_of(options: argparse.Namespace) -> Setup:
+    """The setup from the common flags. Also pins this process, the load generator, to the cores of the setup."""
+    cores = tuple(options.cores or sorted(os.sched_getaffinity(0)))
+    os.sched_setaffinity(0, cores)
+    return Setup(options.envs, options.shape, options.quantize, cores)
+
+
+def add_common_flags(parser: argparse.ArgumentParser, default_arms: Sequence[str]) -> None:
+    """Add the flags that all comparisons in bench.peers share."""
+    parser.add_argument("--arms", type=parse_arm, nargs="+", default=[parse_arm(arm) for arm in default_arms])
+    parser.add_argument("--shape", default="135m")
+    parser.add_argument("--quantize", default="none", choices=("none", "bf16", "int8"), help="none is fp32")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cores", type=int, nargs="+", help="cores of all processes; default: all allowed")
+    parser.add_argument("--envs", type=Path, default=Path(".peers"), help="folder of the peers' environments")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")

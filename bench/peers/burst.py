@@ -5,7 +5,7 @@
 There are four steady streams (256 tokens in, 128 out). When all are halfway, eight prompts of 1,500 tokens (64 out)
 arrive. The burst lasts until the last long prompt has its first token. The table has the gaps between tokens of the
 steady streams before and during the burst, and the TTFT of the long prompts, as medians over the rounds. Arms are
-written as in bench.peers.compare.
+written as in bench.peers.arms.
 """
 
 import argparse
@@ -21,10 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.peers.arms import Arm, Setup, Stream, started
-from bench.peers.compare import add_common_flags, setup_of
-from bench.peers.rounds import in_turn
-from tandem_cli.load_test.load import Workload, percentile
+from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started
+from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.load import Workload
 
 _STEADY = Workload(num_clients=4, requests_per_client=1, input_tokens=256, output_tokens=128, seed=2)
 _LONG = Workload(num_clients=8, requests_per_client=1, input_tokens=1500, output_tokens=64, seed=3)

@@ -1,8 +1,17 @@
-"""The engines that Tandem is compared with: pinned versions, weight formats and environments."""
+"""The engines that Tandem is compared with: pinned versions, weight formats, environments, and models for all arms.
 
+There is one checkpoint per shape, with the same random weights for Tandem and all peers. It and its conversions for
+peers are cached in a folder.
+"""
+
+import json
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from bench.shapes import write_shape
 
 TORCH = "torch==2.13.0+cpu"
 AS_IT_IS = ""
@@ -60,3 +69,54 @@ PEERS = {
 def interpreter(envs: Path, engine: str) -> Path:
     """The Python of the environment of an engine. The path is not resolved, which would leave the environment."""
     return envs.absolute() / engine / "bin" / "python"
+
+
+def checkpoint_of(shape: str, envs: Path) -> Path:
+    """The folder of the checkpoint, which Tandem serves and all conversions start from. Written on first use."""
+    folder = envs / "models" / shape
+    if not (folder / "model.safetensors").exists():
+        write_checkpoint(shape, folder.parent)
+    return folder
+
+
+def model_for(peer: Peer, shape: str, precision: str, envs: Path) -> Path:
+    """The model folder for the runner of a peer, converted on first use. Exits for an unsupported precision."""
+    if precision not in peer.formats:
+        raise SystemExit(f"{peer.engine} has no {precision} arm, but {', '.join(peer.formats)}")
+    source = checkpoint_of(shape, envs)
+    weights = peer.formats[precision]
+    if weights == AS_IT_IS:
+        return source
+    target = envs / "models" / f"{shape}-{peer.engine}-{weights}"
+    if not target.exists():
+        _convert(peer.engine, interpreter(envs, peer.engine), source, target)
+    return target
+
+
+def _convert(engine: str, python: Path, source: Path, target: Path) -> None:
+    """Convert to a temporary name and rename at the end, so that no incomplete conversion remains under the name."""
+    partial = target.parent / f"{target.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    runner = (str(python), "-m", f"bench.peers.{engine}_runner")
+    line = [*runner, "convert", str(source.absolute()), str(partial.absolute()), target.name.rpartition("-")[2]]
+    subprocess.run(line, check=True, cwd=Path(__file__).resolve().parents[2])
+    partial.rename(target)
+
+
+def write_checkpoint(shape: str, folder: Path, seed: int = 0) -> Path:
+    """Write a shape's folder with fp32 weights drawn from `seed`; returns it."""
+    import torch  # not at the top: a driver that finds the checkpoint needs neither torch nor transformers
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model_dir = write_shape(shape, folder)
+    config = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}, indent=1))
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(model_dir))
+    # The embedding is tied, so the checkpoint has no separate output matrix.
+    tensors = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    partial = model_dir / "model.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.rename(model_dir / "model.safetensors")
+    return model_dir

@@ -5,13 +5,13 @@
 
 Each round starts every arm in turn, alone on the machine, and runs the closed loop of tandem_cli.load_test.load for
 each number of clients. The table has medians of the rounds, and the throughput of Tandem relative to the best peer.
+With `--check`, the arms' greedy tokens are compared with those of transformers instead, to see that all run one model.
 bench.peers.arms describes how to write arms; docs/benchmarking-peers.md describes the settings of each engine.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.peers.agreement import print_agreement
-from bench.peers.arms import Arm, Setup, parse_arm, send_through, started
-from bench.peers.rounds import in_turn
-from tandem_cli.load_test.load import Measured, Workload, median_run, percentile, run_closed_loop
+from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, parse_arm, send_through, setup_of, started
+from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop
+
+_PROMPTS = Workload(num_clients=6, requests_per_client=1, input_tokens=48, output_tokens=24, seed=1)
+Answers = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +163,36 @@ def _write_json(path: Path, rows: Sequence[Row], tandem_arms: frozenset[str], se
     path.write_text(json.dumps({**shared, "rows": [asdict(row) for row in rows], "ratios": ratios}, indent=1))
 
 
-def setup_of(options: argparse.Namespace) -> Setup:
-    """The setup from the common flags. Also pins this process, the load generator, to the cores of the setup."""
-    cores = tuple(options.cores or sorted(os.sched_getaffinity(0)))
-    os.sched_setaffinity(0, cores)
-    return Setup(options.envs, options.shape, options.quantize, cores)
+async def answers(arm: Arm, setup: Setup) -> Answers:
+    """The tokens of each answer. Requests run one at a time, so that batching has no effect."""
+    all_tokens: Answers = []
+    async with started(arm, setup) as serving:
+        for prompt in _PROMPTS.prompts():
+            tokens: list[int] = []
+            async for new in serving.stream(prompt, _PROMPTS.output_tokens):
+                tokens += new
+            all_tokens.append(tokens)
+    return all_tokens
 
 
-def add_common_flags(parser: argparse.ArgumentParser, default_arms: Sequence[str]) -> None:
-    """Add the flags that all comparisons in bench.peers share."""
-    parser.add_argument("--arms", type=parse_arm, nargs="+", default=[parse_arm(arm) for arm in default_arms])
-    parser.add_argument("--shape", default="135m")
-    parser.add_argument("--quantize", default="none", choices=("none", "bf16", "int8"), help="none is fp32")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cores", type=int, nargs="+", help="cores of all processes; default: all allowed")
-    parser.add_argument("--envs", type=Path, default=Path(".peers"), help="folder of the peers' environments")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+def count_agreement(reference: Answers, candidate: Answers) -> tuple[int, int]:
+    """The number of equal answers, and the total number of tokens before the first difference in each answer."""
+    num_equal = sum(a == b for a, b in zip(reference, candidate, strict=True))
+    num_tokens = 0
+    for a, b in zip(reference, candidate, strict=True):
+        num_tokens += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    return num_equal, num_tokens
+
+
+async def print_agreement(arms: Sequence[Arm], setup: Setup) -> None:
+    """Print one row per arm."""
+    reference = await answers(parse_arm("transformers"), setup)
+    table = Table("arm", "same answers", "same tokens up to the first that differs", title="against transformers")
+    total = sum(len(tokens) for tokens in reference)
+    for arm in arms:
+        num_equal, tokens = count_agreement(reference, await answers(arm, setup))
+        table.add_row(arm.label, f"{num_equal} of {len(reference)}", f"{tokens} of {total}")
+    Console(width=120).print(table)
 
 
 def main() -> None:

@@ -1,12 +1,16 @@
-"""Runs the generator of CTranslate2 on static batches, as it has no continuous batching; see bench.peers.wire."""
+"""CTranslate2: its generator runs on static batches, as it has no continuous batching; see bench.peers.wire.
+
+The format of converted weights is float32, bfloat16 or int8. With int8, activations are quantized to int8 at run time.
+"""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import ctranslate2
+from ctranslate2.converters import TransformersConverter
 
-from bench.peers.static_batches import serve
-from bench.peers.wire import Options, Request, Wire, parse_options
+from bench.peers.wire import Options, Request, Wire, run, serve_static_batches
 
 _COMPUTE = {"none": "float32", "bf16": "bfloat16", "int8": "int8"}
 
@@ -44,6 +48,16 @@ class Batches:
         )
 
 
+def serve(options: Options) -> None:
+    """Serve requests until the driver closes stdin."""
+    wire = Wire()
+    serve_static_batches(wire, options.max_seqs, Batches(wire, options).generate)
+
+
+def convert(checkpoint: Path, target: Path, weights: str) -> None:
+    """Convert a checkpoint to CTranslate2's format."""
+    TransformersConverter(str(checkpoint)).convert(str(target), quantization=weights)
+
+
 if __name__ == "__main__":
-    wire, options = Wire(), parse_options()
-    serve(wire, options.max_seqs, Batches(wire, options).generate)
+    run(serve, convert)

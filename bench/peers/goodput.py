@@ -5,7 +5,7 @@
 Requests (512 tokens in, 64 out) arrive at random (Poisson), with the same requests and times for every arm. An answer
 is good if its first token comes within 2 s, and the others take at most 60 ms each on average. Goodput is the highest
 rate at which nine in ten answers are good. An arm that misses the target at two rates in a row is not measured at
-higher rates. Figures are medians over the rounds. Arms are written as in bench.peers.compare.
+higher rates. Figures are medians over the rounds. Arms are written as in bench.peers.arms.
 """
 
 import argparse
@@ -20,15 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.peers.arms import Arm, Serving, Setup, send_through, started
-from bench.peers.compare import add_common_flags, setup_of
+from bench.peers.arms import Arm, Serving, Setup, add_common_flags, in_turn, send_through, setup_of, started
 from bench.peers.process import PeerFailed
-from bench.peers.rounds import in_turn
-from tandem_cli.load_test.figures import Slo, figures, goodput
+from tandem_cli.load_test.figures import Failed, Slo, figures, goodput
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, poisson_arrivals
-from tandem_cli.load_test.records import Failed
-from tandem_cli.load_test.targets import as_failure
+from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, as_failure, poisson_arrivals
 
 _SLO = Slo()
 _LENGTHS = Lengths(512, 64, 32000)

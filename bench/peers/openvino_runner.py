@@ -1,12 +1,18 @@
-"""Runs openvino-genai's ContinuousBatchingPipeline; see bench.peers.wire."""
+"""OpenVINO: runs openvino-genai's ContinuousBatchingPipeline; see bench.peers.wire.
 
+The format of converted weights is fp32, bf16 or int8. int8 is the default weight compression of the toolkit:
+asymmetric, with one scale per output channel.
+"""
+
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai as genai
 
-from bench.peers.wire import Options, Request, Wire, parse_options
+from bench.peers.wire import Options, Request, Wire, run
 
 _BLOCK_TOKENS = 32  # fixed for CPU
 
@@ -61,5 +67,24 @@ class Runner:
             self._wire.done(request_id)
 
 
+def convert(checkpoint: Path, target: Path, weights: str) -> None:
+    """Export the checkpoint with optimum and write the model to `target`."""
+    import nncf  # not at the top: the export tools load torch, which must not be part of what is measured
+    from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig
+
+    dtype = "bf16" if weights == "bf16" else "fp32"
+    main_export(str(checkpoint), str(target), task="text-generation-with-past", ov_config=OVConfig(dtype=dtype))
+    if weights == "int8":
+        exported = target / "exported"
+        exported.mkdir()
+        for file in target.glob("openvino_model.*"):
+            file.rename(exported / file.name)
+        model = openvino.Core().read_model(exported / "openvino_model.xml")
+        compressed = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM)
+        openvino.save_model(compressed, target / "openvino_model.xml", compress_to_fp16=False)
+        shutil.rmtree(exported)
+
+
 if __name__ == "__main__":
-    Runner(Wire(), parse_options()).run()
+    run(lambda options: Runner(Wire(), options).run(), convert)

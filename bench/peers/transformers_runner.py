@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.peers.static_batches import serve
-from bench.peers.wire import Options, Request, Wire, parse_options
+from bench.peers.wire import Options, Request, Wire, run, serve_static_batches
 
 
 class Batches:
@@ -45,6 +44,11 @@ class Batches:
         )
 
 
+def serve(options: Options) -> None:
+    """Serve requests until the driver closes stdin."""
+    wire = Wire()
+    serve_static_batches(wire, options.max_seqs, Batches(wire, options).generate)
+
+
 if __name__ == "__main__":
-    wire, options = Wire(), parse_options()
-    serve(wire, options.max_seqs, Batches(wire, options).generate)
+    run(serve)

@@ -1,15 +1,26 @@
-"""Runs the engine of vLLM in this process, without server and engine-core process, for the least overhead."""
+"""vLLM: runs its engine in this process, without server and engine-core process, for the least overhead.
+
+Converted weights are W8A8 in the compressed-tensors format: int8 weights with one scale per output channel, and int8
+activations with one scale per token, computed at run time. The tied embedding stays unquantised, as usual in this
+format.
+"""
 
 import ctypes.util
+import json
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
-from bench.peers.wire import Options, Request, Wire, parse_options
+from safetensors.torch import load_file, save_file
+from torch import Tensor, int8
+
+from bench.peers.wire import Options, Request, Wire, run
 
 
 def restart_with_environment(options: Options) -> None:
-    """Replace this process by one with the environment that vLLM gives its workers, before libraries are loaded.
+    """Replace this process by one with the environment that vLLM gives its workers, before vLLM is loaded.
 
     This sets Intel's OpenMP with one thread bound to each core (by default it keeps a core free), and tcmalloc if the
     system has it.
@@ -83,7 +94,52 @@ class Runner:
         self._engine.add_request(str(request.id), {"prompt_token_ids": request.prompt}, sampling)
 
 
-if __name__ == "__main__":
-    options = parse_options()
+def serve(options: Options) -> None:
+    """Serve requests until the driver closes stdin."""
     restart_with_environment(options)
     Runner(Wire(), options).run()
+
+
+def quantization(strategy: str, *, dynamic: bool) -> dict[str, Any]:
+    """Quantization of the weights or of the activations of linear layers."""
+    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+
+
+CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": quantization("channel", dynamic=False),
+            "input_activations": quantization("token", dynamic=True),
+        }
+    },
+}
+
+
+def quantized(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """A linear layer's weight [out, in] as int8 with scales [out, 1]; other tensors unchanged."""
+    if not name.endswith("proj.weight"):
+        return {name: weight}
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    return {name: (weight / scale).round().to(int8), name.replace(".weight", ".weight_scale"): scale}
+
+
+def convert(checkpoint: Path, target: Path, weights: str) -> None:
+    """Quantize the weights and write a complete checkpoint to `target`. Exits for a format other than w8a8."""
+    if weights != "w8a8":
+        raise SystemExit(f"no format {weights}")
+    shutil.copytree(checkpoint, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors: dict[str, Tensor] = {}
+    for name, weight in load_file(checkpoint / "model.safetensors").items():
+        tensors |= quantized(name, weight)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}, indent=1))
+
+
+if __name__ == "__main__":
+    run(serve, convert)

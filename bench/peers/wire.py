@@ -1,4 +1,5 @@
-"""The runner's side of the protocol. Needs only the standard library, as it runs in the environment of each peer.
+"""The runner's side of the protocol, and its command line. Needs only the standard library, as it runs in the
+environment of each peer.
 
 Messages are lines of JSON. To the runner: {"id": 1, "prompt": [5, 9], "max_new_tokens": 2}; end of file stops it.
 From the runner: {"ready": true}, then {"id": 1, "tokens": [7]} for new tokens and {"id": 1, "done": true} at the end.
@@ -11,9 +12,12 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+_GATHER_S = 0.01  # requests that are sent together arrive within this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +98,29 @@ def parse_options() -> Options:
     for name in ("threads", "budget", "max-seqs", "kv-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     return Options(**vars(parser.parse_args()))
+
+
+def run(serve: Callable[[Options], None], convert: Callable[[Path, Path, str], None] | None = None) -> None:
+    """Run the module of a peer: `convert CHECKPOINT TARGET FORMAT` converts weights, otherwise it serves requests."""
+    if convert is not None and sys.argv[1:2] == ["convert"]:
+        checkpoint, target, weights = sys.argv[2:]
+        convert(Path(checkpoint), Path(target), weights)
+    else:
+        serve(parse_options())
+
+
+def serve_static_batches(wire: Wire, max_seqs: int, generate: Callable[[list[Request]], None]) -> None:
+    """Serve requests of an engine without continuous batching until the driver closes stdin: waiting requests form a
+    batch, later ones wait for the next. `generate` sends all tokens of a batch to the driver.
+    """
+    wire.ready()
+    waiting: list[Request] = []
+    while True:
+        if not waiting:
+            waiting = wire.arrived(wait_s=None)
+            time.sleep(_GATHER_S)
+        waiting += wire.arrived()
+        batch, waiting = waiting[:max_seqs], waiting[max_seqs:]
+        generate(batch)
+        for request in batch:
+            wire.done(request.id)

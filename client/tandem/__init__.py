@@ -9,8 +9,8 @@
 `AsyncClient` has the same methods for asyncio. All errors derive from `TandemError`; `exceptions.py` shows the tree.
 """
 
-from tandem._channel import Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem._routers import Tls
 from tandem.client import AsyncClient
 from tandem.exceptions import (
     Cancelled,

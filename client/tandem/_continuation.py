@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Unpack
 
+from tandem._calls import Deadline
 from tandem._requests import GenerateArguments, TokenizeArguments
-from tandem._retry import Deadline
 from tandem.exceptions import InvalidRequest
 from tandem.models import Choice, FinishReason, Model, Result, Token, Usage
 

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from google.protobuf.message import Message
+
 from tandem.exceptions import InvalidRequest
 from tandem.models import Priority
 from tandem.v1 import generation_pb2, sampling_pb2
@@ -128,7 +130,7 @@ def tokenize_request(arguments: TokenizeArguments) -> generation_pb2.TokenizeReq
     return request
 
 
-def _without_none(arguments: Mapping[str, Any], signature: Any) -> dict[str, Any]:
+def _without_none(arguments: Mapping[str, object], signature: type) -> dict[str, Any]:
     """The arguments that are not None. Raises TypeError for names that `signature` does not have."""
     unknown = sorted(arguments.keys() - signature.__annotations__.keys())
     if unknown:
@@ -164,7 +166,7 @@ def _set_rendering(chat: generation_pb2.Chat, arguments: Mapping[str, Any]) -> N
     _set(chat, "continue_final_message", arguments.get("continue_final_message"))
 
 
-def _message(turn: Mapping[str, Any]) -> generation_pb2.ChatMessage:
+def _message(turn: Mapping[str, object]) -> generation_pb2.ChatMessage:
     if not isinstance(turn, Mapping) or not turn.keys() >= {"role", "content"}:
         raise InvalidRequest('each of messages must be {"role": ..., "content": ...}')
     message = generation_pb2.ChatMessage()
@@ -176,7 +178,7 @@ def _message(turn: Mapping[str, Any]) -> generation_pb2.ChatMessage:
     return message
 
 
-def _json(name: str, value: Any) -> str:
+def _json(name: str, value: object) -> str:
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -215,7 +217,7 @@ def _set_structure(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str
             _set(sampling.structure, name, value)
 
 
-def _set(message: Any, name: str, value: Any, *, shown_name: str | None = None) -> None:
+def _set(message: Message, name: str, value: object, *, shown_name: str | None = None) -> None:
     """Set one field; None leaves it absent. Raises InvalidRequest that names the argument `shown_name`, or the
     field.
     """
@@ -235,7 +237,7 @@ def _priority(name: str | None) -> int | None:
     return generation_pb2.Priority.Value(f"PRIORITY_{Priority(name).name}")
 
 
-def _set_seconds(message: Any, name: str, seconds: float | None) -> None:
+def _set_seconds(message: Message, name: str, seconds: float | None) -> None:
     """Set a Duration; None leaves it absent."""
     if seconds is None:
         return

@@ -3,16 +3,14 @@
 import copy
 from collections.abc import AsyncGenerator
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Self, Unpack
 
-from tandem._channel import ChannelFactory, Tls, channels_over, insecure_channel
-from tandem._connection import Connection
+from tandem._calls import Deadline, RetryPolicy
+from tandem._connection import Connection, ResumableStream, make_repeatable
 from tandem._continuation import Bounds, continue_until_done
-from tandem._lasting import ResumableStream, make_repeatable
-from tandem._mesh_responses import mesh
 from tandem._requests import GenerateArguments, TokenizeArguments, generate_request, tokenize_request
-from tandem._responses import EventReader, ResultBuilder, models, token
-from tandem._retry import Deadline, RetryPolicy
+from tandem._responses import EventReader, ResultBuilder, mesh, models, token
+from tandem._routers import ChannelFactory, Tls, channels_over, insecure_channel
 from tandem.mesh import Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent
 from tandem.v1 import generation_pb2, mesh_pb2
@@ -159,7 +157,7 @@ class AsyncClient:
         """Wait until a router serves. Routers need not be running yet. Raises DeadlineExceeded."""
         await self._connection.wait_serving(timeout)
 
-    async def _tokenize(self, arguments: TokenizeArguments) -> Any:
+    async def _tokenize(self, arguments: TokenizeArguments) -> generation_pb2.TokenizeResponse:
         request = tokenize_request(arguments)
         deadline = self._deadline(arguments.get("timeout"))
         return await self._connection.unary(lambda stubs: stubs.generation.Tokenize, request, deadline)

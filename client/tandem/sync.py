@@ -5,10 +5,10 @@ import copy
 import threading
 from collections.abc import Coroutine, Generator
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Self, TypedDict, TypeVar, Unpack
 
-from tandem._channel import ChannelFactory, Tls
 from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem._routers import ChannelFactory, Tls
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
 from tandem.exceptions import Cancelled
 from tandem.mesh import Mesh, Worker
@@ -38,7 +38,7 @@ class _BackgroundLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run `coroutine` and return its result. An interrupt (Ctrl-C) cancels it, and is raised after it has ended."""
         tasks: list[asyncio.Task[T]] = []
         ended = threading.Event()

@@ -7,7 +7,7 @@ import random
 from demo_model.questions.facts import DAYS, MONTHS
 from demo_model.questions.numbers import NAMES
 from demo_model.questions.sample import Kind, Sample, fact, phrase, rule
-from demo_model.questions.topics import PLOTS, TOPICS
+from demo_model.questions.words import PLOTS, TOPICS
 
 
 def counting(rng: random.Random) -> Sample:

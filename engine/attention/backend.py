@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.models.facts import ModelConfig
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from engine.models.linear import LinearParameters, Parameters
 from engine.models.rope import RotaryEmbedding
 from engine.ranks.group import Alone, RankGroup
 from engine.ranks.share import rank_share
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 from mesh.domain.kv import KVLayout
 
 

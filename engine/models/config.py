@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.model_files import read_json
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_json
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.facts import ModelConfig, RawConfig, plain_config
 from engine.models.families.bloom import bloom

@@ -13,7 +13,7 @@ from engine.models.facts import ModelConfig
 from engine.models.layer import Layer, take_layer, take_norm
 from engine.models.linear import LinearLayer, Norm, Parameters, Rows, make_linear
 from engine.models.rope import RotaryEmbedding, rotate
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 Rotation = tuple[Tensor, Tensor]
 

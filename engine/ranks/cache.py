@@ -7,8 +7,7 @@ from torch import Tensor
 
 from engine.kv_cache import Buffer, KVCache
 from engine.kv_memory import KVReservation
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import KVLayout, KVSpan
 
 
 class ShardedKVCache:

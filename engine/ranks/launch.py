@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 import torch
 
-from checkpoint.rope_override import RopeOverride
+from checkpoint.model_files import RopeOverride
 from engine.kv_memory import KVReservation
 from engine.load import RunnerSettings, kv_layout, load_model_runner, reserve_blocks, resolve, weights_bytes, why_eager
 from engine.model_runner import ModelRunner

@@ -18,7 +18,7 @@ from engine.ranks.cache import ShardedKVCache
 from engine.ranks.share import rank_share, share_specs
 from engine.ranks.shared import Command, Forward, SharedGroup, read_metadata
 from engine.weights import Progress
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import KVSpan
 
 _CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import numpy as np
 from engine.models.facts import ModelConfig
 from engine.models.parameters import ParameterSpec, RowOrder
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.shards import Degrees, Span, kv_spans
+from mesh.domain.kv import Degrees, Span, kv_spans
 
 _UNIT = 32
 """Outputs are cut at multiples of it: a unit of the compiled products, and two cache lines of fp32."""

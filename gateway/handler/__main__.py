@@ -8,8 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from gateway.handler.server import HandlerServer
-from gateway.handler.user_code import load_user_code
+from gateway.handler.server import HandlerServer, load_user_code
 from gateway.server import serving_at
 from gateway.settings import parse_properties
 from mesh.process import ProcessSettings, ServiceProgram, announce, until_stopped

@@ -11,21 +11,21 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import structlog
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 import tandem
 from gateway.exchange import Exchange
 from gateway.handler.server import STREAM_MARK
-from gateway.handler.stdio import StdioLogger
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.handover import handing_over
+from mesh.logs import LogLimit
+from mesh.process import handing_over
 
 log = structlog.get_logger(__name__)
 
@@ -41,8 +41,12 @@ _DROPPED = frozenset(
     {b"connection", b"content-length", b"date", b"host", b"keep-alive", b"transfer-encoding", STREAM_MARK.encode()}
 )
 _NO_LIMITS = httpx2.Limits(max_connections=None)
+_MAX_LINE_BYTES = 16 << 10
+_MAX_SHOWN_CHARS = 2000
+_BURST, _LINES_PER_S = 200, 20.0
 
 Headers = list[tuple[bytes, bytes]]
+OnReady = Callable[[list[str] | None], None]
 
 
 class HandlerProcess:
@@ -90,7 +94,7 @@ class HandlerProcess:
         query = {"model_name": "", **request.query_params} | ({"model_name": model} if model else {})
         return await self._send("/handle", exchange.body, headers, query)
 
-    async def format(self, part: str, value: dict[str, Any]) -> Any:
+    async def format(self, part: str, value: Mapping[str, object]) -> object:
         """Return what the formatter `part` makes of a payload or an answer. Raises InvalidRequest if it fails."""
         body = json.dumps(value).encode()
         response = await self._send(f"/{part}", body, [(b"content-type", b"application/json")], {})
@@ -237,9 +241,9 @@ class _ForwardedResponse(StreamingResponse):
         super().__init__(chunks, answer.status_code)
         self._answer = answer
 
-    async def __call__(self, *connection: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(*connection)
+            await super().__call__(scope, receive, send)
         finally:
             await self._answer.aclose()
 
@@ -247,3 +251,87 @@ class _ForwardedResponse(StreamingResponse):
 def _forwarded_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     lower = ((name.lower(), value.strip()) for name, value in headers)
     return [(name, value) for name, value in lower if name not in _DROPPED]
+
+
+class StdioLogger:
+    """Logs one process's stdout and stderr until both end, cut to a length and limited in rate.
+
+    `on_ready` is called with the functions that the process announces when it is ready, or with None if it ends first.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, on_ready: OnReady) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._on_ready = on_ready
+        self._limit = LogLimit(burst=_BURST, lines_per_s=_LINES_PER_S)
+        self._readers = [
+            asyncio.create_task(self._follow(process.stdout, self._on_stdout)),
+            asyncio.create_task(self._follow(process.stderr, self._on_stderr)),
+        ]
+
+    async def end(self, limit_s: float) -> None:
+        """Wait up to `limit_s` for the end of the output: a child of the handler may keep the pipes open."""
+        await asyncio.wait(self._readers, timeout=limit_s)
+        for reader in self._readers:
+            reader.cancel()
+        for _, num_lines in self._limit.all_suppressed():
+            log.info("custom handler printed too much", num_lines_left_out=num_lines)
+
+    async def _follow(self, stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
+        try:
+            async for line in _lines(stream):
+                on_line(line.decode(errors="replace"))
+        finally:
+            if on_line == self._on_stdout:
+                self._on_ready(None)
+
+    def _on_stdout(self, line: str) -> None:
+        parts = _ready_parts(line)
+        if parts is None:
+            self._log("stdout", line)
+        else:
+            self._on_ready(parts)
+
+    def _on_stderr(self, line: str) -> None:
+        """Forward lines that the process has logged itself; log any other line."""
+        if not _is_log_line(line):
+            self._log("stderr", line)
+        elif self._limit.admit("log") is not None:
+            sys.stderr.write(line + "\n")
+
+    def _log(self, stream: str, line: str) -> None:
+        num_suppressed = self._limit.admit(stream)
+        if num_suppressed is not None:
+            extra = {"suppressed": num_suppressed} if num_suppressed else {}
+            log.info("custom handler printed", stream=stream, line=line[:_MAX_SHOWN_CHARS], **extra)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines without their newline, each cut to `_MAX_LINE_BYTES`."""
+    start = b""
+    while chunk := await stream.read(1 << 16):
+        *lines, remaining = chunk.split(b"\n")
+        for line in lines:
+            yield (start + line)[:_MAX_LINE_BYTES]
+            start = b""
+        start = (start + remaining)[:_MAX_LINE_BYTES]
+    if start:
+        yield start
+
+
+def _ready_parts(line: str) -> list[str] | None:
+    try:
+        announced = json.loads(line)
+        return list(announced["parts"]) if announced["event"] == "ready" else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_log_line(line: str) -> bool:
+    if not line.startswith("{") or not line.isprintable():
+        return False
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return False
+    return "event" in entry and "level" in entry

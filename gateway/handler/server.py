@@ -1,15 +1,19 @@
-"""The ASGI application that calls a user's handler for each request. Statuses and bodies of failures are LMI's:
+"""Loads a user's model.py, and calls its handler for each request. Statuses and bodies of failures are LMI's:
 
     None ─▶ 204    Output ─▶ its code    another type, an exception ─▶ 424    out of memory ─▶ 507
 Functions run one call at a time, on one thread, as under LMI; coroutines and asynchronous generators run concurrently.
 If a client disconnects, its call is cancelled, unless it is a function that already runs.
 """
 
+import ast
 import asyncio
+import importlib.util
 import inspect
+import sys
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 from starlette.applications import Starlette
@@ -18,10 +22,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.disconnect import cancel_on_disconnect
-from gateway.handler.inputs import Input
-from gateway.handler.outputs import Output
-from gateway.handler.user_code import Function, UserCode
+from gateway.handler.djl_python import FORMATTER_MARK, Function, Input, Output, install_djl_python
+from gateway.server import cancel_on_disconnect
+from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
@@ -29,6 +32,55 @@ STREAM_MARK = "x-tandem-stream"
 _FAILURE = "invoke handler failure"
 _CLIENT_GONE = 499
 _EXHAUSTED = object()
+_LMIS_MODELS = ("init_handler", "prediction_handler")
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """The functions of model.py: `handle`, or formatters around the built-in answer."""
+
+    handle: Function | None
+    input_formatter: Function | None
+    output_formatter: Function | None
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the functions that model.py has."""
+        return [name for name in ("handle", "input_formatter", "output_formatter") if getattr(self, name) is not None]
+
+
+def load_user_code(path: Path, function_name: str) -> UserCode:
+    """Import the file. Raises ConfigurationError if it has no function to call, or whatever the file raises."""
+    install_djl_python()
+    spec = importlib.util.spec_from_file_location("model", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigurationError(f"the handler {path} does not exist")
+    _refuse_handlers_of_lmis_models(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["model"] = module
+    sys.path.insert(0, str(path.parent))
+    spec.loader.exec_module(module)
+    marked = {
+        getattr(value, FORMATTER_MARK): value for value in vars(module).values() if hasattr(value, FORMATTER_MARK)
+    }
+    handle = getattr(module, function_name, None)
+    code = UserCode(handle, marked.get("input_formatter"), marked.get("output_formatter"))
+    if not code.parts:
+        raise ConfigurationError(f"{path} has no function {function_name}, and no formatter")
+    return code
+
+
+def _refuse_handlers_of_lmis_models(path: Path) -> None:
+    """Refuse LMI's decorators by name, before the file runs: the modules that they come from vary."""
+    for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for decorator in node.decorator_list:
+            name = ast.unparse(decorator).rpartition(".")[2]
+            if name in _LMIS_MODELS:
+                raise ConfigurationError(
+                    f"{path}: @{name} is for models that LMI loads itself, such as scikit-learn's: write a handle"
+                )
 
 
 class HandlerServer:
@@ -75,7 +127,7 @@ class HandlerServer:
 
         return answer
 
-    async def _call(self, function: Function, *arguments: Any) -> Any:
+    async def _call(self, function: Function, *arguments: object) -> object:
         """Return the function's result; for an asynchronous generator, the generator."""
         if inspect.isasyncgenfunction(function):
             return function(*arguments)
@@ -83,7 +135,7 @@ class HandlerServer:
             return await function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*arguments))
 
-    def _respond(self, result: Any) -> Response:
+    def _respond(self, result: object) -> Response:
         if result is None:
             return Response(status_code=204)
         if not isinstance(result, Output):
@@ -94,7 +146,7 @@ class HandlerServer:
         headers = {**result.properties, STREAM_MARK: "1"}
         return StreamingResponse(self._stream(result), result.code, headers, background=ending)
 
-    async def _respond_parts(self, parts: AsyncIterator[Any]) -> Response:
+    async def _respond_parts(self, parts: AsyncIterator[Output]) -> Response:
         """Respond with an asynchronous generator of Output, whose first one decides the status."""
         first = await anext(parts, None)
         if not isinstance(first, Output):
@@ -113,7 +165,7 @@ class HandlerServer:
             line = output.stream_formatter(item)
             yield line.encode() if isinstance(line, str) else line
 
-    async def _items(self, stream: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+    async def _items(self, stream: Iterable[object] | AsyncIterable[object]) -> AsyncIterator[object]:
         if isinstance(stream, AsyncIterable):
             async for item in stream:
                 yield item
@@ -123,7 +175,7 @@ class HandlerServer:
             yield item
 
 
-_RequestHandler = Callable[[Request], Coroutine[Any, Any, Response]]
+_RequestHandler = Callable[[Request], Coroutine[object, object, Response]]
 
 
 def _endpoint(answer: _RequestHandler) -> _RequestHandler:

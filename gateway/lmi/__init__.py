@@ -1,5 +1,1 @@
 """LMI's API (DJLServing's large model inference), and the routes that AWS's SDKs call."""
-
-from gateway.lmi.routes import routes
-
-__all__ = ["routes"]

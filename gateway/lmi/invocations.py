@@ -4,29 +4,28 @@
 Streams are JSON lines unless `output_formatter` is sse.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from gateway.answers import collect
+from gateway.answers import JSON_LINES, SSE, SSE_DONE, Streamer, collect
 from gateway.exchange import Exchange
 from gateway.handler.process import format_response
-from gateway.lmi.formats import FORMATS
-from gateway.lmi.parameters import invocation_arguments, log_dropped, within_total
-from gateway.lmi.render import Lines, LmiShape, answers_json
-from gateway.lmi.schemas import InvocationBody, read_payload
+from gateway.lmi.requests import InvocationBody, invocation_arguments, log_dropped, read_payload
+from gateway.lmi.responses import FORMATS, Lines, LmiShape, answers_json
+from gateway.lmi.sagemaker import forward, forward_as_event_stream
 from gateway.openai.chat import answer_chat
 from gateway.openai.completions import answer_completion
-from gateway.openai.schemas import ChatBody, CompletionBody
+from gateway.openai.requests import ChatBody, CompletionBody
 from gateway.schema import Body
 from gateway.settings import GatewaySettings
-from gateway.streaming import JSON_LINES, SSE, SSE_DONE, Streamer
-from gateway.tgi.generate import answer_compat
-from gateway.tgi.schemas import GenerateBody
-from tandem import GenerateArguments, InvalidRequest
+from gateway.tgi.endpoints import answer_compat
+from gateway.tgi.requests import GenerateBody
+from tandem import GenerateArguments, InvalidRequest, TokenizeArguments
 
 B = TypeVar("B", bound=Body)
 
@@ -44,14 +43,30 @@ async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -
         return await handler.handle(exchange, request.path_params.get("model", ""))
     payload = await exchange.read(read_payload, request.headers.get("content-type", ""))
     if handler is not None and handler.has("input_formatter"):
-        payload = await handler.format("input_formatter", payload)
-        if not isinstance(payload, dict):
-            raise InvalidRequest(f"input_formatter returned {type(payload).__name__}, not a dict")
+        formatted = await handler.format("input_formatter", payload)
+        if not isinstance(formatted, dict):
+            raise InvalidRequest(f"input_formatter returned {type(formatted).__name__}, not a dict")
+        payload = formatted
     streaming = _Streaming.of(payload, exchange.settings, by_default=streams_by_default)
     response = await _built_in(exchange, payload, streaming)
     if handler is not None and handler.has("output_formatter"):
         response = await format_response(handler, response)
     return _ending_in_newline(response)
+
+
+async def sagemaker_invocations(exchange: Exchange) -> Response:
+    """Handle SageMaker's InvokeEndpoint."""
+    return await forward(await invocations(exchange))
+
+
+async def sagemaker_invocations_stream(exchange: Exchange) -> Response:
+    """Handle InvokeEndpointWithResponseStream. Its clients expect a stream: a body without `stream` gets JSON lines."""
+    return await forward_as_event_stream(await invocations(exchange, streams_by_default=True), exchange)
+
+
+async def lmi_options(exchange: Exchange) -> Response:
+    """Handle OPTIONS /invocations."""
+    return JSONResponse({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +77,7 @@ class _Streaming:
     by_default: bool
 
     @classmethod
-    def of(cls, payload: Mapping[str, Any], settings: GatewaySettings, *, by_default: bool) -> "_Streaming":
+    def of(cls, payload: Mapping[str, object], settings: GatewaySettings, *, by_default: bool) -> "_Streaming":
         is_open = payload.get("stream") is None and settings.output_formatter == "auto" and not settings.tgi_compat
         return cls(settings.output_formatter in ("jsonlines", "sse"), by_default and is_open)
 
@@ -81,7 +96,7 @@ def _ending_in_newline(response: Response) -> Response:
     return response
 
 
-async def _built_in(exchange: Exchange, payload: dict[str, Any], streaming: _Streaming) -> Response:
+async def _built_in(exchange: Exchange, payload: dict[str, object], streaming: _Streaming) -> Response:
     model = _model(exchange.arrival.request, payload)
     settings = exchange.settings
     openai_framing = SSE_DONE if _wants_events(settings) else JSON_LINES
@@ -100,7 +115,7 @@ async def _built_in(exchange: Exchange, payload: dict[str, Any], streaming: _Str
     return await _answer(exchange, payload, model, streaming)
 
 
-def _model(request: Request, payload: dict[str, Any]) -> str:
+def _model(request: Request, payload: dict[str, object]) -> str:
     """Return the model's name from path, query or body; "" for the default model, also if it is LMI's name for it."""
     name = request.path_params.get("model") or request.query_params.get("model_name") or payload.get("model") or ""
     if not isinstance(name, str):
@@ -112,7 +127,7 @@ def _wants_events(settings: GatewaySettings) -> bool:
     return settings.output_formatter == "sse" or (settings.tgi_compat and settings.output_formatter == "auto")
 
 
-async def _answer(exchange: Exchange, payload: dict[str, Any], model: str, streaming: _Streaming) -> Response:
+async def _answer(exchange: Exchange, payload: dict[str, object], model: str, streaming: _Streaming) -> Response:
     request_body = await exchange.check(InvocationBody, payload)
     body = streaming.apply(request_body, can_stream=request_body.can_stream)
     log_dropped(payload, exchange.request_id)
@@ -142,10 +157,29 @@ async def _arguments(exchange: Exchange, body: InvocationBody, model: str) -> li
     arguments_of_inputs = [shared | GenerateArguments(prompt=prompt) for prompt in body.prompts]
     if parameters.max_seq_len is None:
         return arguments_of_inputs
-    return [await within_total(exchange, arguments, parameters.max_seq_len) for arguments in arguments_of_inputs]
+    return [await _within_total(exchange, arguments, parameters.max_seq_len) for arguments in arguments_of_inputs]
 
 
-async def _compat_body(exchange: Exchange, payload: dict[str, Any]) -> GenerateBody:
+async def _within_total(exchange: Exchange, arguments: GenerateArguments, max_seq_len: int) -> GenerateArguments:
+    """Limit max_new_tokens so that prompt and new tokens are at most `max_seq_len`. Raises InvalidRequest.
+
+    Without max_new_tokens the answer may fill the rest: FasterTransformer's clients set no other limit.
+    """
+    tokenize_arguments = TokenizeArguments(
+        prompt=arguments.get("prompt"), model=arguments.get("model"), timeout=exchange.settings.request_timeout_s
+    )
+    num_prompt = min(
+        len(await exchange.client.tokenize(**tokenize_arguments)),
+        arguments.get("truncate_prompt_tokens") or sys.maxsize,
+    )
+    if num_prompt >= max_seq_len:
+        raise InvalidRequest(f"max_seq_len ({max_seq_len}) must be greater than the prompt's tokens ({num_prompt})")
+    num_left = max_seq_len - num_prompt
+    requested = arguments.get("max_new_tokens")
+    return arguments | GenerateArguments(max_new_tokens=num_left if requested is None else min(num_left, requested))
+
+
+async def _compat_body(exchange: Exchange, payload: dict[str, object]) -> GenerateBody:
     """Check TGI's body. In LMI's `tgi_compat` mode `details` defaults to true."""
     parameters = payload.get("parameters")
     if parameters is None or isinstance(parameters, dict):

@@ -3,23 +3,31 @@
 Like SageMaker, it forwards the answer of /invocations and wraps errors in a ModelError. NAME is the served model.
 """
 
+import struct
+import zlib
 from collections.abc import AsyncIterator, Mapping
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import tandem
+from gateway.answers import encode
 from gateway.errors import Problem, lmi_error_body
 from gateway.exchange import Exchange
-from gateway.lmi.eventstream import MEDIA_TYPE, model_stream_error, payload_part
-from gateway.lmi.invocations import invocations
-from gateway.streaming import Json, encode
+from gateway.schema import Json
 
+EVENT_STREAM = "application/vnd.amazon.eventstream"
 _MODEL_ERROR = 424
 _VARIANT = {"x-amzn-invoked-production-variant": "tandem"}
 # Types that clients read line by line: without a newline after the last line they would wait for ever.
 _TEXTS = ("application/json", "application/jsonlines", "text/plain")
 # Errors that SageMaker itself returns, before it calls a container.
 _OWN_ERRORS = {401: "UnrecognizedClientException", 403: "AccessDeniedException", 404: "ValidationError"}
+
+_PRELUDE = struct.Struct(">II")
+_CRC = struct.Struct(">I")
+_VALUE_LENGTH = struct.Struct(">H")
+_STRING = b"\x07"
+_OVERHEAD_BYTES = _PRELUDE.size + 2 * _CRC.size
 
 
 class SageMakerDialect:
@@ -36,17 +44,18 @@ class SageMakerDialect:
         return _model_error(status, problem.message, original, problem.headers)
 
 
-async def invoke(exchange: Exchange) -> Response:
-    """Handle InvokeEndpoint: return the answer of /invocations, a stream included."""
-    return await _forward(await invocations(exchange))
+async def forward(response: Response) -> Response:
+    """Return the answer of /invocations as InvokeEndpoint does, a stream included."""
+    if response.status_code >= 400:  # from a custom handler
+        original = (await _content(response)).decode(errors="replace")
+        return _model_error(response.status_code, original, original, {})
+    response.headers.update(_VARIANT)
+    return response
 
 
-async def invoke_stream(exchange: Exchange) -> Response:
-    """Handle InvokeEndpointWithResponseStream: the answer of /invocations as messages of an event stream.
-
-    Clients of this route expect a stream, so a body without `stream` gets JSON lines.
-    """
-    response = await _forward(await invocations(exchange, streams_by_default=True))
+async def forward_as_event_stream(response: Response, exchange: Exchange) -> Response:
+    """Return the answer of /invocations as InvokeEndpointWithResponseStream does: messages of an event stream."""
+    response = await forward(response)
     if response.status_code >= 400:
         return response
     content_type = response.headers.get("content-type", "")
@@ -55,18 +64,10 @@ async def invoke_stream(exchange: Exchange) -> Response:
     if not isinstance(response, StreamingResponse):
         content = bytes(response.body)
         content += b"" if content.endswith(ending) else ending
-        return Response(payload_part(content), media_type=MEDIA_TYPE, headers=headers)
+        return Response(payload_part(content), media_type=EVENT_STREAM, headers=headers)
     response.body_iterator = _parts(response, exchange, ending)
-    response.headers["content-type"] = MEDIA_TYPE
+    response.headers["content-type"] = EVENT_STREAM
     response.headers.update(headers)
-    return response
-
-
-async def _forward(response: Response) -> Response:
-    if response.status_code >= 400:  # from a custom handler
-        original = (await _content(response)).decode(errors="replace")
-        return _model_error(response.status_code, original, original, {})
-    response.headers.update(_VARIANT)
     return response
 
 
@@ -108,3 +109,34 @@ def _parts(response: StreamingResponse, exchange: Exchange, ending: bytes) -> As
 
 def _bytes(chunk: str | bytes | memoryview) -> bytes:
     return chunk.encode() if isinstance(chunk, str) else bytes(chunk)
+
+
+def payload_part(content: bytes) -> bytes:
+    """Encode a part of the container's answer as one message of AWS's binary event stream.
+
+    A message is: total length, length of the headers (both u32), CRC-32 of these eight bytes, headers, payload, CRC-32
+    of all before it. A header is: length of its name (u8), name, 7 for "string", length of its value (u16), value.
+    """
+    return _message(
+        {":message-type": "event", ":event-type": "PayloadPart", ":content-type": "application/octet-stream"}, content
+    )
+
+
+def model_stream_error(content: bytes) -> bytes:
+    """Encode the exception message that ends a failed stream. SDKs raise it."""
+    return _message(
+        {":message-type": "exception", ":exception-type": "ModelStreamError", ":content-type": "application/json"},
+        content,
+    )
+
+
+def _message(headers: dict[str, str], payload: bytes) -> bytes:
+    block = b"".join(_header(name, value) for name, value in headers.items())
+    prelude = _PRELUDE.pack(_OVERHEAD_BYTES + len(block) + len(payload), len(block))
+    body = prelude + _CRC.pack(zlib.crc32(prelude)) + block + payload
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def _header(name: str, value: str) -> bytes:
+    name_bytes, value_bytes = name.encode(), value.encode()
+    return bytes([len(name_bytes)]) + name_bytes + _STRING + _VALUE_LENGTH.pack(len(value_bytes)) + value_bytes

@@ -1,5 +1,1 @@
 """OpenAI's API, with vLLM's extensions: /v1/models, /v1/completions, /v1/chat/completions."""
-
-from gateway.openai.routes import routes
-
-__all__ = ["routes"]

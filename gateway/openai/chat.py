@@ -5,20 +5,25 @@ from dataclasses import dataclass
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import Answer, collect, total_usage
+from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.envelope import Envelope, StreamUsage, token_ids, usage_json, without_stop_tokens
-from gateway.openai.logprobs import StreamTokens, chat_logprobs, visible_tokens
-from gateway.openai.messages import Deltas, build_message, make_deltas
+from gateway.openai.messages import Deltas, ReasoningReader, build_message, make_deltas
 from gateway.openai.parameters import chat_arguments
-from gateway.openai.reasoning import ReasoningReader
-from gateway.openai.schemas import ChatBody
+from gateway.openai.requests import ChatBody, ClientFieldNames, check_ranges
+from gateway.openai.responses import (
+    Envelope,
+    StreamTokens,
+    StreamUsage,
+    chat_logprobs,
+    token_ids,
+    usage_json,
+    visible_tokens,
+    without_stop_tokens,
+)
 from gateway.openai.tool_choice import ToolUse, parse_tool_use
 from gateway.openai.tool_parser import TOOL_FORMATS
-from gateway.openai.validation import ClientFieldNames, check_ranges
-from gateway.streaming import SSE_DONE, Framing, Json, Streamer
-from gateway.structures import structure_arguments
+from gateway.schema import Json, structure_arguments
 from tandem import Choice, TokenEvent
 
 

@@ -1,20 +1,28 @@
-"""POST /v1/completions."""
+"""POST /v1/completions, and GET /v1/models."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import Answer, collect, total_usage
+from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.envelope import Envelope, StreamUsage, finish_reason, token_ids, usage_json, without_stop_tokens
-from gateway.openai.logprobs import CompletionLogprobs, StreamTokens, visible_tokens
 from gateway.openai.parameters import completion_arguments
-from gateway.openai.schemas import CompletionBody
-from gateway.openai.validation import ClientFieldNames, check_ranges
-from gateway.streaming import SSE_DONE, Framing, Json, Streamer
-from tandem import Choice, FinishReason, Token, TokenEvent
+from gateway.openai.requests import ClientFieldNames, CompletionBody, check_ranges
+from gateway.openai.responses import (
+    CompletionLogprobs,
+    Envelope,
+    StreamTokens,
+    StreamUsage,
+    finish_reason,
+    token_ids,
+    usage_json,
+    visible_tokens,
+    without_stop_tokens,
+)
+from gateway.schema import Json
+from tandem import Choice, FinishReason, Model, Token, TokenEvent
 
 
 async def completions(exchange: Exchange) -> Response:
@@ -105,3 +113,23 @@ class CompletionChunks:
             return self._tokens.take(event)
         self._logprobs[event.index] = CompletionLogprobs()
         return (*self._prompts.get(prompt, ()), *self._tokens.take(event))
+
+
+async def list_models(exchange: Exchange) -> Response:
+    models = await exchange.client.models(timeout=exchange.settings.request_timeout_s)
+    return JSONResponse({"object": "list", "data": [_model_json(model) for model in models]})
+
+
+async def get_model(exchange: Exchange) -> Response:
+    name = exchange.arrival.request.path_params["model"]
+    return JSONResponse(_model_json(await exchange.client.model(name, timeout=exchange.settings.request_timeout_s)))
+
+
+def _model_json(model: Model) -> Json:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "tandem",
+        "max_model_len": model.max_total_tokens,
+    }

@@ -1,16 +1,93 @@
-"""Chat messages and their deltas: text, reasoning and tool calls."""
+"""Chat messages and their deltas from a model's text: content, reasoning and tool calls."""
 
 from collections.abc import Iterable
+from enum import Enum, auto
 from typing import Protocol
 from uuid import uuid4
 
-from gateway.openai.call_reader import CallArguments, Piece, Text
-from gateway.openai.envelope import finish_reason
-from gateway.openai.reasoning import ReasoningReader
+from gateway.openai.responses import finish_reason
 from gateway.openai.tool_choice import ToolUse
-from gateway.openai.tool_parser import ToolCallParser
-from gateway.streaming import Json
+from gateway.openai.tool_parser import CallArguments, Piece, Text, ToolCallParser
+from gateway.schema import Json
 from tandem import FinishReason
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class _State(Enum):
+    START = auto()
+    REASONING = auto()
+    ANSWER = auto()
+
+
+class ReasoningReader:
+    """Splits reasoning between <think> and </think> from one streamed answer: Qwen3, QwQ, DeepSeek-R1 and relatives.
+
+        START ──<think>──▶ REASONING ──</think>──▶ ANSWER
+          └──anything else──▶ ANSWER
+    `begins_within`: the chat template itself writes <think>, so the text begins in REASONING. White space around
+    reasoning is dropped.
+    """
+
+    def __init__(self, *, begins_within: bool = False) -> None:
+        self._state = _State.REASONING if begins_within else _State.START
+        self._buffer = ""
+        self._is_blank = True  # nothing of the current state's text has been emitted yet
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return what the text adds to the reasoning and to the answer. Text that may begin a marker is held back."""
+        self._buffer += text
+        reasoning = ""
+        if self._state is _State.START:
+            first = self._buffer.lstrip()
+            if first.startswith(_OPEN):
+                self._state, self._buffer = _State.REASONING, first
+            elif _OPEN.startswith(first):
+                return "", ""  # empty, or a possible prefix of <think>
+            else:
+                # Without reasoning, leading white space belongs to the answer.
+                self._state, self._is_blank = _State.ANSWER, False
+        if self._state is _State.REASONING:
+            reasoning = self._read_reasoning()
+        return reasoning, self._read_answer() if self._state is _State.ANSWER else ""
+
+    def finish(self) -> tuple[str, str]:
+        """Return the reasoning and the answer that are still held back."""
+        remaining, self._buffer = self._buffer, ""
+        if self._state is _State.REASONING:
+            return remaining.rstrip().removeprefix(_OPEN) if self._is_blank else remaining.rstrip(), ""
+        return ("", remaining) if self._state is _State.START else ("", "")
+
+    def _read_reasoning(self) -> str:
+        if self._is_blank:
+            first = self._buffer.lstrip()
+            if _OPEN.startswith(first):
+                return ""
+            self._buffer = first.removeprefix(_OPEN).lstrip()
+            if not self._buffer:
+                self._buffer = first  # more white space may follow
+                return ""
+        text, mark, remaining = self._buffer.partition(_CLOSE)
+        if mark:
+            self._state, self._buffer, self._is_blank = _State.ANSWER, remaining, True
+            return text.rstrip()
+        text = text[: len(text) - _num_held(text)]
+        self._buffer = self._buffer[len(text) :]
+        self._is_blank = self._is_blank and not text
+        return text
+
+    def _read_answer(self) -> str:
+        text = self._buffer.lstrip() if self._is_blank else self._buffer
+        self._buffer = ""
+        self._is_blank = self._is_blank and not text
+        return text
+
+
+def _num_held(text: str) -> int:
+    """Count the characters at the end that may belong to </think>, or to the white space before it."""
+    mark = next((size for size in range(min(len(_CLOSE) - 1, len(text)), 0, -1) if text.endswith(_CLOSE[:size])), 0)
+    before = text[: len(text) - mark]
+    return mark + len(before) - len(before.rstrip())
 
 
 class Deltas(Protocol):
@@ -101,6 +178,20 @@ class CallDeltas:
         return {"tool_calls": [entry]}
 
 
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Merge adjacent pieces of one kind: the parser emits arguments character by character."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, Text) and isinstance(last, Text):
+            joined[-1] = Text(last.text + piece.text)
+        elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:
+            joined[-1] = CallArguments(piece.index, last.text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
+
+
 def build_message(deltas: Iterable[Json]) -> Json:
     """Merge deltas into the message of a non-streaming answer."""
     texts: list[str] = []
@@ -120,17 +211,3 @@ def build_message(deltas: Iterable[Json]) -> Json:
     if thoughts:
         message["reasoning_content"] = thoughts
     return message | ({"tool_calls": list(calls.values())} if calls else {})
-
-
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Merge adjacent pieces of one kind: the parser emits arguments character by character."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if isinstance(piece, Text) and isinstance(last, Text):
-            joined[-1] = Text(last.text + piece.text)
-        elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:
-            joined[-1] = CallArguments(piece.index, last.text + piece.text)
-        else:
-            joined.append(piece)
-    return joined

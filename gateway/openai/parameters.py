@@ -1,12 +1,11 @@
 """OpenAI requests to arguments of the SDK."""
 
 import json
-from typing import Any
 
 from gateway.errors import InvalidField
-from gateway.openai.schemas import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
+from gateway.openai.requests import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
-from gateway.structures import structure_arguments
+from gateway.schema import Json, structure_arguments
 from tandem import GenerateArguments, InvalidRequest, TokenizeArguments
 
 _DEFAULT_TEMPERATURE = 1.0
@@ -119,24 +118,24 @@ def rendering_of(body: ChatBody) -> TokenizeArguments:
     )
 
 
-def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
+def tools_of(body: ChatBody) -> list[Json] | None:
     """The tools that the chat template receives: none if calls are disabled."""
     return None if body.tool_choice == "none" else body.tools
 
 
-def messages_of(body: ChatBody) -> list[dict[str, Any]]:
+def messages_of(body: ChatBody) -> list[Json]:
     """The messages that the chat template receives. Raises InvalidRequest for content that is not text."""
     return [_message(message) for message in body.messages]
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Message) -> Json:
     extra = {name: value for name in _EXTRAS if (value := getattr(message, name)) is not None}
     for call in extra.get("tool_calls", ()):
         _read_arguments(call)
     return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
 
 
-def _read_arguments(call: dict[str, Any]) -> None:
+def _read_arguments(call: Json) -> None:
     """Replace JSON text by the parsed object, because templates serialise arguments themselves."""
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):

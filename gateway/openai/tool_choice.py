@@ -1,14 +1,13 @@
 """`tools` and `tool_choice` of a chat: which functions the model may or must call, and the schema that forces it."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from gateway.openai.schemas import ChatBody
+from gateway.openai.requests import ChatBody
 from gateway.openai.tool_parser import FORCED_FORMAT, ToolCallParser, ToolFormat
-from gateway.schema import Body, Name, check
-from gateway.streaming import Json
+from gateway.schema import Body, Json, Name, check
 from tandem import GenerateArguments, InvalidRequest
 
 # A bound for models that would never end the list.
@@ -118,7 +117,7 @@ _COMBINING = frozenset(
 )
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: object) -> object:
     """Forbid properties that the schema does not name, unless it says otherwise: a weak model would add some for ever.
 
     Branches of a combination stay open, because each may name properties of the others.
@@ -140,7 +139,7 @@ def _closed(schema: Any) -> Any:
     return closed
 
 
-def _moved(schema: Any, home: str) -> Any:
+def _moved(schema: object, home: str) -> object:
     """Rewrite the schema's references to itself for its new position at `home`."""
     if isinstance(schema, list):
         return [_moved(item, home) for item in schema]

@@ -7,14 +7,41 @@ and its arguments begin. An object that names no known function, or has other me
 text: no text of the model is lost.
 """
 
+import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
-from gateway.openai.call_reader import CallReader, NotACall, Piece, Text
-
 _BETWEEN_CALLS = " \t\r\n,;[]"
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", "id", "type", *_ARGUMENTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text outside of tool calls."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """The start of a call, as soon as its function is known."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next part of a call's arguments, as JSON text."""
+
+    index: int
+    text: str
+
+
+Piece = Text | CallBegun | CallArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +196,131 @@ def _num_held(text: str, marker: str) -> int:
     longest = next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
     before = text[: len(text) - longest]
     return longest + len(before) - len(before.rstrip())
+
+
+class NotACall(Exception):
+    """The JSON object is not a tool call."""
+
+
+class CallReader:
+    """Parses one call, character by character. `names`: the known functions. Arguments before the name are buffered."""
+
+    def __init__(self, index: int, names: Collection[str]) -> None:
+        self.is_done = False
+        self.has_begun = False
+        """True once CallBegun was emitted: from then on the call cannot be turned back into text."""
+        self._index = index
+        self._names = names
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+        self._key = ""
+        self._is_value = False
+        self._member: list[str] = []  # the key or the value that is being read
+        self._name = ""
+        self._arguments = ""  # not emitted yet
+        self._had_arguments = False
+
+    def push(self, char: str) -> Iterator[Piece]:
+        """Return the pieces that the character completes. Raises NotACall."""
+        was_in_string, before = self._in_string, self._depth
+        self._track_nesting(char)
+        is_mark = not was_in_string and before == 1 and not self._in_string
+        if before == 0:
+            return
+        if self._depth == 0:
+            yield from self._end_value()
+            yield from self._end()
+        elif is_mark and char == ":" and not self._is_value:
+            self._begin_value()
+        elif is_mark and char == ",":
+            yield from self._end_value()
+        else:
+            self._member.append(char)
+            if self._is_value and self._key in _ARGUMENTS and max(before, self._depth) > 1 and self._is_object:
+                yield from self._emit(char)
+
+    @property
+    def _is_object(self) -> bool:
+        """True if the arguments are an object. They may also be a string with JSON in it, emitted once complete."""
+        return next((char for char in self._member if not char.isspace()), "") == "{"
+
+    def _track_nesting(self, char: str) -> None:
+        if self._in_string:
+            if self._is_escaped or char == "\\":
+                self._is_escaped = not self._is_escaped
+            elif char == '"':
+                self._in_string = False
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+
+    def _begin_value(self) -> None:
+        self._key = _parse_string("".join(self._member))
+        if self._key not in _KEYS:
+            raise NotACall
+        self._member, self._is_value = [], True
+
+    def _end_value(self) -> Iterator[Piece]:
+        text = "".join(self._member)
+        if not self._is_value:
+            if text.strip() or not self._key:
+                raise NotACall
+            return
+        if self._key == "name":
+            yield from self._set_name(_parse_string(text))
+        elif self._key in _ARGUMENTS:
+            if not self._is_object:
+                yield from self._emit(_unwrap_arguments(text))
+            self._had_arguments = True
+        self._member, self._is_value = [], False
+
+    def _set_name(self, name: str) -> Iterator[Piece]:
+        if self._name or name not in self._names:
+            raise NotACall
+        self._name = name
+        yield from self._emit("")
+
+    def _emit(self, text: str) -> Iterator[Piece]:
+        self._arguments += text
+        if self._name and self._arguments:
+            if not self.has_begun:
+                self.has_begun = True
+                yield CallBegun(self._index, self._name)
+            yield CallArguments(self._index, self._arguments)
+            self._arguments = ""
+
+    def _end(self) -> Iterator[Piece]:
+        if not self._name:
+            raise NotACall
+        if not self._had_arguments:
+            yield from self._emit("{}")
+        self.is_done = True
+
+
+def _parse_string(text: str) -> str:
+    """Parse a JSON string. Raises NotACall."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise NotACall from None
+    if not isinstance(value, str):
+        raise NotACall
+    return value
+
+
+def _unwrap_arguments(text: str) -> str:
+    """Return the JSON inside a string, or {} for null. Raises NotACall."""
+    if text.strip() == "null":
+        return "{}"
+    inner = _parse_string(text)
+    try:
+        value = json.loads(inner)
+    except ValueError:
+        raise NotACall from None
+    if not isinstance(value, dict):
+        raise NotACall
+    return inner

@@ -1,4 +1,4 @@
-"""The transports by name. `base.py` has the interface; shm.py (with arena.py) and grpc_bytes.py implement it."""
+"""The transports by name. `base.py` has the interface; shm.py and grpc_bytes.py implement it."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

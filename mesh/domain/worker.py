@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import KVLayout, KVSpan
 
 # Increase it when the meaning of an internal message changes: routers and workers of different versions refuse each
 # other.

@@ -2,8 +2,8 @@
 
 import grpc
 
+from mesh.rpc.credentials import TlsIdentity
 from mesh.rpc.server import KEEPALIVE_MS, MAX_MESSAGE_BYTES
-from mesh.rpc.tls import TlsIdentity
 
 _OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),

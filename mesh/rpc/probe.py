@@ -10,8 +10,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mesh.domain.errors import ConfigurationError
+from mesh.rpc.credentials import TlsIdentity
 from mesh.rpc.settings import MemberSettings
-from mesh.rpc.tls import TlsIdentity
 from mesh.settings import load_settings, setting
 
 _TIMEOUT_S = 3.0

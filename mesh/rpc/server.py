@@ -1,18 +1,26 @@
-"""The gRPC server of every service."""
+"""The gRPC server of every service, and its interceptor.
 
+The interceptor checks credentials, turns errors into statuses and logs failures, so servicers need no try/except. A
+MeshError becomes its status; any other error becomes INTERNAL, with the traceback in the log only. A cancelled handler
+ends its call, so that the peer never hangs.
+"""
+
+import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from mesh.domain.errors import ConfigurationError
-from mesh.rpc.credentials import Guard, require_safe_bind
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
+from mesh.rpc import health
+from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
-from mesh.rpc.interceptor import ServiceInterceptor
-from mesh.rpc.tls import TlsIdentity
+from mesh.rpc.status import status_of
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Limit inside the mesh; KV chunks are much smaller. The public port keeps gRPC's default of 4 MiB."""
@@ -26,6 +34,8 @@ _KEEPALIVE = (
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 4),
     ("grpc.http2.max_ping_strikes", 0),
 )
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +142,97 @@ def _require_free(listen: Listen) -> None:
 
 def _cannot_listen(listen: Listen) -> ConfigurationError:
     return ConfigurationError(f"cannot listen on {listen.host}:{listen.port}: is the port in use? choose another")
+
+
+class ServiceInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every call of a server. Without a guard, all callers are accepted."""
+
+    def __init__(self, guard: Guard | None) -> None:
+        self._guard = guard
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method in health.METHODS:
+            return handler
+        if handler.response_streaming:
+            return self._wrap_streaming(handler, method)
+        return self._wrap_unary(handler, method)
+
+    def _wrap_unary(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+        async def call(raw: bytes, context: grpc.aio.ServicerContext) -> object:
+            try:
+                self._check(context)
+                return await handler.unary_unary(_parse(handler, raw), context)
+            except BaseException as error:
+                await _end(context, method, error)
+
+        return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
+
+    def _wrap_streaming(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+        inner = handler.stream_stream or handler.unary_stream
+
+        async def call(raw: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
+            responses = None
+            try:
+                self._check(context)
+                request = _parse_all(handler, raw) if handler.request_streaming else _parse(handler, raw)
+                responses = inner(request, context)
+                async for response in responses:
+                    yield response
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                await _end(context, method, error)
+            finally:
+                if responses is not None and hasattr(responses, "aclose"):
+                    await responses.aclose()
+
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
+        return grpc.unary_stream_rpc_method_handler(call, None, handler.response_serializer)
+
+    def _check(self, context: grpc.aio.ServicerContext) -> None:
+        if self._guard is not None:
+            self._guard.check(context.invocation_metadata())
+
+
+def _parse(handler: grpc.RpcMethodHandler, raw: bytes) -> object:
+    """Parse the request. Raises InvalidRequest for garbage, which grpc would report as INTERNAL."""
+    try:
+        return handler.request_deserializer(raw)
+    except Exception as error:
+        raise InvalidRequest("the request is not a valid protobuf message of this method") from error
+
+
+async def _parse_all(handler: grpc.RpcMethodHandler, raws: AsyncIterator[bytes]) -> AsyncIterator[object]:
+    async for raw in raws:
+        yield _parse(handler, raw)
+
+
+async def _end(context: grpc.aio.ServicerContext, method: str, error: BaseException) -> NoReturn:
+    """End the call with the status of `error`."""
+    try:
+        await _abort(context, method, error)
+    except grpc.aio.InternalError as failure:
+        # The call has already ended, by its deadline or its client. grpc would log InternalError, not CancelledError.
+        raise asyncio.CancelledError from failure
+
+
+async def _abort(context: grpc.aio.ServicerContext, method: str, error: BaseException) -> NoReturn:
+    if isinstance(error, MeshError):
+        code, trailing = status_of(error)
+        log.info("call refused", method=method, status=code.name, error=str(error))
+        await context.abort(code, str(error), trailing)
+    if isinstance(error, asyncio.CancelledError):
+        if not context.cancelled():
+            await context.abort(grpc.StatusCode.CANCELLED, "the server is stopping")
+        raise error
+    if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+        log.error("call failed", method=method, exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
+    raise error

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from mesh.domain.errors import ConfigurationError
-from mesh.metrics import MetricsSettings
-from mesh.rpc.credentials import Credentials, MeshKey
-from mesh.rpc.tls import TlsIdentity
+from mesh.process import MetricsSettings
+from mesh.rpc.credentials import Credentials, MeshKey, TlsIdentity
 from mesh.settings import setting
 
 _TLS_FILES = ("mesh_tls_cert", "mesh_tls_key", "mesh_tls_ca")

@@ -1,1 +1,1 @@
-"""Admission of requests: concurrency limits, the queue, and forecasts of waiting times."""
+"""Admission: permits, the queue, forecasts of waiting times, and the placement of attempts on workers."""

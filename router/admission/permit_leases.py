@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from mesh.registry.redis_connection import PREFIX
+from mesh.registry import PREFIX
 
 _NOW = """
 local t = redis.call('TIME')

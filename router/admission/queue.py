@@ -8,7 +8,7 @@
 
 A pump runs after any event that can free capacity: a heartbeat, a worker joining, finished work. Only the head is
 tried, so that small requests do not overtake a big one forever. Prefill workers have separate budgets for short and
-long prompts (placement/policy.py): if the head lacks only its prefill budget, the first waiter of the other kind is
+long prompts (admission/placement.py): if the head lacks only its prefill budget, the first waiter of the other kind is
 tried too.
 
 The queue is bounded. A named tenant may have at most as many waiting requests as there are free slots (dynamic
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded, WorkerBusy
 from router.admission.fair_queue import FairQueue, QueueEntry
-from router.admission.forecast import Forecast, retry_after_s
-from router.placement.in_flight import InFlightTable, Reservation
-from router.placement.policy import NoPlacement, Placement, PlacementQuery, Snapshot, is_short_in, place
+from router.admission.in_flight import InFlightTable, Reservation
+from router.admission.limiter import Forecast, retry_after_s
+from router.admission.placement import NoPlacement, Placement, PlacementQuery, Snapshot, is_short_in, place
 
 
 @dataclass(eq=False, slots=True)

@@ -30,7 +30,8 @@ from redis.asyncio import Redis
 
 from mesh.domain.errors import Overloaded
 from mesh.domain.request import mint_id
-from mesh.registry.redis_connection import FAILURES, open_redis, require_not_cancelled
+from mesh.registry import FAILURES, open_redis
+from mesh.retry import require_not_cancelled
 from router.admission.limiter import Permit
 from router.admission.permit_leases import Exchange, Keep, LeaseTimes, PermitStore, Take, Taken
 from router.api.tenants import ANONYMOUS, Tenant

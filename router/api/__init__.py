@@ -1,1 +1,1 @@
-"""The public port: gRPC servicers, API keys, tenants, validation, limits and readiness."""
+"""The public port: gRPC servicers, tenants and their API keys, validation, and what operators see."""

@@ -2,26 +2,25 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
-from mesh.list_limits import require_at_most
 from mesh.rpc.credentials import Metadata
 from mesh.tracing import HEADERS
-from router.api.tenants import Priority, Tenant
+from mesh.wire import require_at_most
+from router.admission.fair_queue import Priority
+from router.answer_stream import Delta, PromptInfo
+from router.api.operators import timing_to_proto
+from router.api.tenants import CallerDirectory, Tenant
 from router.api.validation import MAX_CHAT_MESSAGES, GenerateParams
-from router.generation.answer_stream import Delta, PromptInfo
-from router.generation.choice import TokenEvent, TopToken, Usage
-from router.generation.service import ModelInfo
-from router.model_router import ServedModels
-from router.observe.timeline import AttemptTiming, Timing
-from router.text.chat import ChatMessage, Rendering
-from router.text.prompts import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.choice import TokenEvent, TopToken, Usage
+from router.service import ModelInfo, ServedModels
+from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
@@ -34,14 +33,6 @@ _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
 
 # Tokens to convert before other tasks get a turn: a few milliseconds of work.
 _MAX_CONVERTED = 1024
-
-
-class CallerDirectory(Protocol):
-    """Identifies callers by their credentials. Implementations: KeysFile, and NoKeys without API keys."""
-
-    def tenant_of(self, metadata: Metadata | None) -> Tenant:
-        """Return the caller's tenant. Raises Unauthenticated."""
-        ...
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
@@ -198,29 +189,6 @@ def _usage_to_proto(usage: Usage) -> generation_pb2.Usage:
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
     )
-
-
-def timing_to_proto(timing: Timing) -> generation_pb2.Timing:
-    """Convert a timing, for clients and for operators."""
-    return generation_pb2.Timing(
-        total_ms=_ms(timing.total_s),
-        prepare_ms=_ms(timing.prepare_s),
-        first_token_ms=_ms(timing.first_token_s),
-        attempts=map(_attempt_to_proto, timing.attempts),
-    )
-
-
-def _attempt_to_proto(attempt: AttemptTiming) -> generation_pb2.AttemptTiming:
-    phases = {phase.name.removesuffix("_s"): getattr(attempt.phases, phase.name) for phase in fields(attempt.phases)}
-    return generation_pb2.AttemptTiming(
-        kv_transfer_ms=None if attempt.kv_transfer_s is None else _ms(attempt.kv_transfer_s),
-        **{f"{name}_ms": _ms(seconds) for name, seconds in phases.items()},
-    )
-
-
-def _ms(seconds: float) -> float:
-    """Milliseconds, rounded to microseconds."""
-    return round(seconds * 1000, 3)
 
 
 def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:

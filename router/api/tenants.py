@@ -1,24 +1,45 @@
-"""Tenants: the callers of the public port, with their rights and priorities."""
+"""Tenants, the callers of the public port: their rights and priorities, and the API keys that identify them.
 
+Only the SHA-256 digests of keys are kept; a file has one line for each:
+
+    <64 hex digits> = { tenant = "alice" }
+    <64 hex digits> = { tenant = "ops", operator = true, max_concurrent_requests = 8, priority = "batch" }
+
+`<64 hex digits> = "alice"` is a short form. A tenant may have several keys, all with the same rights. Keys are 256
+random bits (`tandem keys new`), which nobody can guess, so a fast hash is enough.
+
+The file is read again when it has changed. A removed key is refused from then on; its running streams continue. While
+the file is broken or missing, the keys read last stay valid.
+"""
+
+import hmac
 import re
+import secrets
+import time
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
 
-from mesh.domain.errors import ConfigurationError, InvalidRequest, PermissionDenied
+import structlog
+
+from mesh.domain.errors import ConfigurationError, InvalidRequest, PermissionDenied, Unauthenticated
+from mesh.rpc.credentials import Metadata
+from router.admission.fair_queue import Priority
+
+log = structlog.get_logger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-
-class Priority(IntEnum):
-    """A request's priority in the queue; higher priorities go first."""
-
-    BATCH = 1
-    STANDARD = 2
-    INTERACTIVE = 3
-
-    def share_of(self, total: int) -> int:
-        """Return how many of `total` slots requests of this priority may fill: batch leaves a quarter to others."""
-        return max(1, total * 3 // 4) if self is Priority.BATCH else total
+_PREFIX = "tandem-"
+_BEARER = "bearer "
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TYPES = {"tenant": str, "operator": bool, "max_concurrent_requests": int, "priority": str}
+_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
+# Minimum time between two checks of the file.
+_CHECK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +91,155 @@ TRIAL = Tenant("tandem-up")
 
 ANONYMOUS = Tenant("", operator=True, max_priority=Priority.INTERACTIVE)
 """The tenant of every caller while no API keys are configured."""
+
+
+def new_key() -> str:
+    """Return a new random key."""
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def digest_of(key: str) -> str:
+    """Return the SHA-256 of a key, in hex digits: the form in which keys are stored."""
+    return sha256(key.encode(errors="surrogateescape")).hexdigest()
+
+
+class CallerDirectory(Protocol):
+    """Identifies callers by their credentials. Implementations: KeysFile, and NoKeys without API keys."""
+
+    def tenant_of(self, metadata: Metadata | None) -> Tenant:
+        """Return the caller's tenant. Raises Unauthenticated."""
+        ...
+
+
+class ApiKeys:
+    """A fixed set of keys, each with its tenant."""
+
+    def __init__(self, tenants: Mapping[str, Tenant]) -> None:
+        """`tenants` by the hex digest of a key. Raises ConfigurationError if a tenant has two sets of rights."""
+        by_name: dict[str, Tenant] = {}
+        for digest, tenant in tenants.items():
+            if not _DIGEST.fullmatch(digest):
+                raise ConfigurationError(f"not the SHA-256 of a key in 64 lower-case hex digits: {digest[:8]}...")
+            if by_name.setdefault(tenant.name, tenant) != tenant:
+                raise ConfigurationError(f"the keys of tenant {tenant.name} differ in their rights or limits")
+        self._entries = [(digest.encode(), tenant) for digest, tenant in tenants.items()]
+
+    @classmethod
+    def load(cls, path: Path) -> "ApiKeys":
+        """Raises ConfigurationError with the reason and the path of the file."""
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"cannot read the API keys file {path}: {error}") from error
+        if not content:
+            raise ConfigurationError(f"the API keys file {path} has no keys; make one with: tandem keys new TENANT")
+        return cls({digest: _tenant(digest, entry) for digest, entry in content.items()})
+
+    def with_keys(self, tenants: Mapping[str, Tenant]) -> "ApiKeys":
+        """Return a copy with more keys."""
+        return ApiKeys({entry.decode(): owner for entry, owner in self._entries} | dict(tenants))
+
+    def tenant_of(self, metadata: Metadata | None) -> Tenant:
+        """Return the caller's tenant. Raises Unauthenticated. Takes constant time, for known and unknown keys alike."""
+        digest = digest_of(_key_in(metadata)).encode()
+        match: Tenant | None = None
+        for known, tenant in self._entries:
+            if hmac.compare_digest(known, digest):
+                match = tenant
+        if match is None:
+            raise Unauthenticated("the API key is missing or wrong: send it as authorization: Bearer KEY")
+        return match
+
+
+class KeysFile:
+    """The keys of a file in its current version. Guards every method of the public port except health.
+
+    Calls check the file for changes, once a second at most; no background task runs. `more` are keys that are valid in
+    addition to the file's. The constructor raises ConfigurationError if the file is broken.
+    """
+
+    def __init__(
+        self, path: Path, more: Mapping[str, Tenant] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path = path
+        self._more = more or {}
+        self._clock = clock
+        self._version = self._file_version()
+        self._keys = self._load()
+        self._checked_at_s = clock()
+
+    def check(self, metadata: Metadata | None) -> None:
+        """Raise Unauthenticated unless the call carries a known key."""
+        self.tenant_of(metadata)
+
+    def tenant_of(self, metadata: Metadata | None) -> Tenant:
+        """Return the caller's tenant. Raises Unauthenticated."""
+        self._refresh()
+        return self._keys.tenant_of(metadata)
+
+    def _refresh(self) -> None:
+        if self._clock() - self._checked_at_s < _CHECK_INTERVAL_S:
+            return
+        self._checked_at_s = self._clock()
+        version = self._file_version()
+        if version == self._version:
+            return
+        self._version = version
+        try:
+            self._keys = self._load()
+        except ConfigurationError as error:
+            log.error("the API keys file is broken, the keys read before stay valid", error=str(error))
+        else:
+            log.info("API keys read again", path=str(self._path))
+
+    def _file_version(self) -> tuple[int, int, int] | None:
+        """Return a value that changes with the content; None if the file is missing."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+    def _load(self) -> ApiKeys:
+        return ApiKeys.load(self._path).with_keys(self._more)
+
+
+class NoKeys:
+    """Used while no keys are configured: every caller is the anonymous tenant."""
+
+    def tenant_of(self, metadata: Metadata | None) -> Tenant:
+        return ANONYMOUS
+
+
+def _key_in(metadata: Metadata | None) -> str:
+    """Return the key of `authorization: Bearer KEY`, else of `x-api-key`; "" without one."""
+    headers = {name: value for name, value in metadata or () if isinstance(value, str)}
+    authorization = headers.get("authorization", "")
+    if authorization[: len(_BEARER)].lower() == _BEARER:
+        return authorization[len(_BEARER) :].strip()
+    return headers.get("x-api-key", "")
+
+
+def _tenant(digest: str, entry: object) -> Tenant:
+    """Parse one entry of the file. Errors show only the beginning of the digest."""
+    if isinstance(entry, str):
+        entry = {"tenant": entry}
+    if not isinstance(entry, dict) or not entry.get("tenant") or entry.keys() - _TYPES.keys():
+        raise ConfigurationError(
+            f'API key {digest[:8]}...: want {{ tenant = "NAME" }}, and optionally {", ".join(list(_TYPES)[1:])}'
+        )
+    for name, value in entry.items():
+        if type(value) is not _TYPES[name]:
+            raise ConfigurationError(f"API key {digest[:8]}...: {name} must be {_TYPES[name].__name__}, got {value!r}")
+    fields = dict(entry)
+    if "priority" in fields:
+        fields["priority"] = _priority(digest, fields["priority"])
+    return Tenant(fields.pop("tenant"), **fields)
+
+
+def _priority(digest: str, name: str) -> Priority:
+    if name not in _PRIORITIES:
+        raise ConfigurationError(
+            f"API key {digest[:8]}...: priority must be one of {', '.join(_PRIORITIES)}, got {name[:80]!r}"
+        )
+    return _PRIORITIES[name]

@@ -1,4 +1,4 @@
-"""Validates the parameters of public requests and completes them with defaults."""
+"""Validates the parameters and lengths of public requests, and completes them with defaults."""
 
 import math
 import random
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.sampling import (
+from mesh.domain.request import (
     MAX_CHOICES,
     MAX_PROMPT_LOGPROBS,
     MAX_RANKED_EVENTS,
@@ -14,16 +14,21 @@ from mesh.domain.sampling import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
-from router.admission.fair_queue import QueueEntry
-from router.api.limits import Limits
-from router.api.tenants import ANONYMOUS, Priority, Tenant
-from router.text.prompts import ChatPrompt, Prompt, TextPrompt
-from router.text.text_stream import TextRules
+from router.admission.fair_queue import Priority, QueueEntry
+from router.api.tenants import ANONYMOUS, Tenant
+from router.text.chat import ChatPrompt, Prompt, TextPrompt
 
 MAX_CHAT_MESSAGES = 4096
 CHAT_ROLES = ("system", "user", "assistant", "tool")
-
 _EMPTY = "the prompt is empty: at least one token is needed"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits that hold for a request now."""
+
+    max_input_tokens: int
+    max_total_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +82,6 @@ class ValidRequest:
     def worker_prompt(self) -> tuple[int, ...]:
         """The prompt as it is sent to workers."""
         return self.prompt_ids + self.decoder_prompt
-
-    @property
-    def text_rules(self) -> TextRules:
-        """The rules by which tokens become the client's text."""
-        return TextRules(
-            self.sampling.stop,
-            self.params.include_stop,
-            self.sampling.min_new_tokens,
-            self.params.skip_special_tokens,
-            self.params.spaces_between_special_tokens,
-        )
 
 
 def check_counts(params: GenerateParams, *, max_choices: int) -> None:

@@ -2,8 +2,11 @@
 
 Templates see what Hugging Face transformers shows them: messages, tools, add_generation_prompt, the special tokens,
 the client's own values, `raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and
-`{% generation %}`. The router itself only parses a template; a process of its own compiles and
-renders it (`template_process.py`).
+`{% generation %}`. The router itself only parses a template; a process of its own compiles and renders it
+(`template_process.py`).
+
+Jinja's sandbox denies templates access to attributes, modules and mutation. It does not stop them from running forever
+or filling the memory, so the process has limits on both.
 """
 
 import json
@@ -17,12 +20,18 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.model_files import read_json
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text.sandbox import MAX_RENDER_S, TemplateSandbox, TooMuchWork
+
+MAX_RENDER_S = 1.0
+# Not needed to render a conversation, and meant for long outputs.
+_REMOVED_GLOBALS = ("lipsum",)
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 MAX_CHARS = 8 << 20
@@ -45,6 +54,25 @@ _MAX_SHOWN = 100
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+class TooMuchWork(SecurityError):
+    """The template exceeds its limit on time or memory."""
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """A Jinja environment for untrusted templates."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name in _REMOVED_GLOBALS:
+            self.globals.pop(name, None)
+
+    def call(__self, __context: Context, __obj: object, *args: Any, **kwargs: Any) -> object:
+        """Call `__obj` for a template. Bytes are denied, because the sandbox does not check their methods."""
+        if getattr(__obj, "__name__", "") in ("encode", "to_bytes"):
+            raise SecurityError("templates have no bytes")
+        return super().call(__context, __obj, *args, **kwargs)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation. `extra_json`: further members that the template sees, as a JSON object, or ""."""
@@ -53,7 +81,7 @@ class ChatMessage:
     content: str
     extra_json: str = ""
 
-    def members(self) -> dict[str, Any]:
+    def members(self) -> dict[str, object]:
         """Return the message as templates see it. Raises InvalidRequest."""
         extra = _parse(self.extra_json, "extra_json", {})
         if not isinstance(extra, dict):
@@ -80,7 +108,7 @@ class Rendering:
                 f"chat_template_kwargs has {len(self.values_json)} characters, at most {_MAX_KWARGS_CHARS} are allowed"
             )
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """Return the client's values for the template. Raises InvalidRequest."""
         values = _parse(self.values_json, "chat_template_kwargs", {})
         if not isinstance(values, dict) or not all(name.isidentifier() for name in values):
@@ -91,14 +119,46 @@ class Rendering:
 DEFAULT_RENDERING = Rendering()
 
 
-def _parse_tools(text: str) -> list[Any] | None:
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt as plain text, without a template."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt as token ids, unchecked and not copied: there may be far too many."""
+
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation, oldest message first. `tools_json`: the callable tools as a JSON array, or "" for none."""
+
+    messages: tuple[ChatMessage, ...]
+    tools_json: str = ""
+    how: Rendering = DEFAULT_RENDERING
+
+    @property
+    def num_chars(self) -> int:
+        """Total characters of messages, tools and template values."""
+        turns = sum(len(turn.content) + len(turn.extra_json) for turn in self.messages)
+        return turns + len(self.tools_json) + len(self.how.values_json)
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+def _parse_tools(text: str) -> list[object] | None:
     tools = _parse(text, "tools_json", None)
     if not isinstance(tools, list | None):
         raise InvalidRequest("tools_json must be a JSON array")
     return tools
 
 
-def _parse(text: str, name: str, default: Any) -> Any:
+def _parse(text: str, name: str, default: object) -> object:
     try:
         return json.loads(text, parse_constant=_refuse_constant) if text else default
     except (ValueError, RecursionError):
@@ -181,11 +241,11 @@ class ChatTemplate:
         continued = messages[-1].content if how.continues_final else ""
         return text.rstrip().endswith(_REASONING) or continued.rfind(_REASONING) > continued.rfind(_REASONING_END)
 
-    def _values(self, messages: Sequence[ChatMessage], tools_json: str, how: Rendering) -> dict[str, Any]:
+    def _values(self, messages: Sequence[ChatMessage], tools_json: str, how: Rendering) -> dict[str, object]:
         """Return the variables of the template. Raises InvalidRequest."""
         turns = [message.members() for message in messages]
         if how.continues_final:
-            turns[-1]["content"] += _END_OF_MESSAGE
+            turns[-1]["content"] = messages[-1].content + _END_OF_MESSAGE
         reserved = {
             "messages": turns,
             "tools": _parse_tools(tools_json),
@@ -254,11 +314,11 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _by_name(template: Any) -> dict[str, str]:
+def _by_name(template: object) -> dict[str, str]:
     """Return templates by name: some checkpoints have a list of them, such as one for chat with tools."""
     if isinstance(template, str):
         return {_DEFAULT: template}
@@ -277,7 +337,7 @@ def _read_text(path: Path) -> str:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     """Return special tokens by the names that templates use.
 
     In the file they are strings, or objects with `content`.

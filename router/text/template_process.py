@@ -2,7 +2,11 @@
 
 Templates come with checkpoints and are only partly trusted, and their input comes from clients. Inside the router a
 template could hold the interpreter lock, and block every stream, for the duration of one step. In its own process it
-has limits on CPU time and memory (sandbox.py). A process that exceeds them ends; the next rendering starts another one.
+has limits on CPU time and memory. A process that exceeds them ends; the next rendering starts another one.
+
+A single step, such as sorting long texts, cannot be interrupted from inside. So there are two limits on CPU time (a
+signal that ends the rendering between two steps, and one that kills the process) and one on memory. The limits count
+CPU time, so that a busy machine makes no template fail.
 
 Frames go over pipes: the length as four bytes, then JSON. The first frame has the template; the others are requests,
 [[[role, content, extra_json], ...], tools_json, [the fields of Rendering]]. Answers are [kind, text]. The process has
@@ -11,6 +15,7 @@ none of the router's secrets in its environment, and ends when its standard inpu
 
 import json
 import os
+import resource
 import select
 import signal
 import struct
@@ -18,14 +23,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import IO, Any, NoReturn
 
 import structlog
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
-from router.text.chat import DEFAULT_RENDERING, ChatMessage, ChatTemplate, Rendering, too_big
-from router.text.sandbox import MAX_RENDER_S, limit_process, limited_time
+from router.text.chat import (
+    DEFAULT_RENDERING,
+    MAX_RENDER_S,
+    ChatMessage,
+    ChatTemplate,
+    Rendering,
+    TooMuchWork,
+    too_big,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +49,37 @@ _ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _LENGTH = struct.Struct(">I")
 _MAX_FRAME_BYTES = 1 << 28
 _DONE, _REFUSED, _BROKEN = "done", "refused", "broken"
+MAX_MEMORY_BYTES = 512 << 20
+# The kernel counts whole seconds.
+_MAX_STEP_S = 2
+
+
+def limit_process() -> None:
+    """Limit this process's memory for good, and disable core files."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, _time_is_up)
+
+
+@contextmanager
+def limited_time(seconds: float) -> Iterator[None]:
+    """Raise TooMuchWork in the body after `seconds` of CPU time; a step of _MAX_STEP_S more kills the process.
+
+    Only for the main thread of a dedicated process, after `limit_process`.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    end_s = int(used.ru_utime + used.ru_stime + seconds) + _MAX_STEP_S
+    resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _time_is_up(number: int, frame: FrameType | None) -> NoReturn:
+    raise TooMuchWork("it takes too long")
 
 
 class TemplateProcess:
@@ -100,7 +145,7 @@ class TemplateProcess:
             raise ConfigurationError(text)
         return self._process
 
-    def _ask(self, process: "subprocess.Popen[bytes]", request: Any) -> tuple[str, str]:
+    def _ask(self, process: "subprocess.Popen[bytes]", request: object) -> tuple[str, str]:
         """Raises OSError or EOFError if the process has ended or does not answer in time."""
         assert process.stdin is not None
         assert process.stdout is not None
@@ -122,7 +167,7 @@ def _environment() -> dict[str, str]:
     return known | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def _write(pipe: IO[bytes], value: Any) -> None:
+def _write(pipe: IO[bytes], value: object) -> None:
     raw = json.dumps(value).encode()
     pipe.write(_LENGTH.pack(len(raw)) + raw)
     pipe.flush()

@@ -1,1 +1,1 @@
-"""The workers as the router sees them: registry, connections, canaries and circuit breakers."""
+"""The workers as the router sees them: registry, connections, health and canaries."""

@@ -17,20 +17,17 @@ from dataclasses import replace
 import structlog
 
 from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerBusy, WorkerLost
-from mesh.domain.request import mint_id
-from mesh.domain.sampling import SamplingParams
-from router.api.limits import capacity_tokens
+from mesh.domain.request import SamplingParams, mint_id
+from router.admission.in_flight import InFlightTable
+from router.admission.placement import Placement
 from router.api.validation import GenerateParams, ValidRequest
-from router.generation.attempt import Attempt, AttemptTimeouts
-from router.generation.choice import Choice
-from router.observe.timeline import Timeline
-from router.placement.in_flight import InFlightTable
-from router.placement.mesh_view import MeshView
-from router.placement.policy import Placement
+from router.attempt import Attempt, AttemptTimeouts, PrefillClient
+from router.choice import Choice
 from router.served_model import ServedModel
+from router.timeline import Timeline
 from router.workers.decode_link import DecodeLinks
-from router.workers.health import Canary, Trust, WorkerHealth
-from router.workers.prefill_call import PrefillClient
+from router.workers.health import Canary, MeshView, Trust, WorkerHealth
+from router.workers.membership import capacity_tokens
 
 log = structlog.get_logger(__name__)
 

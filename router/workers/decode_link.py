@@ -1,17 +1,17 @@
-"""Decode links: the router's one stream to each run of a decode worker, with commands down and tokens of all sequences
-up.
+"""Connections to workers: one channel per run of a worker, and over it, to each decode worker, one stream: the link.
 
     hello ─▶ welcome ─▶ start/abort ... ◀─ reserved, step outputs, failed ... ─▶ broken: every attempt on it has failed
 
-`DecodeLinks` opens a link when a worker joins, closes it when the worker leaves, and opens it again after a break. One
-reader per link hands messages to the attempts by a plain call: no task, timer or queue per token. Messages for attempts
-that have ended are dropped. The stream has no deadline and lives as long as the worker; keepalive and the registry's
-heartbeats detect its end.
+A link carries commands down and the tokens of all sequences up. `DecodeLinks` opens a link when a worker joins, closes
+it when the worker leaves, and opens it again after a break. One reader per link hands messages to the attempts by a
+plain call: no task, timer or queue per token. Messages for attempts that have ended are dropped. The stream has no
+deadline and lives as long as the worker; keepalive and the registry's heartbeats detect its end.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -32,11 +32,17 @@ from mesh.domain.errors import (
 from mesh.domain.request import Request
 from mesh.domain.tokens import SequenceFailure, StepOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from mesh.rpc.channel import open_channel
+from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
+from mesh.rpc.status import error_from_rpc
 from mesh.v1 import decode_pb2, decode_pb2_grpc
-from router.workers.channels import Caller, Channels, responses_of
 from router.workers.membership import Registry, WorkerView
 
+log = structlog.get_logger(__name__)
+
 _WELCOME_TIMEOUT_S = 5.0
+_FIRST_RETRY_S = 1.0
+_MAX_RETRY_S = 10.0
 
 SequenceKey = tuple[str, int]
 
@@ -49,6 +55,68 @@ _ERRORS: dict[SequenceFailure, type[MeshError]] = {
     SequenceFailure.INTERNAL: WorkerLost,
     SequenceFailure.DEADLINE: DeadlineExceeded,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """This router's identity towards workers."""
+
+    router_id: str
+    credentials: Credentials
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata of every outgoing call."""
+        return self.credentials.metadata()
+
+
+class Channels:
+    """Opens channels on demand. The channel of a lost worker is closed, which ends all calls over it at once."""
+
+    def __init__(self, registry: Registry, tls: TlsIdentity | None) -> None:
+        self._registry = registry
+        self._tls = tls
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, info: WorkerInfo) -> grpc.aio.Channel:
+        """Return the channel to this run of a worker."""
+        if info.incarnation not in self._channels:
+            self._channels[info.incarnation] = open_channel(info.address, self._tls)
+        return self._channels[info.incarnation]
+
+    def reconcile(self) -> None:
+        """Close the channels of workers that are lost or unknown."""
+        alive = {v.info.incarnation for v in self._registry.workers() if v.state is not WorkerState.LOST}
+        for incarnation in self._channels.keys() - alive:
+            task = asyncio.get_running_loop().create_task(self._channels.pop(incarnation).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+async def responses_of(call: Any) -> AsyncGenerator[Any, None]:
+    """Yield the messages of a streaming call.
+
+    Raises its error as a MeshError; closing the generator cancels the call.
+    """
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+    except asyncio.CancelledError as error:
+        # grpc.aio also raises this if the peer, or a closed channel, has ended the call.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise WorkerLost("the call was cancelled by the other side") from error
+    finally:
+        call.cancel()
 
 
 class SequenceListener(Protocol):
@@ -169,12 +237,6 @@ def _error_of(failed: decode_pb2.SequenceFailed) -> MeshError:
     if reason is SequenceFailure.MODEL_FAILED:
         return ModelFailed(failed.detail)
     return _ERRORS[reason](f"the decode worker gave up the sequence: {reason.value}: {failed.detail}")
-
-
-log = structlog.get_logger(__name__)
-
-_FIRST_RETRY_S = 1.0
-_MAX_RETRY_S = 10.0
 
 
 class DecodeLinks:

@@ -19,6 +19,11 @@ class WorkerView:
     cached: frozenset[bytes] | set[bytes] = field(repr=False)
 
 
+def capacity_tokens(info: WorkerInfo) -> int:
+    """Return the length of the longest sequence that the worker can hold."""
+    return min(info.max_model_len, info.num_blocks * info.layout.block_size)
+
+
 class Registry(Protocol):
     """The workers that a router can use. Plug point: Membership, fed over gRPC or by RedisRegistry."""
 

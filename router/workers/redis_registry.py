@@ -4,31 +4,46 @@
                           └─ no: refused                          └─ gap in the events: request a snapshot
     every second: read the newest beat of every worker from its key, in case published messages were lost
 
-While Redis is unavailable the Membership stays as it is, and silent workers are checked directly (DirectChecks). The
-same check keeps a worker that alone has lost its connection to Redis. Workers register again when Redis returns, so
-nothing in Redis has to survive.
+While Redis, or the network to it, is unavailable the Membership stays as it is, and silent workers are checked directly
+(DirectChecks). The same check keeps a worker that alone has lost its connection to Redis. Workers register again when
+Redis returns, so nothing in Redis has to survive.
 """
 
 import asyncio
 import time
+from collections.abc import Iterable
 
+import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
 from mesh import wire
 from mesh.domain.errors import LayoutMismatch
-from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerState
-from mesh.registry.redis_connection import LogLimit, require_not_cancelled, require_registry, stay_connected
-from mesh.registry.redis_keys import BEATS, WORKERS, ask_channel, record_key
-from mesh.registry.redis_records import Beat, RecordSeal, Refused, ReplayGuard
+from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
+from mesh.logs import LogLimit
+from mesh.registry import (
+    BEATS,
+    WORKERS,
+    Beat,
+    RecordSeal,
+    Refused,
+    ReplayGuard,
+    ask_channel,
+    record_key,
+    require_registry,
+    stay_connected,
+)
+from mesh.retry import require_not_cancelled
+from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
+from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter, SharedPermits
 from router.settings import RouterSettings
-from router.workers.channels import Caller
-from router.workers.membership import Membership
-from router.workers.redis_probe import DirectChecks
-from router.workers.registry_servicer import FORGET_S, SILENT_S
+from router.workers.decode_link import Caller
+from router.workers.membership import Membership, WorkerView
+from router.workers.registry import FORGET_S, SILENT_S
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +53,11 @@ _DEAF_S = 3.0
 # The same beat comes both from its key and over the channel; that is no replay attack.
 _OVERLAP_S = 2.0
 _PROBE_AFTER_S = 3 * HEARTBEAT_INTERVAL_S
+
+_HEALTH_TIMEOUT_S = 1.0
+# A worker in a long step answers its health check, but not this call.
+_LOAD_TIMEOUT_S = 0.5
+_MAX_CONCURRENT = 32
 
 
 class RedisRegistry:
@@ -50,7 +70,7 @@ class RedisRegistry:
         self._seal = RecordSeal(key)
         self._guard = ReplayGuard()
         self._checks = DirectChecks(membership, credentials)
-        self._log_limit = LogLimit()
+        self._log_limit = LogLimit(burst=1)
         self._misfits: dict[str, str] = {}  # refused incarnations, by worker id
         self._outbox: dict[str, bytes] = {}  # messages to send, by worker id: a refusal, or empty to request a snapshot
         self.connected = asyncio.Event()
@@ -112,7 +132,7 @@ class RedisRegistry:
             elif self._guard.lag_s(beat) > _OVERLAP_S:
                 raise Refused("it is older than a beat that its worker has sent before: replayed")
         except Refused as refused:
-            if self._log_limit.allows(str(refused)):
+            if self._log_limit.admit(str(refused)) is not None:
                 log.warning("registry message refused", cause=str(refused))
 
     def _apply(self, beat: Beat) -> None:
@@ -208,3 +228,61 @@ class SharedRegistry:
 async def _members(redis: Redis) -> list[bytes]:
     members: list[bytes] = await redis.zrange(WORKERS, 0, _MAX_WORKERS - 1)  # type: ignore[assignment]
     return members
+
+
+class DirectChecks:
+    """Calls workers at the addresses that they have registered."""
+
+    def __init__(self, membership: Membership, credentials: Credentials) -> None:
+        self._membership = membership
+        self._credentials = credentials
+        self._slots = asyncio.Semaphore(_MAX_CONCURRENT)
+
+    async def check(self, views: Iterable[WorkerView]) -> None:
+        """Count an answer as a heartbeat. Without an answer nothing changes: `expire` handles silent workers."""
+        await asyncio.gather(*(self._check(view) for view in views))
+
+    async def _check(self, view: WorkerView) -> None:
+        async with self._slots:
+            try:
+                async with open_channel(view.info.address, self._credentials.tls, own_connection=True) as channel:
+                    serving = await _is_serving(channel)
+                    load = await self._load(channel, view)
+            except grpc.aio.AioRpcError:
+                return
+            except asyncio.CancelledError:
+                # grpc.aio also raises this if the worker ends the call; re-raise only if our own task is cancelled.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                return
+        if load is None:
+            self._membership.lose(view.info.worker_id, view.info.incarnation)
+            return
+        now = self._membership.find(view.info.worker_id)
+        if now is None or now.last_seen_s != view.last_seen_s:
+            return  # a heartbeat has arrived in the meantime
+        # A draining worker never serves again. The last heartbeat tells why a worker does not serve.
+        state_if_not_serving = (
+            now.state if now.state in (WorkerState.STALLED, WorkerState.DRAINING) else WorkerState.DRAINING
+        )
+        state = WorkerState.READY if serving else state_if_not_serving
+        self._membership.heartbeat(view.info.worker_id, view.info.incarnation, load, state)
+
+    async def _load(self, channel: grpc.aio.Channel, view: WorkerView) -> WorkerLoad | None:
+        """Return the load; None if another run of a worker has taken over the address."""
+        try:
+            answer = await worker_pb2_grpc.WorkerStub(channel).GetWorker(
+                worker_pb2.GetWorkerRequest(), timeout=_LOAD_TIMEOUT_S, metadata=self._credentials.metadata()
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return view.load
+            raise
+        is_same = answer.record.incarnation == view.info.incarnation
+        return wire.load_from_proto(answer.load) if is_same else None
+
+
+async def _is_serving(channel: grpc.aio.Channel) -> bool:
+    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

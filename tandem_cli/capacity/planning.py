@@ -1,21 +1,192 @@
-"""Computes the result of `tandem plan` as one dictionary. Pure."""
+"""Computes the result of `tandem plan`: predicted pass times, workers that a load needs, and the price of its tokens.
 
-from collections.abc import Mapping, Sequence
+Pure, except for reading a file of results. Names of passes: `prefill_ms` is the prefill of one prompt, `decode_ms@B` a
+decode step of B sequences. Measured times have the same names.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
+from pathlib import Path
 from typing import Any
 
-from tandem_cli.capacity.capacity import QUANTIZED, Capacity, Precision
-from tandem_cli.capacity.fleet import (
-    Load,
-    PassTimes,
-    blended_price,
-    largest_batch,
-    predicted_times,
-    price_per_million_tokens,
-    rate_of_users,
-    workers_for,
-)
-from tandem_cli.capacity.predictions import PREFILL, Prediction, decode_name, predict
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.capacity.roofline import QUANTIZED, Capacity, Precision
+
+_DEFAULT_BATCHES = (1, 8, 32, 128)
+BLENDED_RATIO = 3
+"""Input tokens for each output token in a blended price."""
+PREFILL = "prefill_ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load: tokens per prompt, tokens per answer, and requests per second."""
+
+    input_tokens: int
+    output_tokens: int
+    requests_per_s: float
+
+    @property
+    def mean_context_tokens(self) -> float:
+        """Mean length of a sequence over its decode steps."""
+        return self.input_tokens + self.output_tokens / 2
+
+
+@dataclass(frozen=True, slots=True)
+class PassTimes:
+    """Seconds of one prompt, and of one decode step of `batch` sequences, either predicted or measured."""
+
+    prefill_s: float
+    step_s: float
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNeed:
+    """The number of workers that a load keeps fully busy, as fractions."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def decode_per_prefill(self) -> float:
+        """Decode workers per prefill worker. The ratio is the same at every rate."""
+        return self.decode / self.prefill
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """Minimum number of prefill and decode workers to start. Queues stay short only with spare workers."""
+        return max(1, ceil(self.prefill)), max(1, ceil(self.decode))
+
+
+def largest_batch(capacity: Capacity, load: Load, batches: Iterable[int]) -> int | None:
+    """The largest of `batches` whose sequences fit into memory at full length; None if none fits."""
+    users = capacity.users(load.input_tokens + load.output_tokens)
+    return max((batch for batch in batches if batch <= users), default=None)
+
+
+def batches_to_plan(capacity: Capacity, load: Load, requested: Sequence[int] | None) -> list[int]:
+    """`requested` batches, or those of 1, 8, 32 and 128 that fit. If one does not fit, the largest that fits is
+    added.
+    """
+    users = capacity.users(load.input_tokens + load.output_tokens)
+    candidates = set(requested or _DEFAULT_BATCHES)
+    batches = candidates if requested else {batch for batch in candidates if batch <= users}
+    if 0 < users < max(candidates):
+        batches.add(users)
+    return sorted(batches) or [1]
+
+
+def predicted_times(capacity: Capacity, load: Load, batch: int) -> PassTimes:
+    """Best-case times of a prompt, and of a decode step at the mean length of a sequence."""
+    step_s = capacity.decode_step_s(batch, load.mean_context_tokens)
+    return PassTimes(capacity.prefill_s(load.input_tokens), step_s, batch)
+
+
+def workers_for(load: Load, times: PassTimes) -> WorkerNeed:
+    """Workers by Little's law: work that arrives per second, over the work of one worker per second. Prefill makes the
+    first token, decode all others."""
+    decode_s = (load.output_tokens - 1) * times.step_s / times.batch
+    return WorkerNeed(load.requests_per_s * times.prefill_s, load.requests_per_s * decode_s)
+
+
+def rate_of_users(load: Load, times: PassTimes, users: int) -> float:
+    """Requests per second of users who send their next request when the last one has ended, without queueing."""
+    return users / (times.prefill_s + (load.output_tokens - 1) * times.step_s)
+
+
+def price_per_million_tokens(price_per_hour: float, tokens_per_s: float) -> float:
+    """Price of a million tokens: price per hour / (3600 x tokens/s) x 1e6."""
+    return price_per_hour / (3600 * tokens_per_s) * 1e6
+
+
+def blended_price(input_price: float, output_price: float) -> float:
+    """Price of a million tokens, with three input tokens per output token."""
+    return (BLENDED_RATIO * input_price + output_price) / (BLENDED_RATIO + 1)
+
+
+def decode_name(batch: int) -> str:
+    """The name of the time of a decode step with `batch` sequences."""
+    return f"decode_ms@{batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One pass: tokens, time, arithmetic intensity, and whether the weights and its KV fit into memory."""
+
+    name: str
+    tokens: int
+    predicted_ms: float
+    flops_per_byte: float
+    measured_ms: float | None = None
+    fits: bool = True
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1000 * self.tokens / self.predicted_ms
+
+    @property
+    def measured_tokens_per_s(self) -> float | None:
+        return None if self.measured_ms is None else 1000 * self.tokens / self.measured_ms
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured time divided by predicted time."""
+        return None if self.measured_ms is None else self.measured_ms / self.predicted_ms
+
+
+def predict(
+    capacity: Capacity, load: Load, batches: Sequence[int], measured_ms: Mapping[str, float]
+) -> list[Prediction]:
+    """Predict the prefill of one prompt and the decode step of each batch. A batch fits if it fits at full length."""
+    length, context = load.input_tokens, load.mean_context_tokens
+    prefill = Prediction(
+        PREFILL,
+        length,
+        1000 * capacity.prefill_s(length),
+        capacity.prefill_intensity(length),
+        measured_ms.get(PREFILL),
+        capacity.fits(1, length),
+    )
+    steps = [
+        Prediction(
+            decode_name(batch),
+            batch,
+            1000 * capacity.decode_step_s(batch, context),
+            capacity.decode_intensity(batch, context),
+            measured_ms.get(decode_name(batch)),
+            capacity.fits(batch, length + load.output_tokens),
+        )
+        for batch in batches
+    ]
+    return [prefill, *steps]
+
+
+def read_measured(path: Path, input_tokens: int) -> dict[str, float]:
+    """Read measured times from the closed loops with prompts of this length in a file of `tandem bench`.
+
+    TTFT with one client stands for a prefill, time per output token with N clients for a decode step of N. Both contain
+    the overhead of the mesh. If there are several arms, the first one is used. Raises ConfigurationError.
+    """
+    try:
+        points = json.loads(path.read_text())["points"]
+        times_ms: dict[str, float] = {}
+        for point in points:
+            case, figures = point["case"], point["figures"]
+            if case["kind"] != "concurrency" or case["input_tokens"] != input_tokens:
+                continue
+            if case["value"] == 1 and "ttft_p50_ms" in figures:
+                times_ms.setdefault(PREFILL, float(figures["ttft_p50_ms"]["median"]))
+            if "tpot_p50_ms" in figures:
+                times_ms.setdefault(decode_name(round(case["value"])), float(figures["tpot_p50_ms"]["median"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path} holds no results of tandem bench: {error!r}") from error
+    if not times_ms:
+        raise ConfigurationError(f"{path} has no closed loop with prompts of {input_tokens} tokens")
+    return times_ms
+
 
 PlanResult = dict[str, Any]
 
@@ -32,8 +203,8 @@ class PlanRequest:
 
 
 def plan_capacity(capacity: Capacity, request: PlanRequest, measured_ms: Mapping[str, float]) -> PlanResult:
-    """All figures of the plan, with units in their names. Keys of `measured_ms` are those of
-    tandem_cli.capacity.predictions."""
+    """All figures of the plan, with units in their names. Keys of `measured_ms` are names of
+    passes."""
     load = request.load
     batch = largest_batch(capacity, load, request.batches)
     if batch is not None and request.users is not None:

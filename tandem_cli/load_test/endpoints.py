@@ -1,17 +1,27 @@
-"""Opens the endpoint to measure: a mesh behind its router, or another server."""
+"""Opens the endpoint to measure: a running mesh, a mesh that is started with `tandem up`, or another server."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import tandem
 from mesh.domain.errors import ConfigurationError
+from mesh.settings import setting
 from tandem.sync import ClientOptions
-from tandem_cli.load_test.load import Target
-from tandem_cli.load_test.meshes import own_mesh
+from tandem_cli.load_test.figures import RunFailed
+from tandem_cli.load_test.load import Target, mesh_target
 from tandem_cli.load_test.plan import Arm
-from tandem_cli.load_test.targets import mesh_target
+
+PACE_ENV = "TANDEM_PACE"
+"""The variable with the pace of workers that only simulate a model (paced.py): ms per step, ms per token in it."""
+_NUM_LOG_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,13 @@ class OpenAIServer:
     api_key: str | None = field(default=None, repr=False)
     vocab_size: int = 1000
     as_text: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAISettings:
+    """Credentials are read from the environment only: command lines are visible to other users."""
+
+    openai_api_key: str | None = setting(None, "credential for the server", env=("OPENAI_API_KEY",), secret=True)
 
 
 @asynccontextmanager
@@ -82,3 +99,32 @@ async def openai_endpoint(server: OpenAIServer) -> AsyncIterator[Endpoint]:
     async with OpenAITarget(server.url, server.model, api_key=server.api_key) as target:
         about = {"server": server.url, "model": server.model}
         yield Endpoint(target, server.vocab_size, about=about, as_text=server.as_text)
+
+
+@asynccontextmanager
+async def own_mesh(flags: Sequence[str], pace: str = "") -> AsyncIterator[str]:
+    """Start a mesh on a free port, yield its address, and stop it at the end. With a pace, its workers simulate the
+    model (paced.py). Raises RunFailed with the end of its stderr.
+    """
+    program = ("tandem_cli.load_test.paced", "up") if pace else ("tandem_cli", "up")
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder:
+        log = Path(folder) / "stderr"
+        with log.open("w") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", *program, "--port=0", f"--log-dir={folder}", *flags),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+                env=os.environ | ({PACE_ENV: pace} if pace else {}),
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        try:
+            ready = (await process.stdout.readline()).decode().split()
+            if not ready:
+                lines = log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:]
+                raise RunFailed(f"the mesh did not start: {'; '.join(lines) or 'it log nothing'}")
+            yield ready[1]
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            await process.wait()

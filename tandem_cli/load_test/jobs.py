@@ -111,26 +111,26 @@ def _parse(entry: Any, lengths: Lengths, rng: random.Random) -> Job:
     return Job(max_tokens, ignore_eos=False, arrival_s=arrival_s, **inputs)
 
 
-def _count(value: Any, name: str) -> int:
+def _count(value: object, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
     return value
 
 
-def _number(entry: Mapping[str, Any], name: str) -> float:
+def _number(entry: Mapping[str, object], name: str) -> float:
     value = entry[name]
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be a number >= 0, got {value!r}")
     return float(value)
 
 
-def _read_prompt(value: Any) -> str:
+def _read_prompt(value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"prompt must be a text, got {value!r}")
     return value
 
 
-def _read_ids(value: Any) -> tuple[int, ...]:
+def _read_ids(value: object) -> tuple[int, ...]:
     if (
         not isinstance(value, list)
         or not value
@@ -140,9 +140,12 @@ def _read_ids(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _read_messages(value: Any) -> tuple[Mapping[str, str], ...]:
-    is_list = isinstance(value, list) and value
-    if not is_list or not all(isinstance(turn, dict) and turn.keys() == {"role", "content"} for turn in value):
+def _read_messages(value: object) -> tuple[Mapping[str, str], ...]:
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(turn, dict) and turn.keys() == {"role", "content"} for turn in value)
+    ):
         raise ValueError('messages must be a list of {"role": ..., "content": ...}')
     return tuple(value)
 

@@ -12,9 +12,9 @@ from typing import Any, Self
 
 import httpx2
 
+from tandem_cli.load_test.figures import Failed, Refused
 from tandem_cli.load_test.jobs import Job
 from tandem_cli.load_test.load import OnToken, Reply
-from tandem_cli.load_test.records import Failed, Refused
 
 _TOO_MANY_REQUESTS = 429
 _FINISH_REASONS = ("length", "stop", "eos_token", "stop_sequence")
@@ -58,9 +58,9 @@ class OpenAITarget:
         return completion.reply()
 
 
-def _body(job: Job, model: str) -> dict[str, Any]:
+def _body(job: Job, model: str) -> dict[str, object]:
     prompt = list(job.token_ids) if job.token_ids is not None else job.prompt
-    body: dict[str, Any] = {"messages": list(job.messages)} if job.messages is not None else {"prompt": prompt}
+    body: dict[str, object] = {"messages": list(job.messages)} if job.messages is not None else {"prompt": prompt}
     body |= {"model": model, "max_tokens": job.max_tokens, "temperature": 0}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     if job.ignore_eos:

@@ -1,6 +1,7 @@
 """Workers without a model: real processes and real KV transfers, but steps that only take a configured time.
 
     TANDEM_PACE=10,0.05 python -m tandem_cli.load_test.paced decode --model ... --registry-address ...
+    TANDEM_PACE=10,0.05 python -m tandem_cli.load_test.paced up --port 0 ...         # `tandem up` with such workers
 
 A step sleeps for 10 ms, and for 0.05 ms more per token. Many such workers fit on one core, so the mesh around them can
 be measured on a machine without enough cores for engines.
@@ -13,9 +14,6 @@ from functools import partial
 
 import torch
 
-import decode_worker.__main__ as decode
-import prefill_worker.__main__ as prefill
-from decode_worker.settings import DecodeSettings
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.kv_cache import KVCache
 from engine.load import RunnerSettings, kv_layout
@@ -24,9 +22,9 @@ from engine.sequence import SequenceState
 from engine.weights import Progress
 from mesh.domain.tokens import SampledToken
 from mesh.process import ServiceProgram
-from prefill_worker.settings import PrefillSettings
+from tandem_cli.load_test.endpoints import PACE_ENV
+from tandem_cli.main import execute, parse_arguments
 
-PACE_ENV = "TANDEM_PACE"
 _DEFAULT_PACE = "10,0.05"
 _NUM_BLOCKS = 1024
 _NUM_LETTERS = 26
@@ -88,13 +86,27 @@ def load(settings: RunnerSettings, on_progress: Progress | None) -> PacedRunner:
 
 
 def main() -> int:
-    """Run one worker. The first argument is its role; the others are flags of that role."""
+    """Run one worker, or a mesh with paced workers. The first argument is the role, or `up`; the others are its flags.
+
+    A worker imports only the modules of its role.
+    """
     role = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if role == "prefill":
-        return ServiceProgram("prefill_worker", PrefillSettings, partial(prefill.serve, load=load)).main()
+        from prefill_worker.__main__ import serve as serve_prefill
+        from prefill_worker.settings import PrefillSettings
+
+        return ServiceProgram("prefill_worker", PrefillSettings, partial(serve_prefill, load=load)).main()
     if role == "decode":
-        return ServiceProgram("decode_worker", DecodeSettings, partial(decode.serve, load=load)).main()
-    sys.stderr.write("usage: python -m tandem_cli.load_test.paced prefill|decode [FLAGS]\n")
+        from decode_worker.__main__ import serve as serve_decode
+        from decode_worker.settings import DecodeSettings
+
+        return ServiceProgram("decode_worker", DecodeSettings, partial(serve_decode, load=load)).main()
+    if role == "up":
+        args = parse_arguments(["up", *sys.argv[1:]])
+        paced = {role: (sys.executable, "-m", "tandem_cli.load_test.paced", role) for role in ("prefill", "decode")}
+        args.programs = {**args.programs, **paced}
+        return execute(args)
+    sys.stderr.write("usage: python -m tandem_cli.load_test.paced prefill|decode|up [FLAGS]\n")
     return 2
 
 

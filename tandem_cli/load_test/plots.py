@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from tandem_cli.load_test.burst import ARRIVED, BEGUN, disturbed_until_s, gaps_over_time
+from tandem_cli.load_test.figures import ARRIVED, BEGUN, disturbed_until_s, gaps_over_time
 from tandem_cli.load_test.plan import Kind
 from tandem_cli.load_test.report import Point, Report, Series
 

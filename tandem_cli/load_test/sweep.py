@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from tandem_cli.load_test.burst import run_burst
 from tandem_cli.load_test.endpoints import Endpoint, Opener
+from tandem_cli.load_test.figures import OnDone, Record, Run, RunFailed
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load import LoadGenerator, poisson_arrivals
+from tandem_cli.load_test.load import LoadGenerator, poisson_arrivals, run_burst, run_threads
 from tandem_cli.load_test.plan import Case, Kind, Plan
-from tandem_cli.load_test.records import OnDone, Record, Run, RunFailed
 from tandem_cli.load_test.report import Report
-from tandem_cli.load_test.threads import run_threads
 
 _STEADY_INPUT_TOKENS = 32
 

@@ -2,7 +2,7 @@
 
 from engine.load import RunnerSettings, load_model_runner
 from engine.model_runner import ModelRunner
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVSpan, Span
 from tests.component.driving import Driver, Run
 from tests.component.parity import prompts
 from tests.fakes.requests import make_request

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tandem_cli.capacity import device_probe
-from tandem_cli.capacity.capacity import Precision
-from tandem_cli.capacity.engine_steps import EngineSteps, StepPlan
-from tandem_cli.capacity.shapes import BUNDLED
+from bench.shapes import BUNDLED
+from tandem_cli.capacity import measurement
+from tandem_cli.capacity.measurement import EngineSteps, StepPlan
+from tandem_cli.capacity.roofline import Precision
 from tandem_cli.main import main
 
 
@@ -20,9 +20,9 @@ def test_steps_of_the_engine_alone() -> None:
 
 
 def test_a_probe_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_probe, "_ARRAY_BYTES", 2**20)
-    monkeypatch.setattr(device_probe, "_REPEATS", 1)
-    device = device_probe.probe(1).device()
+    monkeypatch.setattr(measurement, "_ARRAY_BYTES", 2**20)
+    monkeypatch.setattr(measurement, "_REPEATS", 1)
+    device = measurement.probe(1).device()
     assert device.name == "this machine, 1 thread"
     for precision in (Precision("float32", "float32"), Precision("int8", "float32")):
         rates = device.rates(precision)

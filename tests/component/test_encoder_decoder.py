@@ -17,7 +17,7 @@ from engine.models.config import load_config, load_decoder_config
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerRole
-from router.api.limits import LimitPolicy
+from router.service import LimitPolicy
 from router.settings import RouterSettings
 from tests.component.arms import ARMS, settings
 from tests.component.driving import Driver, Run

@@ -9,8 +9,7 @@ import torch
 
 from engine.kv_cache import KVCache
 from engine.load import RunnerSettings
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
 from tests.component.kv_moves import check_round_trip
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 
 from engine.attention.backend import AttentionShape
 from engine.models.linear import SCHEMES, Parameters, make_linear
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))

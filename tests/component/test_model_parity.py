@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.load import load_model_runner
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 from tests.component.arms import ARMS, load_arm, settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.driving import Driver

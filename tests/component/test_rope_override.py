@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.model_files import read_model_facts
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_model_facts
 from decode_worker.settings import DecodeSettings
 from engine.load import kv_layout, load_model_runner
 from engine.models.config import load_config

@@ -18,8 +18,7 @@ from engine.sequence import SequenceState
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.request import Request
-from mesh.domain.structure import Structure, StructureKind
+from mesh.domain.request import Request, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, SampledToken
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm

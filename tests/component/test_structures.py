@@ -18,8 +18,7 @@ from engine.masks import TokenMasks
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
-from mesh.domain.request import Request
-from mesh.domain.structure import Structure, StructureKind
+from mesh.domain.request import Request, Structure, StructureKind
 from tests.component.arms import load_arm
 from tests.component.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.component.driving import Driver, Run

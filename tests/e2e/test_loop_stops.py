@@ -1,6 +1,6 @@
 """Bad and big requests against a mesh of processes: none stops an event loop, whose longest stops are printed.
 
-A stop counts as far as the process had CPU time meanwhile (mesh/loop_lag.py), so a busy machine fails no row.
+A stop counts as far as the process had CPU time meanwhile (mesh/metrics.py), so a busy machine fails no row.
 """
 
 import asyncio

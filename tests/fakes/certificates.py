@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.rpc.tls import TlsIdentity
+from mesh.rpc.credentials import TlsIdentity
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 LOOPBACK = "IP:127.0.0.1,DNS:localhost"

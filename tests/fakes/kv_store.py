@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.chunks import ChunkRange
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
 
 TINY = KVLayout("tiny", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from mesh.domain.request import Request
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import Request, SamplingParams
 
 
 def make_request(request_id: str, token_ids: Iterable[int], *, max_new_tokens: int = 8, **changes: Any) -> Request:

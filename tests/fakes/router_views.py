@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from mesh.domain.kv import KVLayout
-from mesh.domain.prefix import block_hashes
+from mesh.domain.kv import KVLayout, block_hashes
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from router.placement.policy import PlacementQuery, PrefixChain, Snapshot
+from router.admission.placement import PlacementQuery, PrefixChain, Snapshot
 from router.workers.membership import WorkerView
 
 BLOCK = 4

@@ -14,8 +14,7 @@ import numpy as np
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.sequence import SequenceState
 from mesh.domain.errors import InvalidRequest, MeshError, ModelFailed
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan
+from mesh.domain.kv import KVLayout, KVSpan
 from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
 
 VOCAB = 211

@@ -11,8 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from mesh.handover import take_secrets
-from mesh.process import ProcessSettings, announce, until_stopped
+from mesh.process import ProcessSettings, announce, take_secrets, until_stopped
 
 FOLLOWING = ProcessSettings(follow_stdin=True)
 

@@ -2,11 +2,11 @@
 
 import sys
 
-from tandem_cli.main import build_parser, execute
+from tandem_cli.main import execute, parse_arguments
 
 
 def main() -> int:
-    args = build_parser().parse_args()
+    args = parse_arguments()
     args.programs = {
         role: (sys.executable, "-m", "tests.fakes.sdk_child", role)
         for role in ("router", "prefill", "decode", "gateway")

@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer import KVReceiver, ReceiverCallbacks, Reservation, TransferSettings
-from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
-from kvtransfer.chunks import ChunkRange
+from kvtransfer.chunks import ChunkRange, Digest, chunk_checksum, transfer_seed
 from kvtransfer.messages import Ack, Chunk, Commit, Granted, ReceiverMessage, SenderMessage, TransferOpen
 from kvtransfer.store import KVStore
 from kvtransfer.transports.base import Payload, TransportOffer

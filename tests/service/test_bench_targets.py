@@ -7,17 +7,26 @@ import grpc
 import pytest
 
 import tandem
-from tandem_cli.load_test.burst import ARRIVED, BURST, OVER, STEADY, burst_figures, run_burst
 from tandem_cli.load_test.endpoints import OpenAIServer, mesh_endpoint, openai_endpoint
-from tandem_cli.load_test.figures import Slo, figures
+from tandem_cli.load_test.figures import (
+    ARRIVED,
+    BURST,
+    OVER,
+    STEADY,
+    Failed,
+    Outcome,
+    Refused,
+    RunFailed,
+    Slo,
+    burst_figures,
+    figures,
+)
 from tandem_cli.load_test.jobs import Job
-from tandem_cli.load_test.load import LoadGenerator
+from tandem_cli.load_test.load import LoadGenerator, run_burst, run_threads
 from tandem_cli.load_test.openai import OpenAITarget
 from tandem_cli.load_test.plan import Kind, Plan
-from tandem_cli.load_test.records import Failed, Outcome, Refused, RunFailed
 from tandem_cli.load_test.report import Report
 from tandem_cli.load_test.sweep import Sweep, Watcher
-from tandem_cli.load_test.threads import run_threads
 from tests.fakes.openai_server import (
     BROKEN_OFF,
     ERROR_EVENT,

@@ -22,8 +22,8 @@ from kvtransfer import (
     TransferSettings,
     TransferSpec,
 )
-from kvtransfer.channels import ChannelPool
 from kvtransfer.chunks import ChunkRange
+from kvtransfer.push_call import ChannelPool
 from kvtransfer.sending import SendingConversation
 from kvtransfer.transports.base import Slot
 from mesh.domain.errors import (
@@ -34,7 +34,7 @@ from mesh.domain.errors import (
     Unauthenticated,
     WorkerLost,
 )
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.v1 import kvtransfer_pb2 as pb
 from mesh.v1 import kvtransfer_pb2_grpc
@@ -424,7 +424,7 @@ SENDER_PROGRAM = """
 import asyncio, json, sys
 from kvtransfer import KVSender, TransferSettings, TransferSpec
 from mesh.rpc.credentials import Credentials, MeshKey
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 from tests.fakes.kv_store import TINY, FakeKVStore
 
 async def main():

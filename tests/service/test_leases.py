@@ -181,7 +181,7 @@ SENDER_PROGRAM = """
 import asyncio, json, sys
 from kvtransfer import KVSender, TransferSettings, TransferSpec
 from mesh.rpc.credentials import Credentials, MeshKey
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 from tests.fakes.kv_store import TINY, FakeKVStore
 
 async def main():

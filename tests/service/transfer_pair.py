@@ -22,7 +22,7 @@ from kvtransfer import (
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import MeshError
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import kvtransfer_pb2_grpc

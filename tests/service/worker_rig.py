@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from decode_worker.metrics import DecodeMetrics
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from engine.block_pool import BlockPool
@@ -14,15 +13,14 @@ from engine.scheduler import Scheduler
 from engine.settings import SchedulerConfig
 from engine.speculation.speculator import Speculator
 from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
-from mesh.rpc.credentials import Credentials, MeshKey
+from mesh.rpc.credentials import Credentials, MeshKey, TlsIdentity
 from mesh.rpc.server import Listen, Server
-from mesh.rpc.tls import TlsIdentity
 from mesh.v1 import decode_pb2_grpc, prefill_pb2_grpc
-from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner
 from tests.waiting import LIMIT_S, until
+from worker.metrics import DecodeMetrics, PrefillMetrics
 
 MESH_KEY = MeshKey("a-key-for-tests-only")
 NUM_BLOCKS = 64

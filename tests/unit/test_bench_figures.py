@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 from tandem_cli.load_test.figures import (
     Median,
+    Outcome,
+    Record,
+    Run,
     Slo,
     blended_price_per_million,
     figures,
@@ -15,7 +18,6 @@ from tandem_cli.load_test.figures import (
     percentile,
     price_per_million,
 )
-from tandem_cli.load_test.records import Outcome, Record, Run
 
 SLO = Slo(ttft_ms=100, tpot_ms=20, share=0.9)
 

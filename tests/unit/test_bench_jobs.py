@@ -10,8 +10,7 @@ import pytest
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs, read_jobs, read_trace
 from tandem_cli.load_test.load import poisson_arrivals
-from tandem_cli.load_test.plan import Case, Kind, Plan
-from tandem_cli.load_test.presets import PRESETS
+from tandem_cli.load_test.plan import PRESETS, Case, Kind, Plan
 
 LENGTHS = Lengths(4, 9, vocab_size=100)
 

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from tandem_cli.load_test.figures import Failed, Outcome
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
 from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, Workload, run_closed_loop
-from tandem_cli.load_test.records import Failed, Outcome
 
 JOBS = random_jobs(Lengths(4, 3), 24, 0)
 

@@ -12,15 +12,13 @@ import pytest
 
 import tandem
 from bench.peers import goodput
-from bench.peers.agreement import count_agreement
-from bench.peers.arms import Arm, Serving, parse_arm, send_through
+from bench.peers.arms import Arm, Serving, in_turn, parse_arm, send_through
 from bench.peers.burst import gaps_ending_in
 from bench.peers.burst import summarise as summarise_burst
-from bench.peers.compare import Row, best_ratios
+from bench.peers.compare import Row, best_ratios, count_agreement
 from bench.peers.goodput import run_rate
 from bench.peers.install import select_requirements
 from bench.peers.process import Command, PeerFailed, running
-from bench.peers.rounds import in_turn
 from bench.peers.wire import Request, Wire
 from tandem_cli.load_test.load import Workload, run_closed_loop
 

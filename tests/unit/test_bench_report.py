@@ -5,11 +5,21 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.load_test.burst import ARRIVED, BEGUN, BURST, OVER, STEADY, burst_figures, disturbed_until_s
-from tandem_cli.load_test.figures import Slo
+from tandem_cli.load_test.figures import (
+    ARRIVED,
+    BEGUN,
+    BURST,
+    OVER,
+    STEADY,
+    Outcome,
+    Record,
+    Run,
+    Slo,
+    burst_figures,
+    disturbed_until_s,
+)
 from tandem_cli.load_test.plan import Case, Kind
 from tandem_cli.load_test.plots import draw
-from tandem_cli.load_test.records import Outcome, Record, Run
 from tandem_cli.load_test.report import Point, Report
 
 SLO = Slo(ttft_ms=100, tpot_ms=20)

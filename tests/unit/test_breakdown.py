@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem import AttemptTiming, Timing
-from tandem_cli.load_test.breakdown import TimedRequest, bar, median_request, summarise
+from tandem_cli.breakdown import TimedRequest, bar, median_request, summarise
 
 
 def sample(total_ms: float, **phases_ms: float) -> TimedRequest:

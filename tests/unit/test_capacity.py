@@ -10,23 +10,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.shapes import BUNDLED
 from engine.models.config import load_config
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.capacity.capacity import WEIGHT_BYTES, Capacity, DeviceRates, ModelSize, Precision, model_size
-from tandem_cli.capacity.devices import DEVICES, find_device
-from tandem_cli.capacity.fleet import (
+from tandem_cli.capacity.planning import (
     Load,
     PassTimes,
+    PlanRequest,
     batches_to_plan,
     blended_price,
     largest_batch,
+    plan_capacity,
     predicted_times,
     price_per_million_tokens,
     rate_of_users,
     workers_for,
 )
-from tandem_cli.capacity.planning import PlanRequest, plan_capacity
-from tandem_cli.capacity.shapes import BUNDLED
+from tandem_cli.capacity.roofline import (
+    DEVICES,
+    WEIGHT_BYTES,
+    Capacity,
+    DeviceRates,
+    ModelSize,
+    Precision,
+    find_device,
+    model_size,
+)
 from tests.defects import Repaired
 
 LLAMA_3_8B: dict[str, Any] = {

@@ -17,7 +17,7 @@ from engine.models.encoder_decoder.step import PositionBias, Step, attend_own, a
 from engine.models.layer import DenseMlp
 from engine.models.linear import ACTIVATIONS, LinearLayer, Norm, Parameters, Rows, make_linear
 from engine.models.parameters import ParameterSpec, Source
-from mesh.domain.cores import Cores
+from mesh.domain.host import Cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from botocore.config import Config
 from botocore.eventstream import EventStreamBuffer
 from botocore.exceptions import ClientError, EventStreamError
 
-from gateway.lmi.eventstream import payload_part
+from gateway.lmi.sagemaker import payload_part
 from tests.fakes.sdk_router import STORY, Refusal
 from tests.service.gateway.http import RunningGateway, running_gateway
 

@@ -11,17 +11,15 @@ import pytest
 from starlette.responses import StreamingResponse
 
 import tandem
+from gateway.answers import JSON_LINES, SSE, SSE_DONE, Streamer
 from gateway.errors import Problem
 from gateway.feed import Feed
-from gateway.lmi.formats import FORMATS
-from gateway.lmi.render import Lines, LmiShape
-from gateway.lmi.schemas import InvocationBody
+from gateway.lmi.requests import InvocationBody
+from gateway.lmi.responses import FORMATS, Lines, LmiShape
 from gateway.openai.chat import ChatChunks, Reading
-from gateway.openai.envelope import Envelope
-from gateway.openai.schemas import ChatBody
-from gateway.openai.validation import ClientFieldNames
-from gateway.streaming import JSON_LINES, SSE, SSE_DONE, Streamer
-from gateway.tgi.render import StreamEvents, TgiShape
+from gateway.openai.requests import ChatBody, ClientFieldNames
+from gateway.openai.responses import Envelope
+from gateway.tgi.endpoints import StreamEvents, TgiShape
 from tandem import FinishReason, Token, TokenEvent, Usage
 from tests.evidence import Evidence
 

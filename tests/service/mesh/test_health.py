@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import tandem
-from gateway.readiness import Readiness
+from gateway.backend import Readiness
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.health import METHODS, Health

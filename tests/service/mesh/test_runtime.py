@@ -20,8 +20,7 @@ from tests.service.mesh.test_registry import KEY, start_registry
 from tests.service.worker_rig import EngineRig
 from tests.unit.mesh.test_membership import INFO
 from worker import runtime as runtime_module
-from worker.reports import EngineReports
-from worker.runtime import WorkerRuntime
+from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

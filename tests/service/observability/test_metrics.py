@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from mesh.metrics import MetricsSettings, serving_metrics
+from mesh.metrics import serving_metrics
+from mesh.process import MetricsSettings
 from tests.evidence import Evidence
 from tests.exposition import Samples, changed, documented, fetch, names_of, parse, scrape
 from tests.fakes.requests import make_request as make_sequence

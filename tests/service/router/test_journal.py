@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from mesh.domain.tokens import SequenceFailure
-from tandem._mesh_responses import mesh as mesh_values
+from tandem._responses import mesh as mesh_values
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_workers import DecodeScript
 from tests.service.router.conftest import make_request

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 import tandem
-from router.generation.service import _MAX_TOKENIZING
+from router.service import _MAX_TOKENIZING
 from tandem.v1 import generation_pb2
 from tests.fakes.router_workers import expected_tokens
 from tests.service.router.conftest import Mesh, Result, make_request

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from mesh.domain import sampling
+from mesh.domain import request as limits
 from mesh.rpc.channel import open_channel
 from mesh.v1 import sequence_pb2
 from tandem.v1 import generation_pb2, mesh_pb2
@@ -103,14 +103,14 @@ async def test_a_forged_worker_never_joins(make_mesh: Any, evidence: Evidence) -
 
 
 TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
-    ("num_choices", {"num_choices": sampling.MAX_CHOICES + 1}),
+    ("num_choices", {"num_choices": limits.MAX_CHOICES + 1}),
     ("num_choices", {"num_choices": 2**32 - 1}),
-    ("top_logprobs", {"output": {"top_logprobs": sampling.MAX_TOP_LOGPROBS + 1}}),
-    ("stop has", {"stop": ["x"] * (sampling.MAX_STOP_STRINGS + 1)}),
-    ("stop string", {"stop": ["x" * (sampling.MAX_STOP_CHARS + 1)]}),
+    ("top_logprobs", {"output": {"top_logprobs": limits.MAX_TOP_LOGPROBS + 1}}),
+    ("stop has", {"stop": ["x"] * (limits.MAX_STOP_STRINGS + 1)}),
+    ("stop string", {"stop": ["x" * (limits.MAX_STOP_CHARS + 1)]}),
     ("stop string", {"stop": [""]}),
-    ("stop_token_ids", {"stop_token_ids": [1] * (sampling.MAX_STOP_TOKEN_IDS + 1)}),
-    ("logit_bias", {"logit_bias": dict.fromkeys(range(sampling.MAX_LOGIT_BIAS + 1), 1.0)}),
+    ("stop_token_ids", {"stop_token_ids": [1] * (limits.MAX_STOP_TOKEN_IDS + 1)}),
+    ("logit_bias", {"logit_bias": dict.fromkeys(range(limits.MAX_LOGIT_BIAS + 1), 1.0)}),
     ("logit_bias", {"logit_bias": {1: float("inf")}}),
     ("temperature", {"temperature": float("nan")}),
     ("max_new_tokens", {"max_new_tokens": 2**31 - 1}),
@@ -149,13 +149,13 @@ async def test_the_largest_of_everything_is_served(make_mesh: Any) -> None:
     result = await mesh.generate(
         token_ids=PROMPT,
         max_new_tokens=2,
-        num_choices=sampling.MAX_CHOICES,
-        output={"top_logprobs": sampling.MAX_TOP_LOGPROBS},
-        stop=["x" * sampling.MAX_STOP_CHARS] * sampling.MAX_STOP_STRINGS,
-        stop_token_ids=[1] * sampling.MAX_STOP_TOKEN_IDS,
-        seed=sampling.MAX_SEED,
+        num_choices=limits.MAX_CHOICES,
+        output={"top_logprobs": limits.MAX_TOP_LOGPROBS},
+        stop=["x" * limits.MAX_STOP_CHARS] * limits.MAX_STOP_STRINGS,
+        stop_token_ids=[1] * limits.MAX_STOP_TOKEN_IDS,
+        seed=limits.MAX_SEED,
     )
-    assert {message.index for message in result.messages} == set(range(sampling.MAX_CHOICES))
+    assert {message.index for message in result.messages} == set(range(limits.MAX_CHOICES))
 
 
 async def test_bodies_above_4_mib_are_refused(make_mesh: Any) -> None:

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 import gateway.exchange
-import mesh.rpc.interceptor
+import mesh.rpc.server
 from mesh.rpc.channel import open_channel
 from tests.captured_log import InstallLog, install_log
 from tests.defects import Repaired
@@ -43,7 +43,7 @@ async def test_internal_errors_of_the_mesh(
     monkeypatch: pytest.MonkeyPatch,
     repaired: Repaired,
 ) -> None:
-    monkeypatch.setattr(mesh.rpc.interceptor, "_parse", lambda handler, raw: Broken())
+    monkeypatch.setattr(mesh.rpc.server, "_parse", lambda handler, raw: Broken())
     read = install_log()
     failed = set()
     async with all_services(make_mesh, tmp_path, model_dir) as addresses:

@@ -19,15 +19,14 @@ from kvtransfer.sending import TransferSpec
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import Credentials
+from mesh.rpc.credentials import Credentials, TlsIdentity
 from mesh.rpc.probe import main as probe
 from mesh.rpc.server import Listen, Server
 from mesh.rpc.status import error_from_rpc
-from mesh.rpc.tls import TlsIdentity
 from mesh.v1 import worker_pb2_grpc
 from router.settings import RouterSettings
 from router.workers.membership import Membership
-from router.workers.redis_probe import DirectChecks
+from router.workers.redis_registry import DirectChecks
 from tests.evidence import Evidence
 from tests.fakes.certificates import Authority
 from tests.fakes.kv_store import TINY, FakeKVStore
@@ -38,8 +37,7 @@ from tests.service.fake_router import fake_router
 from tests.service.mesh.test_registry import FakeEngine
 from tests.service.worker_rig import MESH_KEY, worker_rig
 from tests.unit.mesh.test_membership import INFO
-from worker.agent import RegistryAgent
-from worker.servicer import WorkerServicer
+from worker.agent import RegistryAgent, WorkerServicer
 
 SOON_S = 5.0
 PROMPT = [65, 66, 67]

@@ -7,7 +7,7 @@ import pytest
 from rich.color import Color
 from rich.console import Console
 
-from tandem_cli.colours import SCALE, Painter, colour_of, strip_controls
+from tandem_cli.terminal import SCALE, Painter, colour_of, strip_controls
 
 
 def test_surer_is_greener() -> None:

@@ -7,9 +7,8 @@ import pytest
 from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.cores import CorePlan, assign_cores
-from tandem_cli.model_plans import Overrides, plan_models
-from tandem_cli.services import MeshPlan, ModelPlan, Service, passed_on, split_by_role
-from tandem_cli.up_settings import UpSettings, find_model
+from tandem_cli.mesh_plan import MeshPlan, ModelPlan, Overrides, Service, find_model, plan_models
+from tandem_cli.up_settings import UpSettings, passed_on, split_by_role
 
 
 def flags_of(service: Service) -> dict[str, str]:
@@ -138,7 +137,7 @@ def test_colocated_starts_no_prefill_workers() -> None:
 
 
 def test_each_model_has_workers_and_cores_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem_cli.model_plans.available_cores", lambda: range(8))
+    monkeypatch.setattr("tandem_cli.mesh_plan.available_cores", lambda: range(8))
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")

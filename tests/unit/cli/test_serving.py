@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.services import passed_on, roles_of
-from tandem_cli.serving import LowCode, read_low_code
-from tandem_cli.serving.knobs import KNOBS
-from tandem_cli.up_settings import UpSettings
+from tandem_cli.low_code import LowCode, read_low_code
+from tandem_cli.low_code_keys import KNOBS
+from tandem_cli.up_settings import UpSettings, passed_on, roles_of
 
 PROPERTIES = r"""
 # a model of LMI

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 import tandem
-from tandem_cli.answer import StreamedAnswer
 from tandem_cli.chat import Conversation, command
+from tandem_cli.terminal import StreamedAnswer
 from tandem_cli.workers import MeshSnapshot, render, tokens_per_s
 
 

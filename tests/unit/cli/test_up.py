@@ -12,14 +12,14 @@ import pytest
 from gateway.handler.__main__ import HandlerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.probe import ProbeSettings
-from mesh.settings_file import near_name
+from mesh.settings import near_name
 from tandem_cli.child import Launch
 from tandem_cli.display import Display
 from tandem_cli.main import main
-from tandem_cli.services import MeshPlan
-from tandem_cli.setting_names import all_names, check_names
+from tandem_cli.mesh_plan import MeshPlan
 from tandem_cli.supervisor import MeshFailed
-from tandem_cli.trial import Trial
+from tandem_cli.up import Trial
+from tandem_cli.up_settings import all_names, check_names
 from tests.defects import Repaired
 
 Planned = Callable[..., tuple[MeshPlan, Launch]]

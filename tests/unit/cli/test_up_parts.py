@@ -1,7 +1,7 @@
 """Small parts of `tandem up`."""
 
-from tandem_cli.backoff import Backoff
-from tandem_cli.log_lines import LogEntry, read_log_line
+from tandem_cli.child import LogEntry, read_log_line
+from tandem_cli.supervisor import Backoff
 
 
 def test_waits_between_starts_grow_and_begin_again_after_a_healthy_time() -> None:

@@ -12,7 +12,7 @@ from engine.settings import Speculation
 from engine.speculation.cost import Acceptance, CostFit, Prices, StepCost, plan_lengths
 from engine.speculation.drafters import NgramDrafter
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.up_settings import BUNDLED_MODELS
+from tandem_cli.mesh_plan import BUNDLED_MODELS
 from tests.fakes.requests import make_request
 
 DRAFT = BUNDLED_MODELS / "tandem-draft"

@@ -16,16 +16,13 @@ from mesh import wire
 from mesh.domain.errors import MeshError
 from mesh.domain.tokens import SampledToken, StepOutput
 from mesh.v1 import decode_pb2, prefill_pb2, sequence_pb2, worker_pb2
-from router.admission.forecast import Forecast
-from router.admission.limiter import LocalLimiter
-from router.api.api_keys import NoKeys
+from router.admission.limiter import Forecast, LocalLimiter
 from router.api.generation_servicer import GenerationServicer
-from router.generation.service import GenerationService
-from router.model_router import ServedModels
-from router.observe.journal import Journal
-from router.served_model import ServedModel
+from router.api.tenants import NoKeys
+from router.journal import Journal
+from router.served_model import ModelText, ServedModel
+from router.service import GenerationService, ServedModels
 from router.settings import RouterSettings
-from router.text.model_text import ModelText
 from tandem.v1 import generation_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.router_model import write_checkpoint

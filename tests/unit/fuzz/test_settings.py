@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
-from router.api.api_keys import ApiKeys, digest_of
+from router.api.tenants import ApiKeys, digest_of
 from router.settings import RouterSettings
 from tests.unit.fuzz.mutations import fuzzed_slowly, near
 from worker.settings import WorkerSettings

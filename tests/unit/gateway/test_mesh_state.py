@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.mesh_state import judge, state_json
+from gateway.web import judge, state_json
 from tandem import Mesh, Worker, WorkerLoad
 
 

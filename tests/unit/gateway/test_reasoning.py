@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.messages import build_message, make_deltas
-from gateway.openai.reasoning import ReasoningReader
+from gateway.openai.messages import ReasoningReader, build_message, make_deltas
 
 CASES = [
     (False, "<think>\nLet me see.\n</think>\n\nIt is 5.", ("Let me see.", "It is 5.")),

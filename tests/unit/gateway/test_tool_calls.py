@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.openai.messages import CallDeltas, build_message
-from gateway.openai.schemas import ChatBody
+from gateway.openai.requests import ChatBody
 from gateway.openai.tool_choice import ToolUse, parse_tool_use
 from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat
 from tandem import FinishReason, InvalidRequest

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.checksum import Digest, chunk_checksum, transfer_seed
-from kvtransfer.chunks import ChunkRange
-from mesh.domain.shards import KVSpan, Span
+from kvtransfer.chunks import ChunkRange, Digest, chunk_checksum, transfer_seed
+from mesh.domain.kv import KVSpan, Span
 from tests.fakes.kv_store import with_axis
 
 PLACE = ChunkRange(Span(2, 3), KVSpan(layers=Span(4, 5), heads=Span(6, 7)))

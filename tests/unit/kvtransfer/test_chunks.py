@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvtransfer.chunks import ChunkRange, Coverage, PushQueue
 from mesh.domain.errors import TransferCorrupt, TransferFailed
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
 from tests.fakes.kv_store import box
 
 LAYOUT = KVLayout("m", num_layers=5, num_kv_heads=2, head_dim=2, block_size=2, dtype="float32")

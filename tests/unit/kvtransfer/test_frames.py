@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.frames import split_chunk
-from kvtransfer.messages import Chunk, request_from_bytes, request_to_bytes
+from kvtransfer.messages import Chunk, request_from_bytes, request_to_bytes, split_chunk
 from kvtransfer.transports.base import Payload
 from mesh.domain.errors import InvalidRequest, TransferFailed
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 from mesh.v1 import kvtransfer_pb2 as pb
 from tests.fakes.kv_store import box
 

@@ -12,7 +12,7 @@ from kvtransfer import KVReceiver, Reservation, TransferSettings
 from kvtransfer.messages import Ack, Chunk, Committed, Granted, ReceiverMessage, Renew, SenderMessage
 from kvtransfer.transports.base import TransportOffer
 from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed
-from mesh.domain.shards import Span
+from mesh.domain.kv import Span
 from tests.defects import Repaired
 from tests.fakes.kv_store import TINY, FakeKVStore, box
 from tests.fakes.transfers import (

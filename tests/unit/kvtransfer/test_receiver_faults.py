@@ -15,8 +15,7 @@ from kvtransfer.chunks import ChunkRange
 from kvtransfer.messages import Chunk, Commit, Committed, Renew, Renewed, SenderMessage
 from kvtransfer.transports.base import Payload
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
-from mesh.domain.kv import KVLayout
-from mesh.domain.shards import Span
+from mesh.domain.kv import KVLayout, Span
 from tests.fakes.kv_store import FakeKVStore, with_axis
 from tests.fakes.transfers import (
     FIRST_TOKEN,

@@ -10,9 +10,16 @@ import pytest
 
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports import open_receive_transports, open_send_transports
-from kvtransfer.transports.arena import HEADER_BYTES, Arena, open_arena, remove_orphans
 from kvtransfer.transports.base import Payload, TransportOffer
-from kvtransfer.transports.shm import ShmReceiveTransport, ShmSendTransport, open_sender
+from kvtransfer.transports.shm import (
+    HEADER_BYTES,
+    Arena,
+    ShmReceiveTransport,
+    ShmSendTransport,
+    open_arena,
+    open_sender,
+    remove_orphans,
+)
 from mesh.domain.errors import ConfigurationError, TransferCorrupt, TransferFailed
 from tests.defects import Repaired
 

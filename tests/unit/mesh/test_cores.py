@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.cores import OwnCores, SharedCores, make_core_table, threads_born_on
-from mesh.domain.cores import parse_cores
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import parse_cores
 from prefill_worker.settings import PrefillSettings
 
 PREFILL, DECODE = (0, 1), (2,)

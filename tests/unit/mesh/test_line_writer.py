@@ -248,15 +248,15 @@ def test_a_service_does_its_work_whatever_becomes_of_its_output(
 
 
 def test_lost_lines_are_counted_for_prometheus(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mesh import telemetry
+    from mesh import logs as logs_module
     from mesh.metrics import new_registry
 
     registry: CollectorRegistry = new_registry()
     assert b"process_log_lines_dropped_total 0.0" in generate_latest(registry)
-    logs = telemetry.Logs("test", fd=os.open("/dev/full", os.O_WRONLY))
-    monkeypatch.setattr(telemetry._Running, "logs", logs)
-    monkeypatch.setattr(telemetry._Running, "writers", (logs.writer,))
+    logs = logs_module.Logs("test", fd=os.open("/dev/full", os.O_WRONLY))
+    monkeypatch.setattr(logs_module._Running, "logs", logs)
+    monkeypatch.setattr(logs_module._Running, "writers", (logs.writer,))
     logs.write("a line")
-    telemetry.flush_outputs()
+    logs_module.flush_outputs()
     assert b"process_log_lines_dropped_total 1.0" in generate_latest(registry)
     assert re.search(rb"process_log_lines_suppressed_total 0\.0", generate_latest(registry))

@@ -1,6 +1,6 @@
 """One cause must not be all that a log is about."""
 
-from mesh.log_limit import LogLimit
+from mesh.logs import LogLimit
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 
-from mesh.loop_lag import watching_loop
+from mesh.metrics import watching_loop
 from mesh.tracing import end_span
 
 

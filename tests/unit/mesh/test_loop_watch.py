@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mesh.loop_watch import ending_if_stuck
+from mesh.process import ending_if_stuck
 
 SERVICE = """
 import asyncio, sys, threading

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from mesh import wire
 from mesh.domain.worker import WorkerLoad
-from mesh.registry.redis_connection import LogLimit
-from mesh.registry.redis_records import MAX_AGE_S, MAX_MESSAGE_BYTES, RecordSeal, Refused, ReplayGuard
+from mesh.registry import MAX_AGE_S, MAX_MESSAGE_BYTES, RecordSeal, Refused, ReplayGuard
 from mesh.rpc.credentials import MeshKey
 from mesh.v1 import worker_pb2
 from tests.defects import Repaired
@@ -136,14 +135,6 @@ def test_messages_without_a_number_are_ordered_by_their_time() -> None:
         clock.now += 0.5
     assert [beat.number for beat in beats] == [beat.freshness_us for beat in beats]
     assert [guard.is_new(beats[place]) for place in (0, 2, 1)] == [True, True, False]
-
-
-def test_one_line_a_second_for_each_cause() -> None:
-    clock = WallClock()
-    limit = LogLimit(clock)
-    assert [limit.allows("a"), limit.allows("a"), limit.allows("b")] == [True, False, True]
-    clock.now += 1
-    assert limit.allows("a")
 
 
 def test_a_reason_is_for_one_run_only() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from router.settings import RouterSettings

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
-from mesh.domain.shards import Degrees, Flow, KVSpan, Span, flows, kv_spans
+from mesh.domain.kv import Degrees, Flow, KVSpan, Span, flows, kv_spans
 
 MODELS = st.tuples(st.integers(1, 40), st.integers(1, 16))
 DEGREES = st.builds(Degrees, st.integers(1, 16), st.integers(1, 4))

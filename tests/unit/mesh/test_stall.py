@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from engine.loop import Busy
 from mesh.domain.errors import ConfigurationError
+from worker.runtime import StallLimits, StallWatch
 from worker.settings import WorkerSettings
-from worker.stall import StallLimits, StallWatch
 
 LIMITS = StallLimits(stall_after_s=0.05, wedged_exit_s=60)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import structlog
 
+from mesh.logs import escape_controls
 from mesh.rpc.credentials import MeshKey
 from mesh.settings import load_settings
-from mesh.telemetry import escape_controls
 from router.settings import RouterSettings
 from tests.captured_log import InstallLog, install_log
 from tests.defects import Repaired

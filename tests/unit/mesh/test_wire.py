@@ -6,11 +6,8 @@ from hypothesis import strategies as st
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.kv import KVLayout
-from mesh.domain.request import Fork
-from mesh.domain.sampling import SamplingParams
-from mesh.domain.shards import KVSpan, Span
-from mesh.domain.structure import Structure, StructureKind
+from mesh.domain.kv import KVLayout, KVSpan, Span
+from mesh.domain.request import Fork, SamplingParams, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
 from mesh.domain.worker import RankInfo, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, worker_pb2

@@ -8,8 +8,8 @@ import pytest
 from mesh.domain.errors import DeadlineExceeded, NoWorkers
 from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
 from router.admission.limiter import LocalLimiter
-from router.generation.answer_stream import ChoiceRun, GenerationStream
-from router.generation.choice import Choice, Chunk
+from router.answer_stream import ChoiceRun, GenerationStream
+from router.choice import Choice, Chunk
 from tests.unit.router.test_choice import make_choice, output
 
 Run = Callable[[Choice], Awaitable[None]]

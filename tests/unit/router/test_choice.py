@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.domain.errors import AttemptsFailed
-from mesh.domain.sampling import SamplingParams
+from mesh.domain.request import SamplingParams
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
 from router.api.validation import GenerateParams, ValidRequest
-from router.generation.choice import Choice, TokenEvent, TokenOrder
-from router.text.prompts import TokenPrompt
+from router.choice import Choice, TokenEvent, TokenOrder
+from router.text.chat import TokenPrompt
 from router.text.tokenizer import Tokenizer
 from tandem.v1 import sampling_pb2
 from tests.defects import Repaired

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.fair_queue import LOW_PRIORITY_INTERVAL, FairQueue, QueueEntry
-from router.api.tenants import Priority
+from router.admission.fair_queue import LOW_PRIORITY_INTERVAL, FairQueue, Priority, QueueEntry
 
 BATCH, STANDARD, INTERACTIVE = Priority
 TENANTS = ("a", "b", "c")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.structure import Structure, StructureKind
-from router.text.model_text import Grammars
+from mesh.domain.request import Structure, StructureKind
+from router.served_model import Grammars
 from tests.fakes.router_model import write_checkpoint
 
 GOOD = Structure(StructureKind.REGEX, "a+")

@@ -16,7 +16,7 @@ from mesh.domain.errors import (
     WorkerLost,
 )
 from mesh.domain.worker import WorkerInfo
-from router.placement.policy import Placement
+from router.admission.placement import Placement
 from router.workers.health import Canary, Trust, WorkerHealth, backoff_s
 from tests.evidence import Evidence
 from tests.fakes.router_views import decode, prefill

@@ -1,7 +1,7 @@
 """The sums of reservations per worker."""
 
-from router.placement.in_flight import InFlightTable
-from router.placement.policy import Placement
+from router.admission.in_flight import InFlightTable
+from router.admission.placement import Placement
 from tests.fakes.router_views import BLOCK, decode, prefill
 
 

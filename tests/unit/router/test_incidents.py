@@ -4,8 +4,8 @@ import itertools
 from typing import Any, cast
 
 from mesh.domain.errors import WorkerLost
-from router.generation.choice import Choice
-from router.observe.journal import IncidentKind, Journal
+from router.choice import Choice
+from router.journal import IncidentKind, Journal
 from tests.defects import Repaired
 from tests.fakes.router_views import decode, prefill
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.observe.timeline import AttemptEvents, AttemptPhases, Timeline, timing_of
+from router.timeline import AttemptEvents, AttemptPhases, Timeline, timing_of
 
 EVENTS = ("placed", "prefill_started", "prefill_finished", "transfer_finished", "decode_started")
 

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.domain.kv import KVLayout
-from mesh.domain.prefix import block_hashes
+from mesh.domain.kv import KVLayout, block_hashes
 from mesh.domain.worker import WorkerState
+from router.admission.placement import InFlight, NoPlacement, Placement, PrefixChain, place
 from router.api.tenants import Tenant
-from router.placement.policy import InFlight, NoPlacement, Placement, PrefixChain, place
 from tests.fakes.router_views import BLOCK, decode, prefill, query, snapshot
 
 

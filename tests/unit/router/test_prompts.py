@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 
 from mesh.domain.errors import InvalidRequest
-from router.served_model import ServedModel
-from router.text.prompts import EncodedPrompt, PromptEncoder, TextPrompt
+from router.served_model import EncodedPrompt, PromptEncoder, ServedModel
+from router.text.chat import TextPrompt
 from router.text.tokenizer import Tokenizer, max_token_chars
 from tests.defects import Repaired
 from tests.fakes.router_model import byte_level_tokenizer, write_checkpoint

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.errors import AttemptsFailed, Overloaded, Replayable, TransferFailed, WorkerBusy, WorkerLost
-from router.generation.replay import Replay, ReplayBudget
+from router.dispatch import Replay, ReplayBudget
 from router.settings import RouterSettings
 from tests.fakes.router_views import decode
 

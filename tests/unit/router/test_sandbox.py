@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text import sandbox
+from router.text import template_process
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.template_process import TemplateProcess
 from tests.defects import Repaired
@@ -144,7 +144,7 @@ def test_the_process_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) 
         before = set(psutil.Process().children())
         process.start()
         (child,) = set(psutil.Process().children()) - before
-        assert child.rlimit(psutil.RLIMIT_AS) == (sandbox.MAX_MEMORY_BYTES, sandbox.MAX_MEMORY_BYTES)
+        assert child.rlimit(psutil.RLIMIT_AS) == (template_process.MAX_MEMORY_BYTES, template_process.MAX_MEMORY_BYTES)
         assert "TANDEM_MESH_KEY" not in child.environ()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 

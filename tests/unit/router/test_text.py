@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as NativeTokenizer
 
-from router.text.detokenizer import Detokenizer
 from router.text.text_stream import StopMatcher, TextRules, TextStream
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Detokenizer, Tokenizer
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
 
 

@@ -1,7 +1,7 @@
 """Chained requests: where the seams between rounds lie."""
 
+from tandem._calls import Deadline
 from tandem._continuation import Bounds, _round, complete_characters
-from tandem._retry import Deadline
 from tandem.models import Token
 
 

@@ -1,0 +1,148 @@
+"""Calls to routers: their deadlines, gRPC's errors as errors of this package, and retries.
+
+Only calls that have delivered nothing are retried. If a router cannot be reached, is stopping or has no workers, the
+client tries the next router at once. It does not do so for an overloaded router: routers of one mesh share a limit, so
+the next router would refuse as well, and all refused clients would arrive there together. The client waits for as long
+as the router asks, and then tries again.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+import grpc
+
+from tandem import exceptions
+from tandem.exceptions import Cancelled, ConnectionFailed, InvalidRequest, NoWorkers, Overloaded, TandemError
+
+ERROR_KEY = "tandem-error"
+RETRY_AFTER_KEY = "retry-after-ms"
+_NO_CONNECTION = "failed to connect"
+# Messages of gRPC for a connection that was established and lost. Proxies have other messages.
+_BROKEN_SIGNS = ("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY")
+_TLS_SIGNS = ("Socket closed", "Tls handshake failed", "Hostname Verification")
+
+ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
+    {
+        "InvalidRequest": exceptions.InvalidRequest,
+        "ModelNotFound": exceptions.ModelNotFound,
+        "Unauthenticated": exceptions.Unauthenticated,
+        "PermissionDenied": exceptions.PermissionDenied,
+        "Overloaded": exceptions.Overloaded,
+        "NoWorkers": exceptions.NoWorkers,
+        "AttemptsFailed": exceptions.InternalError,
+        "ModelFailed": exceptions.ModelFailed,
+        "DeadlineExceeded": exceptions.DeadlineExceeded,
+        "LayoutMismatch": exceptions.ServerMisconfigured,
+        "ConfigurationError": exceptions.ServerMisconfigured,
+    }
+)
+
+# For servers and proxies that send only a status code. Other codes become InternalError.
+ERROR_BY_CODE: Mapping[grpc.StatusCode, type[TandemError]] = MappingProxyType(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT: exceptions.InvalidRequest,
+        grpc.StatusCode.OUT_OF_RANGE: exceptions.InvalidRequest,
+        grpc.StatusCode.NOT_FOUND: exceptions.ModelNotFound,
+        grpc.StatusCode.UNAUTHENTICATED: exceptions.Unauthenticated,
+        grpc.StatusCode.PERMISSION_DENIED: exceptions.PermissionDenied,
+        grpc.StatusCode.RESOURCE_EXHAUSTED: exceptions.Overloaded,
+        grpc.StatusCode.UNAVAILABLE: exceptions.ConnectionFailed,
+        grpc.StatusCode.DEADLINE_EXCEEDED: exceptions.DeadlineExceeded,
+        grpc.StatusCode.CANCELLED: exceptions.Cancelled,
+        grpc.StatusCode.FAILED_PRECONDITION: exceptions.ServerMisconfigured,
+    }
+)
+
+T = TypeVar("T")
+
+ELSEWHERE = (ConnectionFailed, NoWorkers, Cancelled)
+"""Errors that may not occur at another router."""
+
+RETRYABLE = (*ELSEWHERE, Overloaded)
+
+
+def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError:
+    """Convert the error of a call to `address`."""
+    trailing = {str(key): str(value) for key, value in rpc_error.trailing_metadata() or ()}
+    details = rpc_error.details() or rpc_error.code().name
+    cls = ERROR_BY_NAME.get(trailing.get(ERROR_KEY, "")) or ERROR_BY_CODE.get(rpc_error.code())
+    if cls is Overloaded:
+        # gRPC reports messages above its size limit with the same code, for which a retry does not help.
+        if ERROR_KEY not in trailing and "larger than max" in details:
+            return InvalidRequest(f"the message is too large: {details}")
+        return Overloaded(details, retry_after_s=_retry_after_s(trailing))
+    if cls is ConnectionFailed:
+        broke = not details.startswith(_NO_CONNECTION) and any(sign in details for sign in _BROKEN_SIGNS)
+        return ConnectionFailed(f"the connection to {address} failed: {details}{_hint(details)}", broke=broke)
+    if cls is exceptions.DeadlineExceeded and ERROR_KEY not in trailing:
+        return exceptions.DeadlineExceeded(f"no complete answer from {address} within the timeout")
+    if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return exceptions.InternalError(f"the server at {address} does not implement this call: is it a Tandem router?")
+    return (cls or exceptions.InternalError)(details)
+
+
+def _hint(details: str) -> str:
+    """A hint about TLS: if only one side uses it, the connection is closed without a clear message from gRPC."""
+    if details.startswith(_NO_CONNECTION) and any(sign in details for sign in _TLS_SIGNS):
+        return " (does the server speak TLS, with a certificate for this address? see `tls` of the client)"
+    return ""
+
+
+def _retry_after_s(trailing: Mapping[str, str]) -> float | None:
+    text = trailing.get(RETRY_AFTER_KEY, "")
+    return int(text) / 1000 if text.isascii() and text.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in time, in seconds of the monotonic clock. One deadline covers all attempts of a call."""
+
+    at_s: float
+
+    @classmethod
+    def after(cls, timeout_s: float) -> "Deadline":
+        """The deadline `timeout_s` from now."""
+        return cls(time.monotonic() + timeout_s)
+
+    def remaining_s(self) -> float:
+        """Seconds until the deadline; 0 after it."""
+        return max(0.0, self.at_s - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Exponential backoff with jitter, and never shorter than the server asks for."""
+
+    max_retries: int = 2
+    initial_backoff_s: float = 0.1
+    max_backoff_s: float = 5.0
+
+    def delay_s(self, error: TandemError, num_retries: int, remaining_s: float) -> float | None:
+        """Seconds to wait before the next attempt; None to raise `error` instead."""
+        if num_retries >= self.max_retries or not isinstance(error, RETRYABLE):
+            return None
+        backoff_s = min(self.max_backoff_s, self.initial_backoff_s * 2**num_retries)
+        jitter = random.uniform(0.5, 1.0)
+        requested_s = error.retry_after_s if isinstance(error, Overloaded) else None
+        # Clients that were refused together must not return together: the jitter is added to the requested delay.
+        delay_s = backoff_s * jitter if requested_s is None else requested_s + backoff_s * jitter
+        return delay_s if delay_s < remaining_s else None
+
+
+async def retrying(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline) -> T:
+    """Call `attempt()` until it returns, or until the policy gives up and its error is raised."""
+    num_retries = 0
+    while True:
+        try:
+            return await attempt()
+        except TandemError as error:
+            delay_s = policy.delay_s(error, num_retries, deadline.remaining_s())
+            if delay_s is None:
+                raise
+        await asyncio.sleep(delay_s)
+        num_retries += 1

@@ -1,0 +1,193 @@
+"""Members that the responses of both OpenAI endpoints share: id, time, model, usage, token ids and log-probs.
+
+Log-probs are the model's own, before temperature is applied.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from uuid import uuid4
+
+import tandem
+from gateway.openai.requests import SamplingBody
+from gateway.schema import Json
+from tandem import Choice, FinishReason, Token, TokenEvent, Usage
+
+# A string, not null: text-generation's client requires one.
+_FINGERPRINT = f"tandem-{tandem.__version__}"
+_VERY_UNLIKELY = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The members that all chunks of an answer share."""
+
+    object: str
+    id: str
+    created: int
+    model: str
+
+    @classmethod
+    def new(cls, kind: str, prefix: str, model: str) -> "Envelope":
+        return cls(kind, f"{prefix}-{uuid4().hex}", int(time.time()), model)
+
+    def as_chunk(self) -> "Envelope":
+        """The envelope of a chat's chunks, whose `object` differs."""
+        return replace(self, object=f"{self.object}.chunk")
+
+    def json(self, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": _FINGERPRINT,
+            "choices": choices,
+        }
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """Map to OpenAI's reasons, which do not tell stop strings from the end-of-sequence token."""
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def token_ids(body: SamplingBody, tokens: Iterable[Token]) -> Json:
+    """The member `token_ids` of a choice, if requested. A client can append it to the prompt to continue exactly."""
+    return {"token_ids": [token.id for token in tokens]} if body.return_token_ids else {}
+
+
+def usage_json(usage: Usage) -> Json:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def without_stop_tokens(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """Copy the choices with completion counts that exclude stop strings."""
+    return tuple(
+        replace(choice, usage=_without_last(choice.usage, num_stop_tokens(choice.tokens, choice.finish_reason)))
+        for choice in choices
+    )
+
+
+def _without_last(usage: Usage, num_tokens: int) -> Usage:
+    return replace(usage, completion_tokens=usage.completion_tokens - num_tokens)
+
+
+class StreamUsage:
+    """Sums the usage of a stream, without stop strings. A prompt is counted at the end of its first choice."""
+
+    def __init__(self, body: SamplingBody) -> None:
+        options = body.stream_options
+        self._is_requested = options is not None and (options.include_usage or options.continuous_usage_stats)
+        self._is_continuous = options is not None and options.continuous_usage_stats
+        self._num_choices = body.n or 1
+        self._sum = Usage()
+        self._num_running = 0
+        self._textless: dict[int, list[Token]] = {}  # per choice, the last tokens without text
+
+    def add(self, event: TokenEvent) -> None:
+        textless = self._textless.setdefault(event.index, [])
+        if event.token is not None:
+            self._num_running += 1
+            textless[:] = [] if event.token.text else [*textless, event.token]
+        if event.usage is None:
+            return
+        num_stop = num_stop_tokens(textless, event.finish_reason)
+        self._num_running -= num_stop
+        usage, is_first = _without_last(event.usage, num_stop), event.index % self._num_choices == 0
+        self._sum = Usage(
+            self._sum.prompt_tokens + (usage.prompt_tokens if is_first else 0),
+            self._sum.completion_tokens + usage.completion_tokens,
+            self._sum.cached_tokens + (usage.cached_tokens if is_first else 0),
+        )
+
+    def chunk_member(self) -> Json:
+        """The member `usage` of a chunk: null, or the counts so far with `continuous_usage_stats`."""
+        if not self._is_requested:
+            return {}
+        so_far = replace(self._sum, completion_tokens=self._num_running)
+        return {"usage": usage_json(so_far) if self._is_continuous else None}
+
+    def last_chunk(self, envelope: Envelope) -> Iterable[Json]:
+        """The final chunk with the usage and no choices, if requested."""
+        if self._is_requested:
+            yield envelope.json([]) | {"usage": usage_json(self._sum)}
+
+
+def num_stop_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> int:
+    """Count the tokens at the end of a complete answer that consist of its stop string only."""
+    if finish_reason is not FinishReason.STOP_SEQUENCE:
+        return 0
+    return next((number for number, token in enumerate(reversed(tokens)) if token.text), len(tokens))
+
+
+def visible_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> Sequence[Token]:
+    """Drop the end-of-sequence token or the stop string, which are not part of the text."""
+    ends_special = finish_reason is not None and bool(tokens) and tokens[-1].special
+    return tokens[: len(tokens) - max(ends_special, num_stop_tokens(tokens, finish_reason))]
+
+
+class StreamTokens:
+    """Assigns tokens to events. A token without text is held until later text shows whether it is in a stop string."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, list[Token]] = {}
+
+    def take(self, event: TokenEvent) -> Sequence[Token]:
+        """Return the held tokens and the event's token if the event has text or ends the choice, else nothing."""
+        pending = self._pending.setdefault(event.index, [])
+        if event.token is not None:
+            pending.append(event.token)
+        if event.finish_reason is None and not event.text:
+            return ()
+        self._pending[event.index] = []
+        return visible_tokens(pending, event.finish_reason)
+
+
+def chat_logprobs(tokens: Iterable[Token], num_top: int) -> Json:
+    """The chat format: `content` has one entry per token."""
+    return {"content": [_chat_entry(token, num_top) for token in tokens], "refusal": None}
+
+
+def _chat_entry(token: Token, num_top: int) -> Json:
+    entries = [_entry(top.text, top.logprob) for top in token.top[:num_top]]
+    return _entry(token.text, token.logprob) | {"top_logprobs": entries}
+
+
+def _entry(text: str, logprob: float | None) -> Json:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float | None) -> float:
+    return _VERY_UNLIKELY if logprob is None else max(logprob, _VERY_UNLIKELY)
+
+
+class CompletionLogprobs:
+    """The completions format: four parallel lists. `text_offset` counts characters, an echoed prompt included."""
+
+    def __init__(self) -> None:
+        self._offset = 0
+
+    def of(self, tokens: Iterable[Token], num_top: int) -> Json:
+        """Return the lists for the next tokens. A prompt's first token has no log-prob, which is null."""
+        lists: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None, "text_offset": []}
+        for token in tokens:
+            lists["tokens"].append(token.text)
+            lists["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
+            if num_top:
+                lists["top_logprobs"].append(_top(token, num_top))
+            lists["text_offset"].append(self._offset)
+            self._offset += len(token.text)
+        return lists
+
+
+def _top(token: Token, num_top: int) -> dict[str, float] | None:
+    """Log-probs by text. The sampled token is included even if it is not among the likeliest."""
+    if token.logprob is None:
+        return None
+    best = {top.text: _finite(top.logprob) for top in reversed(token.top[:num_top])}
+    return {token.text: _finite(token.logprob)} | best if token.text else best

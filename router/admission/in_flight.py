@@ -1,0 +1,198 @@
+"""Work that this router has in flight at each worker. Placement counts it without waiting for the next heartbeat."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from mesh.domain.worker import WorkerInfo
+from router.admission.placement import InFlight, Placement, is_short
+from router.workers.membership import WorkerView
+
+# A heartbeat that arrives this soon after a reservation may have been written before it.
+_REPORT_DELAY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """KV transfers of one worker that this router started: open now, and bytes moved since the worker joined."""
+
+    num_open: int
+    num_bytes: int
+
+
+class Reservation:
+    """One attempt's share of its workers. The holder must release it; a second release does nothing."""
+
+    def __init__(
+        self,
+        in_flight: "InFlightTable",
+        placement: Placement,
+        num_tokens: int,
+        on_first_token: Callable[[], None] | None,
+    ) -> None:
+        self.placement = placement
+        self.num_tokens = num_tokens
+        """Prompt and generated tokens so far: what the decode worker holds KV for."""
+        self.prefill_tokens = num_tokens
+        """Prompt tokens still to be computed, by the prefill worker or, without one, by the decode worker."""
+        self.confirmed_at_s: float | None = None
+        """When the decode worker confirmed that it holds the blocks."""
+        self.num_shared_tokens = 0
+        """Leading tokens whose blocks another reservation counts."""
+        self.is_fork = False
+        """True if another attempt's start message also starts this one."""
+        self.forks: list[Reservation] = []
+        """Reservations whose shared tokens this one counts."""
+        self.holds_prefill = placement.prefill is not None
+        self.is_transferring = False
+        """KV is on its way, perhaps while the prompt is still computed."""
+        self.started_s = in_flight.now_s()
+        self.on_abandoned: Callable[[WorkerInfo], None] = _ignore
+        """Called with the worker that the attempt should leave."""
+        self._in_flight = in_flight
+        self._on_first_token = on_first_token
+
+    def confirm(self) -> None:
+        """The decode worker has confirmed that it holds the blocks."""
+        self.confirmed_at_s = self._in_flight.now_s()
+
+    def first_token(self) -> None:
+        """The attempt has its first token. Only the first call counts."""
+        if self.placement.prefill is None and self.prefill_tokens > 0:
+            self.prefill_computed()
+        callback, self._on_first_token = self._on_first_token, None
+        if callback is not None:
+            callback()
+
+    def prefill_computed(self) -> None:
+        """The prompt is computed; its blocks stay on the prefill worker until they are sent."""
+        self.prefill_tokens = 0
+        self._in_flight.changed()
+
+    def transfer_started(self) -> None:
+        """The first KV leaves the prefill worker."""
+        self.is_transferring = True
+
+    def transfer_finished(self, num_bytes: int) -> None:
+        """The decode worker has received all KV, `num_bytes` in total."""
+        self._in_flight.count_transfer(self.placement, num_bytes)
+        self.prefill_released()
+
+    def prefill_released(self) -> None:
+        """The prefill worker has freed the blocks."""
+        self.prefill_tokens, self.holds_prefill, self.is_transferring = 0, False, False
+        self._in_flight.changed()
+
+    def fork(self) -> "Reservation":
+        """Return a reservation for a sequence at the same decode worker that shares this one's KV."""
+        reservation = self._in_flight.reserve(Placement(None, self.placement.decode), self.num_tokens)
+        reservation.is_fork, reservation.num_shared_tokens, reservation.prefill_tokens = True, self.num_tokens, 0
+        self.forks.append(reservation)
+        return reservation
+
+    def release(self) -> None:
+        self.on_abandoned = _ignore
+        self._in_flight.remove(self)
+
+
+class InFlightTable:
+    """All reservations of one model at one router. `clock` gives the registry's monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.now_s = clock
+        self._reservations: dict[Reservation, None] = {}
+        self._kv_bytes: Counter[str] = Counter()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever capacity may have become free."""
+        self._callbacks.append(callback)
+
+    def reserve(
+        self, placement: Placement, num_tokens: int, on_first_token: Callable[[], None] | None = None
+    ) -> Reservation:
+        """Count an attempt; the caller owns the reservation. `on_first_token` is called once, at its first token."""
+        reservation = Reservation(self, placement, num_tokens, on_first_token)
+        self._reservations[reservation] = None
+        return reservation
+
+    def remove(self, reservation: Reservation) -> None:
+        """Stop counting an attempt. Only Reservation.release calls this."""
+        if self._reservations.pop(reservation, reservation) is None:
+            alive = [fork for fork in reservation.forks if fork in self._reservations]
+            if alive:  # the first fork counts the shared blocks from now on
+                alive[0].num_shared_tokens, alive[0].forks = reservation.num_shared_tokens, alive[1:]
+            self.changed()
+
+    def abandon(self, info: WorkerInfo) -> None:
+        """Tell every attempt that still needs this run of the worker to leave it."""
+        for reservation in list(self._reservations):
+            placement = reservation.placement
+            workers = [placement.decode, placement.prefill] if reservation.holds_prefill else [placement.decode]
+            if info in workers:
+                reservation.on_abandoned(info)
+
+    def changed(self) -> None:
+        """Notify listeners: capacity may have become free."""
+        for callback in self._callbacks:
+            callback()
+
+    def count_transfer(self, placement: Placement, num_bytes: int) -> None:
+        """Count bytes that have moved between the two workers."""
+        for info in (placement.prefill, placement.decode):
+            if info is not None:
+                self._kv_bytes[info.incarnation] += num_bytes
+
+    def follow(self, views: Iterable[WorkerView]) -> None:
+        """Drop the byte counts of workers that are not among `views`."""
+        known = {view.info.incarnation for view in views}
+        for incarnation in self._kv_bytes.keys() - known:
+            del self._kv_bytes[incarnation]
+
+    @property
+    def num_transferring(self) -> int:
+        """Open KV transfers."""
+        return sum(reservation.is_transferring for reservation in self._reservations)
+
+    def transfers(self, info: WorkerInfo) -> Transfers:
+        """Transfers that this run of a worker sends or receives."""
+        num_open = sum(
+            reservation.is_transferring and info in (reservation.placement.prefill, reservation.placement.decode)
+            for reservation in self._reservations
+        )
+        return Transfers(num_open, self._kv_bytes[info.incarnation])
+
+    def by_worker(self, views: Iterable[WorkerView]) -> Mapping[str, InFlight]:
+        """Return the sum of the reservations of each worker, by incarnation."""
+        last_seen_s = {view.info.incarnation: view.last_seen_s for view in views}
+        sums: dict[str, InFlight] = {}
+        for reservation in self._reservations:
+            decode, prefill = reservation.placement.decode, reservation.placement.prefill
+            blocks = decode.layout.num_blocks_for(reservation.num_tokens) + 1
+            blocks -= reservation.num_shared_tokens // decode.layout.block_size
+            reported = self._is_reported(reservation, last_seen_s.get(decode.incarnation, 0.0))
+            own_tokens = reservation.prefill_tokens if prefill is None else 0
+            _add(sums, decode, InFlight(1, blocks, 0 if reported else blocks, own_tokens))
+            if prefill is not None and reservation.holds_prefill:
+                blocks = prefill.layout.num_blocks_for(reservation.num_tokens)
+                short_tokens = reservation.prefill_tokens if is_short(reservation.prefill_tokens, prefill) else 0
+                _add(sums, prefill, InFlight(1, blocks, 0, reservation.prefill_tokens, short_tokens))
+        return sums
+
+    def _is_reported(self, reservation: Reservation, last_seen_s: float) -> bool:
+        return reservation.confirmed_at_s is not None and last_seen_s > reservation.confirmed_at_s + _REPORT_DELAY_S
+
+
+def _ignore(info: WorkerInfo) -> None:
+    """Before the attempt has started, or after its end."""
+
+
+def _add(sums: dict[str, InFlight], info: WorkerInfo, more: InFlight) -> None:
+    total = sums.get(info.incarnation, InFlight())
+    sums[info.incarnation] = InFlight(
+        total.num_seqs + more.num_seqs,
+        total.num_blocks + more.num_blocks,
+        total.num_unreported_blocks + more.num_unreported_blocks,
+        total.prefill_tokens + more.prefill_tokens,
+        total.short_prefill_tokens + more.short_prefill_tokens,
+    )

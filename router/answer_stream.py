@@ -1,0 +1,270 @@
+"""The answer to one request: its choices run side by side, and the reader gets their tokens merged.
+
+    Choice.accept ─▶ _notify ─▶ GenerationStream.chunks() ─▶ Answer.deltas() ─▶ messages to the client
+
+A choice only signals that it has something ready; the reader takes everything at once, so tokens that are ready
+together share a message. With `best_of` the choices are ranked and returned once all have ended. The stream ends after
+the last choice, or with the first error. A client that reads nothing for too long, or lets too many events pile up, is
+cut off: its attempts are aborted, its memory is freed at once, and its next read raises the error.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from itertools import chain, islice, repeat
+from typing import NamedTuple
+
+from mesh.domain.errors import DeadlineExceeded
+from mesh.domain.tokens import PromptLogprob
+from router.admission.limiter import Permit
+from router.api.validation import ValidRequest
+from router.choice import Choice, Chunk, TokenEvent, TopToken
+from router.served_model import PromptEncoder
+
+# Over all choices of a stream, alternatives included. An event takes about 200 bytes, so this is less than 1 MiB.
+MAX_PENDING_EVENTS = 4096
+# With log-probs of the prompt: sending them to the client takes as long as thousands of tokens.
+MAX_PENDING_BEHIND_PROMPT = 2**16
+# Prompt tokens, with their alternatives, in one message.
+_MAX_PART_EVENTS = 2048
+_SENT = PromptLogprob(None)
+
+RunChoice = Callable[[Choice], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceRun:
+    """A choice, its permit, and the coroutine function that runs it."""
+
+    choice: Choice
+    permit: Permit
+    run: RunChoice
+
+
+class GenerationStream:
+    """Runs the choices. Read `chunks()` to the end, or call `close()`.
+
+    Each permit is released when its choice has ended. With `num_best`, only that many choices are returned, each whole,
+    the best with index 0.
+    """
+
+    def __init__(
+        self,
+        runs: list[ChoiceRun],
+        *,
+        slow_reader_s: float,
+        num_best: int | None = None,
+        max_pending_events: int = MAX_PENDING_EVENTS,
+    ) -> None:
+        self._choices = [run.choice for run in runs]
+        self._num_best = num_best
+        self._max_pending = max_pending_events
+        self._slow_reader_s = slow_reader_s
+        self._loop = asyncio.get_running_loop()
+        self._ready: dict[Choice, None] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._reading_since_s: float | None = None
+        self._num_open = len(runs)
+        self._tasks = [self._start(run) for run in runs]
+        self._watchdog = self._loop.call_later(slow_reader_s, self._watch_reader)
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done when no choice runs any more."""
+
+    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+        """Yield chunks as they become ready. Raises the error that the stream ends with."""
+        try:
+            while self._num_open or self._ready or self._error is not None:
+                await self._wait_ready()
+                for chunk in self._take_ready():
+                    self._reading_since_s = self._loop.time()
+                    yield chunk
+                    self._reading_since_s = None
+                if self._error is not None:
+                    raise self._error
+        finally:
+            self.close()
+
+    def note_read(self) -> None:
+        """The client has read one of the messages that a chunk was split into."""
+        self._reading_since_s = self._loop.time()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, if it has not ended."""
+        if self._error is None:
+            self._error = error
+        self.close()
+        self._wake()
+
+    def close(self) -> None:
+        """Cancel the choices that still run. Idempotent."""
+        self._watchdog.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def _start(self, run: ChoiceRun) -> "asyncio.Task[None]":
+        run.choice.on_change = lambda: self._notify(run.choice)
+        task = self._loop.create_task(_run(run))
+        task.add_done_callback(lambda done: self._choice_ended(run, done))
+        return task
+
+    def _notify(self, choice: Choice) -> None:
+        if self._num_best is not None:
+            return  # ranked choices are returned once all have ended
+        self._ready[choice] = None
+        if sum(choice.num_pending for choice in self._ready) > self._max_pending:
+            self._cut_off("the client reads too slowly")
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait_ready(self) -> None:
+        if not self._ready and self._error is None:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def _take_ready(self) -> list[Chunk]:
+        choices, self._ready = self._ready, {}
+        chunks = [chunk for choice in choices if (chunk := choice.take()) is not None]
+        return chunks if self._num_best is None else [replace(chunk, index=i) for i, chunk in enumerate(chunks)]
+
+    def _choice_ended(self, run: ChoiceRun, task: "asyncio.Task[None]") -> None:
+        run.permit.release()
+        run.choice.on_change = _ignore  # breaks the reference cycle between choice and stream
+        self._num_open -= 1
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._error is None:
+            self._error = error
+            self.close()
+        if self._num_open == 0:
+            if self._num_best is not None and self._error is None:
+                self._rank(self._num_best)
+            self.ended.set_result(None)
+        self._wake()
+
+    def _rank(self, num_best: int) -> None:
+        """Keep the best choices; ties stay in order. Cancelled choices are left out: nobody reads any more then."""
+        ended = [choice for choice in self._choices if choice.finish_reason is not None]
+        ended.sort(key=lambda choice: -choice.mean_logprob)
+        self._ready = dict.fromkeys(ended[:num_best])
+
+    def _watch_reader(self) -> None:
+        """One timer for the whole stream instead of one per message."""
+        since_s = self._reading_since_s
+        waited_s = 0.0 if since_s is None else self._loop.time() - since_s
+        if waited_s >= self._slow_reader_s:
+            self._cut_off(f"the client took nothing for {waited_s:.0f} s")
+        else:
+            self._watchdog = self._loop.call_later(max(0.1, self._slow_reader_s - waited_s), self._watch_reader)
+
+    def _cut_off(self, message: str) -> None:
+        self._ready.clear()
+        self.fail(DeadlineExceeded(message))
+
+
+def _ignore() -> None:
+    """No stream reads the choice any more."""
+
+
+async def _run(run: ChoiceRun) -> None:
+    await run.run(run.choice)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInfo:
+    """Facts about the prompt. `tokens` is empty unless log-probs were requested; each message carries the next part.
+
+    `in_reasoning`: the prompt ends within the model's reasoning.
+    """
+
+    request_id: str
+    num_tokens: int
+    tokens: list[TokenEvent]
+    in_reasoning: bool = False
+
+
+class Delta(NamedTuple):
+    """One message to the client. `echo` precedes the choice's first token.
+
+    A delta without a chunk carries a part of the prompt's tokens, and more deltas follow.
+    """
+
+    chunk: Chunk | None
+    prompt: PromptInfo | None = None
+    echo: str = ""
+
+
+class Answer:
+    """Read `deltas()` to the end, or call `close()`.
+
+    `first_choice` receives the prompt's log-probs. `echo` is the prompt's text, repeated before each choice.
+    """
+
+    def __init__(
+        self, stream: GenerationStream, valid: ValidRequest, *, first_choice: Choice, encoder: PromptEncoder, echo: str
+    ) -> None:
+        self._stream = stream
+        self._valid = valid
+        self._choice = first_choice
+        self._encoder = encoder
+        self._echo = echo
+
+    def close(self) -> None:
+        """Cancel the choices: the client is gone."""
+        self._stream.close()
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """Yield all messages; each choice's first one carries the echo. Raises the error that the request ends with."""
+        waiting: list[Chunk] = []
+        prompt_sent = False
+        echoed: set[int] = set()
+        async with aclosing(self._stream.chunks()) as chunks:
+            async for chunk in chunks:
+                waiting.append(chunk)
+                if not prompt_sent and not self._knows_prompt(chunk):
+                    continue
+                prompt: PromptInfo | None = None
+                if not prompt_sent:
+                    parts = self._prompt_parts()
+                    prompt = await anext(parts)
+                    async for next_part in parts:
+                        yield Delta(None, prompt)
+                        self._stream.note_read()
+                        prompt = next_part
+                    prompt_sent = True
+                for ready in waiting:
+                    echo = "" if ready.index in echoed else self._echo
+                    echoed.add(ready.index)
+                    yield Delta(ready, prompt, echo)
+                    prompt = None
+                waiting.clear()
+
+    def _knows_prompt(self, chunk: Chunk) -> bool:
+        """The prompt's log-probs come with the first tokens of the first choice; other choices wait for them."""
+        return not self._valid.params.prompt_logprobs or chunk.index == 0
+
+    async def _prompt_parts(self) -> AsyncIterator[PromptInfo]:
+        """Yield at least one part; a part takes a few milliseconds to build and to convert."""
+        valid, params = self._valid, self._valid.params
+        request_id, ids, in_reasoning = valid.request_id, valid.prompt_ids, valid.in_reasoning
+        if not params.prompt_logprobs:
+            yield PromptInfo(request_id, len(ids), [], in_reasoning)
+            return
+        pieces = await self._encoder.pieces(ids)
+        entries = zip(pieces, chain(self._choice.prompt_logprobs, repeat(_SENT)), strict=False)
+        size, logprobs = max(1, _MAX_PART_EVENTS // (1 + params.top_logprobs)), self._choice.prompt_logprobs
+        start = 0
+        while part := [
+            TokenEvent(piece.id, piece.text, entry.logprob, self._top(entry), piece.special)
+            for piece, entry in islice(entries, size)
+        ]:
+            yield PromptInfo(request_id, len(ids), part, in_reasoning)
+            # Freed part by part, because freeing millions of objects at once blocks the event loop.
+            logprobs[start : start + size] = [_SENT] * len(logprobs[start : start + size])
+            start += size
+
+    def _top(self, entry: PromptLogprob) -> tuple[TopToken, ...]:
+        return tuple(TopToken(top.id, self._encoder.text_of(top.id), top.logprob) for top in entry.top)

@@ -1,0 +1,299 @@
+"""One choice from the queue to its end, with replay, the mesh's only recovery.
+
+queued ─▶ placed (queue, placement) ─▶ attempt 0 ─▶ finished
+             ▲                            │ Replayable: worker lost, KV refused, preempted, no capacity, draining
+             └── backoff ◀── Replay ◀─────┘           next attempt: prompt + tokens so far, same seed, front of queue
+                (and budget)                          the failure counts against the workers that may have caused it
+deadline passed ─▶ DeadlineExceeded       too many failures without a token ─▶ NoWorkers or Overloaded
+cancelled ─▶ the attempt aborts on both workers and releases its reservation
+
+Replay decides how often, how soon, and on which workers not. Consecutive attempts without a new token are counted. So
+are workers lost under the request, because a request that crashes workers must not be retried forever.
+
+The first replay after progress is free and, if a worker was lost, immediate: all streams of a dead worker move at once.
+Later replays draw on one budget per model and wait for it rather than fail, so that no failure causes a storm.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import structlog
+
+from mesh.domain.errors import (
+    AttemptsFailed,
+    DeadlineExceeded,
+    MeshError,
+    Overloaded,
+    Replayable,
+    SequencePreempted,
+    WorkerBusy,
+    WorkerLost,
+)
+from mesh.domain.request import Fork, Request
+from mesh.domain.worker import WorkerInfo
+from router.admission.in_flight import Reservation
+from router.admission.placement import Placement, PlacementQuery, PrefixChain
+from router.admission.queue import PlacementQueue
+from router.attempt import Attempt, AttemptTimeouts, PrefillClient
+from router.choice import Choice, WaitingFork
+from router.journal import Journal
+from router.served_model import ServedModel
+from router.settings import RouterSettings
+from router.timeline import Timeline
+from router.workers.decode_link import DecodeLink, DecodeLinks
+from router.workers.health import Trust, WorkerHealth
+
+log = structlog.get_logger(__name__)
+
+_FIRST_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 1.0
+# After this many failures in a row the decode worker prefills itself: the network between workers may be down.
+_PREFILL_LOCALLY_AFTER = 3
+
+
+class Replay:
+    """The failures of one choice. `avoid` holds incarnations of workers that failed it since its last progress."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.attempt = 0
+        self.avoid: frozenset[str] = frozenset()
+        self._max_attempts = settings.max_attempts
+        self._max_losses = settings.max_worker_losses
+        self._num_tokens = 0
+        self._num_failures = 0
+        self._num_losses = 0
+
+    @property
+    def is_free(self) -> bool:
+        """True if the next attempt does not draw on the budget."""
+        return self._num_failures <= 1
+
+    @property
+    def prefill_locally(self) -> bool:
+        """True if the next attempt should use no prefill worker."""
+        return self._num_failures >= _PREFILL_LOCALLY_AFTER
+
+    def after(self, error: Replayable, *, num_tokens: int, blamed: WorkerInfo | None) -> float:
+        """Count a failure and return the minimum seconds to wait before the next attempt.
+
+        `num_tokens` is the choice's number of tokens by now. Raises the final error if there is no next attempt.
+        """
+        if num_tokens > self._num_tokens:
+            self._num_tokens, self._num_failures, self._num_losses = num_tokens, 0, 0
+            self.avoid = frozenset()
+        self.attempt += 1
+        self._num_failures += 1
+        self._num_losses += isinstance(error, WorkerLost)
+        if blamed is not None:
+            self.avoid |= {blamed.incarnation}
+        if self._num_failures >= self._max_attempts or self._num_losses >= self._max_losses:
+            raise self._final(error) from error
+        return self._backoff_s(error)
+
+    def _backoff_s(self, error: Replayable) -> float:
+        """The first failure is replayed at once, unless workers lacked capacity."""
+        num_waits = self._num_failures - (0 if isinstance(error, WorkerBusy | SequencePreempted) else 1)
+        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (num_waits - 1)) if num_waits else 0.0
+
+    def _final(self, error: Replayable) -> MeshError:
+        if isinstance(error, WorkerBusy | SequencePreempted):
+            return Overloaded(f"no worker had capacity in {self._num_failures} attempts; try again later")
+        return AttemptsFailed(f"workers failed this request {self._num_failures} times in a row")
+
+
+class ReplayBudget:
+    """A token bucket for replays without progress, shared by all requests. `clock` returns monotonic seconds.
+
+    `burst` is the capacity of the bucket, `per_s` its refill rate.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, burst: int, per_s: float) -> None:
+        self._clock = clock
+        self._burst = burst
+        self._per_s = per_s
+        self._num_tokens = float(burst)  # below zero: tokens promised to waiting replays
+        self._counted_at_s = clock()
+
+    async def draw(self) -> None:
+        """Wait for a token, first come, first served. A cancelled caller returns its token."""
+        try:
+            await asyncio.sleep(self.take_s())
+        except asyncio.CancelledError:
+            self.give_back()
+            raise
+
+    def take_s(self) -> float:
+        """Take a token and return the seconds until it is available."""
+        now_s = self._clock()
+        refilled = self._num_tokens + (now_s - self._counted_at_s) * self._per_s
+        self._num_tokens, self._counted_at_s = min(self._burst, refilled) - 1, now_s
+        return max(0.0, -self._num_tokens / self._per_s)
+
+    def give_back(self) -> None:
+        """Return an unused token."""
+        self._num_tokens += 1
+
+
+class Dispatcher:
+    """Runs all choices of one model. `on_trip` is called when a circuit breaker has tripped."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        settings: RouterSettings,
+        *,
+        queue: PlacementQueue,
+        links: DecodeLinks,
+        prefills: PrefillClient,
+        health: WorkerHealth,
+        journal: Journal,
+        on_trip: Callable[[], None],
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._queue = queue
+        self._links = links
+        self._prefills = prefills
+        self._health = health
+        self._journal = journal
+        self._on_trip = on_trip
+        # In the worst case every choice in service needs a second replay at the same moment.
+        self._budget = ReplayBudget(
+            time.monotonic, burst=settings.max_concurrent_requests, per_s=settings.max_replays_per_s
+        )
+        self._timeouts = AttemptTimeouts(
+            settings.reserve_timeout_s, settings.prefill_timeout_s, settings.stall_timeout_s
+        )
+
+    async def run(self, choice: Choice, timeline: Timeline, deadline_s: float | None) -> None:
+        """Return when the choice is finished; raise the error it ends with.
+
+        `deadline_s` is on the event loop's clock.
+        """
+        replay = Replay(self._settings)
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                while choice.finish_reason is None:
+                    await self._try_once(choice, replay, timeline, deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline has passed") from None
+
+    async def _try_once(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> None:
+        """Run one attempt; if it fails, wait for the backoff and the replay budget."""
+        attempt: Attempt | None = None
+        try:
+            attempt = await self._dispatch(choice, replay, timeline, deadline_s)
+            await attempt.run()
+            self._health.attempt_finished(attempt.placement)
+        except Replayable as error:
+            timeline.end_attempt(type(error).__name__)
+            if attempt is not None:
+                self._count_failure(attempt, error)
+            blamed = None if attempt is None else attempt.blamed
+            self._journal.replayed(choice, error, blamed)
+            log.info(
+                "replay",
+                request_id=choice.request_id,
+                attempt=replay.attempt,
+                num_tokens=len(choice.token_ids),
+                worker=blamed and blamed.worker_id,
+                cause=type(error).__name__,
+                error=str(error),
+            )
+            await asyncio.sleep(replay.after(error, num_tokens=len(choice.token_ids), blamed=blamed))
+            if not replay.is_free:
+                await self._budget.draw()
+
+    def _count_failure(self, attempt: Attempt, error: Replayable) -> None:
+        """Count the failure against its workers. A worker that trips gets no requests until a canary succeeds."""
+        trips = self._health.attempt_failed(
+            attempt.placement, error, blamed=attempt.blamed, started_s=attempt.started_s
+        )
+        for trip in trips:
+            self._journal.tripped(trip.info, trip.num_failures)
+            log.warning(
+                "worker tripped",
+                worker=trip.info.worker_id,
+                num_failures=trip.num_failures,
+                trusted_with="local prompts" if trip.trust is Trust.LOCAL else "nothing",
+                error=str(error),
+            )
+        if trips:
+            self._on_trip()
+
+    async def _dispatch(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> Attempt:
+        """Return an attempt: forked from the first choice's, or placed through the queue."""
+        request = choice.next_request(
+            replay.attempt,
+            eos_token_ids=self._model.facts.eos_token_ids,
+            namespace=choice.tenant.cache_namespace(self._model.name),
+        )
+        timeline.begin_attempt()
+        siblings = choice.siblings
+        if siblings is not None and choice.index > 0:
+            attempt = await siblings.wait_for_fork(WaitingFork(choice, request, timeline))
+            if attempt is not None:
+                return attempt
+        elif siblings is not None:
+            await siblings.wait_for_all()
+        query = self._query(choice, request, replay)
+        reservation = await self._queue.place(query, choice.queue_entry, is_replay=replay.attempt > 0)
+        _note_placed(timeline, reservation.placement)
+        link = self._links.find(reservation.placement.decode)
+        if link is None:
+            reservation.release()
+            raise WorkerLost("the decode worker has just been lost")
+        if deadline_s is not None:
+            request = replace(request, time_left_s=max(0.0, deadline_s - asyncio.get_running_loop().time()))
+        forks: list[Attempt] = []
+        if siblings is not None and choice.index == 0:
+            waiting = siblings.take_forks()
+            forks = [self._fork(fork, reservation, link) for fork in waiting]
+            request = replace(request, forks=tuple(_fork_of(fork.request) for fork in waiting))
+        return Attempt(
+            choice,
+            request,
+            reservation,
+            link=link,
+            prefills=self._prefills,
+            timeline=timeline,
+            timeouts=self._timeouts,
+            forks=forks,
+        )
+
+    def _fork(self, fork: WaitingFork, reservation: Reservation, link: DecodeLink) -> Attempt:
+        """Give a sibling an attempt that forks from the one with this reservation."""
+        _note_placed(fork.timeline, reservation.placement)
+        fork.timeline.mark("prefill_started")
+        attempt = Attempt(
+            fork.choice,
+            fork.request,
+            reservation.fork(),
+            link=link,
+            prefills=self._prefills,
+            timeline=fork.timeline,
+            timeouts=self._timeouts,
+        )
+        fork.attempt.set_result(attempt)
+        return attempt
+
+    def _query(self, choice: Choice, request: Request, replay: Replay) -> PlacementQuery:
+        return PlacementQuery(
+            num_tokens=len(request.token_ids),
+            max_total_tokens=request.max_total_tokens,
+            chain=PrefixChain(request.token_ids, request.cache_namespace, self._model.whole_prompt(request)),
+            num_seqs=choice.siblings.num_seqs if choice.siblings is not None and choice.index == 0 else 1,
+            avoid=replay.avoid,
+            prefill_locally=replay.prefill_locally,
+        )
+
+
+def _fork_of(request: Request) -> Fork:
+    return Fork(request.request_id, request.attempt, request.sampling.seed or 0, request.traceparent)
+
+
+def _note_placed(timeline: Timeline, placement: Placement) -> None:
+    timeline.mark("placed")
+    timeline.note_workers(placement.prefill.worker_id if placement.prefill else "", placement.decode.worker_id)

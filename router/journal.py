@@ -1,0 +1,267 @@
+"""The record of a router's requests: recent incidents and traces for operators, and the spans of choices.
+
+The journal is kept in memory only; the access log has the full history. It does no I/O; `clock` is the registry's
+monotonic clock, in seconds. A choice's span, with its phases as child spans, is created from the journal's trace when
+the choice has ended.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from itertools import islice
+from typing import Protocol
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
+
+from mesh.domain.errors import Replayable
+from mesh.domain.tokens import FinishReason
+from mesh.domain.worker import WorkerInfo, WorkerState
+from mesh.tracing import context_in, mark_failed, trace_id_of, traceparent_of
+from router.choice import Choice
+from router.timeline import AttemptTiming, AttemptWorkers, Timeline, Timing
+from router.workers.membership import WorkerView
+
+_MAX_INCIDENTS = 50  # of workers, and as many of requests
+_MAX_TRACES = 25
+_MAX_RUNNING = 50
+
+CANCELLED = "CancelledError"
+"""The error name of a choice whose client has left, which does not count as a failure."""
+
+_NS = 1_000_000_000
+
+
+class IncidentKind(Enum):
+    """Kinds of incidents, of workers and of requests."""
+
+    JOINED = "joined"
+    READY = "ready"
+    DRAINING = "draining"
+    STALLED = "stalled"
+    LOST = "lost"
+    TRIPPED = "tripped"
+    REPLAYED = "replayed"
+    FAILED = "failed"
+
+
+_OF_STATE = {
+    WorkerState.READY: IncidentKind.READY,
+    WorkerState.DRAINING: IncidentKind.DRAINING,
+    WorkerState.STALLED: IncidentKind.STALLED,
+    WorkerState.LOST: IncidentKind.LOST,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """An event of a worker, of a request, or of a request at a worker. `at_s` is on the journal's clock."""
+
+    at_s: float
+    kind: IncidentKind
+    worker_id: str = ""
+    request_id: str = ""
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A choice that ended at `at_s` or, if it still runs, arrived at `at_s`.
+
+    `error` is the name of the error it ended with, or "". `events_s` are its lifetime events in seconds since arrival.
+    """
+
+    at_s: float
+    request_id: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish_reason: FinishReason | None
+    error: str
+    timing: Timing | None
+    attempt_workers: tuple[AttemptWorkers, ...]
+    events_s: Mapping[str, float]
+
+
+class JournalReader(Protocol):
+    """Gets every event at once; must not block. Plug point: RouterMetrics."""
+
+    def noted(self, incident: Incident) -> None:
+        """An incident was recorded."""
+        ...
+
+    def refused(self, error: str) -> None:
+        """A request was refused with the error of this name before any choice started."""
+        ...
+
+    def ended(self, trace: Trace) -> None:
+        """A choice has ended."""
+        ...
+
+
+class Journal:
+    """One instance per router. Counts are since its start."""
+
+    def __init__(self, clock: Callable[[], float], readers: Iterable[JournalReader] = ()) -> None:
+        self._clock = clock
+        self._readers = tuple(readers)
+        # Two deques, so that many replays do not push out the incidents of workers.
+        self._worker_incidents: deque[Incident] = deque(maxlen=_MAX_INCIDENTS)
+        self._request_incidents: deque[Incident] = deque(maxlen=_MAX_INCIDENTS)
+        self._traces: deque[Trace] = deque(maxlen=_MAX_TRACES)
+        self._states: dict[str, WorkerState] = {}
+        self._running: dict[Choice, Timeline] = {}
+        self.num_ended = 0
+        self.num_failed = 0
+        self.num_replays = 0
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """Newest first, up to a fixed number."""
+        return sorted((*self._worker_incidents, *self._request_incidents), key=lambda incident: incident.at_s)[::-1]
+
+    @property
+    def running(self) -> list[Trace]:
+        """Running choices in their current state, oldest first."""
+        now_s, oldest = self._clock(), islice(self._running.items(), _MAX_RUNNING)
+        return [_trace(choice, timeline, now_s - timeline.age_s, timeline.timing_now()) for choice, timeline in oldest]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """Newest first, up to a fixed number."""
+        return list(reversed(self._traces))
+
+    def follow(self, views: Iterable[WorkerView]) -> None:
+        """Compare the workers with those of the last call and record what has changed."""
+        states: dict[str, WorkerState] = {}
+        for view in views:
+            incarnation = view.info.incarnation
+            states[incarnation] = view.state
+            if incarnation not in self._states:
+                self._note(IncidentKind.JOINED, worker_id=view.info.worker_id)
+            elif self._states[incarnation] is not view.state:
+                self._note(_OF_STATE[view.state], worker_id=view.info.worker_id)
+        self._states = states
+
+    def tripped(self, info: WorkerInfo, num_failures: int) -> None:
+        """Record that a worker's circuit breaker has tripped, after this many failures."""
+        self._note(IncidentKind.TRIPPED, worker_id=info.worker_id, cause=f"{num_failures} failures in a row")
+
+    def replayed(self, choice: Choice, error: Replayable, blamed: WorkerInfo | None) -> None:
+        """Record that an attempt has failed, before another attempt or the request's end."""
+        self.num_replays += 1
+        worker_id = "" if blamed is None else blamed.worker_id
+        self._note(IncidentKind.REPLAYED, worker_id=worker_id, request_id=choice.request_id, cause=type(error).__name__)
+
+    def began(self, choice: Choice, timeline: Timeline) -> None:
+        """Record that a choice is in service."""
+        self._running[choice] = timeline
+
+    def ended(self, choice: Choice, timeline: Timeline, error: str | None) -> Trace:
+        """Record that a choice has ended; `error` is the name of its error, None without one."""
+        self._running.pop(choice, None)
+        self.num_ended += 1
+        if error is not None and error != CANCELLED:
+            self.num_failed += 1
+            self._note(IncidentKind.FAILED, request_id=choice.request_id, cause=error)
+        timing = timeline.timing() if timeline.attempt_workers else None
+        trace = replace(_trace(choice, timeline, self._clock(), timing), error=error or "")
+        self._traces.append(trace)
+        for reader in self._readers:
+            reader.ended(trace)
+        return trace
+
+    def refused(self, error: str) -> None:
+        """A request was refused with the error of this name before any choice started."""
+        for reader in self._readers:
+            reader.refused(error)
+
+    def _note(self, kind: IncidentKind, *, worker_id: str = "", request_id: str = "", cause: str = "") -> None:
+        incident = Incident(self._clock(), kind, worker_id, request_id, cause)
+        (self._request_incidents if request_id else self._worker_incidents).append(incident)
+        for reader in self._readers:
+            reader.noted(incident)
+
+
+def _trace(choice: Choice, timeline: Timeline, at_s: float, timing: Timing | None) -> Trace:
+    return Trace(
+        at_s=at_s,
+        request_id=choice.request_id,
+        prompt_tokens=choice.num_prompt_tokens,
+        completion_tokens=len(choice.token_ids),
+        cached_tokens=choice.cached_tokens or 0,
+        finish_reason=choice.finish_reason,
+        error="",
+        timing=timing,
+        attempt_workers=timeline.attempt_workers,
+        events_s=timeline.events_s,
+    )
+
+
+class ChoiceSpan:
+    """The span of one choice; its request arrived `age_s` ago. `traceparent` is the parent of workers' spans."""
+
+    def __init__(self, caller: Mapping[str, str], request_id: str, *, age_s: float) -> None:
+        self._start_ns = time.time_ns() - round(age_s * _NS)
+        self._tracer = trace.get_tracer("tandem.router")
+        self._span = self._tracer.start_span(
+            "generate",
+            context_in(caller),
+            SpanKind.SERVER,
+            {"tandem.request_id": request_id},
+            start_time=self._start_ns,
+        )
+        self.traceparent = traceparent_of(self._span)
+        self.trace_id = trace_id_of(self._span)
+
+    def end(self, ended: Trace) -> None:
+        """End the span with the choice's trace."""
+        if self._span.is_recording():
+            self._describe(ended)
+        self._span.end(self._start_ns + round(ended.events_s["finished"] * _NS))
+
+    def _describe(self, ended: Trace) -> None:
+        self._span.set_attributes(
+            {
+                "gen_ai.usage.input_tokens": ended.prompt_tokens,
+                "gen_ai.usage.output_tokens": ended.completion_tokens,
+                "tandem.cached_tokens": ended.cached_tokens,
+                "tandem.finish_reason": ended.finish_reason.value if ended.finish_reason else "",
+                "tandem.attempts": len(ended.attempt_workers),
+            }
+        )
+        if ended.error and ended.error != CANCELLED:
+            mark_failed(self._span, ended.error)
+        if ended.timing is None:
+            return
+        self._add("prepare", 0.0, ended.timing.prepare_s, {})
+        at_s = ended.timing.prepare_s
+        for attempt, (timing, workers) in enumerate(zip(ended.timing.attempts, ended.attempt_workers, strict=True)):
+            self._add_attempt(at_s, timing, {**_attributes(workers), "tandem.attempt": attempt})
+            at_s += timing.total_s
+
+    def _add_attempt(self, at_s: float, timing: AttemptTiming, attributes: Mapping[str, str | int]) -> None:
+        """Add spans of non-empty phases. The transfer's span includes the part hidden behind computing the prompt."""
+        for name, phase_s in asdict(timing.phases).items():
+            phase, end_s = name.removesuffix("_s"), at_s + phase_s
+            if phase == "transfer" and timing.kv_transfer_s is not None:
+                self._add(phase, end_s - timing.kv_transfer_s, end_s, attributes)
+            elif phase_s > 0:
+                self._add(phase, at_s, end_s, attributes)
+            at_s = end_s
+
+    def _add(self, name: str, begin_s: float, end_s: float, attributes: Mapping[str, str | int]) -> None:
+        span = self._tracer.start_span(
+            name,
+            trace.set_span_in_context(self._span),
+            attributes=attributes,
+            start_time=self._start_ns + round(begin_s * _NS),
+        )
+        span.end(self._start_ns + round(end_s * _NS))
+
+
+def _attributes(workers: AttemptWorkers) -> dict[str, str]:
+    values = {"prefill_worker": workers.prefill, "decode_worker": workers.decode, "failure": workers.failure}
+    return {f"tandem.{key}": value for key, value in values.items() if value}

@@ -1,1 +1,0 @@
-"""Observability for operators: journal, timelines, metrics and traces."""

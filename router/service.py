@@ -1,0 +1,351 @@
+"""The Generate and Tokenize calls of one model, over domain types; api/generation_servicer.py translates from gRPC.
+
+Life of a Generate call:
+
+    check parameters, priority ─▶ permits (or Overloaded, at once) ─▶ structure, template, tokens, limits
+        ─▶ one Dispatcher.run per choice
+        ─▶ chunks, merged: the first carries PromptInfo, a choice's last its finish reason and usage
+        ─▶ finished, failed or cancelled: attempts aborted, reservations and permits released
+
+A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
+has its own threads and its own cap, so Tokenize and Generate never wait for each other.
+
+ServedModels finds a request's model by name.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from checkpoint.model_files import ModelFacts
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, ModelNotFound, NoWorkers, Overloaded
+from mesh.domain.request import mint_id
+from mesh.domain.worker import WorkerInfo
+from router.admission.fair_queue import QueueEntry
+from router.admission.limiter import ConcurrencyLimiter, Forecast, Permit, retry_after_s
+from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, ChoiceRun, GenerationStream
+from router.api.tenants import ANONYMOUS, Tenant
+from router.api.validation import (
+    GenerateParams,
+    Limits,
+    ValidRequest,
+    check_best_of,
+    check_counts,
+    check_encoder_decoder,
+    check_prompt_ids,
+    check_prompt_logprobs,
+    complete_sampling,
+    require_prompt,
+)
+from router.choice import Choice, Siblings
+from router.dispatch import Dispatcher
+from router.journal import ChoiceSpan, Journal
+from router.served_model import EncodedPrompt, ModelText, ServedModel
+from router.settings import RouterSettings, require_input_below_total
+from router.text.chat import Prompt
+from router.text.tokenizer import TextToken
+from router.timeline import Timeline
+from router.workers.health import MeshView
+from router.workers.membership import capacity_tokens
+
+log = structlog.get_logger(__name__)
+
+_MAX_LOGGED_CHARS = 128
+_MAX_SHOWN_CHARS = 128
+_MAX_TOKENIZING = 16
+# Used when neither the model, nor the settings, nor a worker sets a limit.
+_UNLIMITED_TOKENS = 1 << 20
+_STOPPING = "this router is stopping; try again"
+
+
+class LimitPolicy:
+    """Derives limits from settings, model and workers. Raises ConfigurationError if settings and model conflict."""
+
+    def __init__(self, settings: RouterSettings, facts: ModelFacts) -> None:
+        positions = facts.max_positions
+        setting = settings.max_total_tokens
+        if setting is not None and positions is not None and setting > positions:
+            raise ConfigurationError(
+                f"max_total_tokens must be <= the model's longest sequence, got {setting} and {positions}"
+            )
+        self._max_total = setting or positions or _UNLIMITED_TOKENS
+        # The start token of an encoder-decoder model's decoder takes a position that clients do not see.
+        self._num_hidden = 0 if facts.decoder_start_token_id is None else 1
+        self._max_input = settings.max_input_length or self._max_total - 1
+        require_input_below_total(self._max_input, self._max_total)
+
+    def resolve(self, decode_workers: Iterable[WorkerInfo]) -> Limits:
+        """Return the limits with these workers; the largest worker counts.
+
+        Without workers: by settings and model only.
+        """
+        capacity = max((capacity_tokens(info) - self._num_hidden for info in decode_workers), default=self._max_total)
+        max_total = min(self._max_total, capacity)
+        return Limits(min(self._max_input, max_total - 1), max_total)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model and its current limits. `ready`: there are workers to serve it."""
+
+    model: ServedModel
+    limits: Limits
+    ready: bool
+    max_concurrent_requests: int
+
+
+class GenerationService:
+    """One instance per model. Raises ConfigurationError if the settings' limits do not fit the model.
+
+    `on_gap` is called with the seconds between two tokens of a choice.
+    """
+
+    def __init__(
+        self,
+        text: ModelText,
+        settings: RouterSettings,
+        *,
+        limiter: ConcurrencyLimiter,
+        forecast: Forecast,
+        mesh: MeshView,
+        dispatcher: Dispatcher,
+        journal: Journal,
+        on_gap: Callable[[float], None] | None = None,
+    ) -> None:
+        self.model = text.model
+        self._text = text
+        self._limit_policy = LimitPolicy(settings, text.model.facts)
+        self._slow_reader_s = settings.slow_reader_s
+        self._ttft_target_s = settings.ttft_target_s
+        self._limiter = limiter
+        self._forecast = forecast
+        self._mesh = mesh
+        self._dispatcher = dispatcher
+        self._journal = journal
+        self._on_gap = on_gap
+        self._streams: set[GenerationStream] = set()
+        self._num_running = 0
+        self._num_tokenizing = 0
+        self._stopping = False
+
+    async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
+        """Start generating. Raises errors that keep the request from starting; the answer raises later ones."""
+        if params.client_request_id:  # bound here so that all log lines of the call and its choices carry it
+            shown = params.client_request_id[:_MAX_LOGGED_CHARS]
+            structlog.contextvars.bind_contextvars(client_request_id=shown)
+        try:
+            return await self._begin(params, time_left_s)
+        except MeshError as error:
+            self._journal.refused(type(error).__name__)
+            raise
+
+    async def _begin(self, params: GenerateParams, time_left_s: float | None) -> Answer:
+        timeline = Timeline(asyncio.get_running_loop().time, self._on_gap)
+        if self._stopping:
+            raise NoWorkers(_STOPPING)
+        queue_entry = self._queue_entry(params, time_left_s)
+        cap = queue_entry.priority.share_of(self._limiter.max_permits)
+        check_counts(params, max_choices=cap)
+        if self.model.decoder_prompt:
+            check_encoder_decoder(params)
+        params.sampling.validate(self.model.facts.vocab_size)
+        permits = await self._admit(params, cap)
+        try:
+            await self._text.grammars.check(params.sampling.structure, params.tenant.name)
+            prompt = await self._encode(params)
+            valid = self._validate(params, prompt, queue_entry)
+            echo = await self._echo(prompt) if params.echo else ""
+        except BaseException:
+            for permit in permits:
+                permit.release()
+            raise
+        return self._start(valid, permits, timeline, echo)
+
+    async def _encode(self, params: GenerateParams) -> EncodedPrompt:
+        """Encode the prompt. With truncation no text is too long; the encoder still bounds how much text may wait."""
+        truncate = params.sampling.truncate_prompt_tokens
+        max_tokens = self._limits().max_input_tokens if truncate is None else None
+        prompt = await self._text.encoder.encode(
+            require_prompt(params.prompt), tenant=params.tenant.name, max_tokens=max_tokens
+        )
+        return prompt.last(truncate)
+
+    async def tokenize(self, prompt: Prompt | None, tenant: Tenant = ANONYMOUS) -> tuple[str, list[TextToken]]:
+        """Return the rendered text and the tokens that `generate` would use, each with its text.
+
+        Raises InvalidRequest for prompts that `generate` would refuse, and Overloaded over the cap.
+        """
+        if self._num_tokenizing >= _MAX_TOKENIZING:
+            raise Overloaded(f"{self._num_tokenizing} prompts are being tokenised; try again later")
+        encoder = self._text.tokenize_encoder
+        self._num_tokenizing += 1
+        try:
+            limits = self._limits()
+            encoded = await encoder.encode(
+                require_prompt(prompt), tenant=tenant.name, max_tokens=limits.max_input_tokens
+            )
+            self._check_ids(encoded, limits)
+            return encoded.text or "", await encoder.pieces(encoded.ids)
+        finally:
+            self._num_tokenizing -= 1
+
+    def describe(self) -> ModelInfo:
+        """Return the model with the limits that hold now."""
+        return ModelInfo(self.model, self._limits(), self._mesh.has_path, self._limiter.max_permits)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, let running ones end within the grace, then fail the rest with NoWorkers."""
+        self._stopping = True
+        ended = [stream.ended for stream in self._streams]
+        if ended:
+            await asyncio.wait(ended, timeout=grace_s)
+        for stream in list(self._streams):
+            stream.fail(NoWorkers(_STOPPING))
+
+    def _limits(self) -> Limits:
+        return self._limit_policy.resolve(self._mesh.decode_workers())
+
+    def _queue_entry(self, params: GenerateParams, time_left_s: float | None) -> QueueEntry:
+        """Return the queue entry of a request that arrives now. Raises InvalidRequest if its priority is too high."""
+        now_s = asyncio.get_running_loop().time()
+        target_s = self._ttft_target_s if params.ttft_target_s is None else params.ttft_target_s
+        return QueueEntry(
+            tenant=params.tenant.name,
+            priority=params.tenant.priority_of(params.priority),
+            first_token_by_s=None if target_s is None else now_s + target_s,
+            deadline_s=None if time_left_s is None else now_s + time_left_s,
+        )
+
+    async def _admit(self, params: GenerateParams, cap: int) -> list[Permit]:
+        """Acquire permits under `cap`. Raises Overloaded with the forecast's retry-after."""
+        count = params.num_generated_choices
+        try:
+            return await self._limiter.admit(count, params.tenant, cap)
+        except Overloaded as error:
+            wait_s = retry_after_s(self._forecast.permits_s(count), error.retry_after_s)
+            raise Overloaded(str(error), retry_after_s=wait_s) from None
+
+    def _check_ids(self, prompt: EncodedPrompt, limits: Limits) -> None:
+        check_prompt_ids(prompt.ids, vocab_size=self.model.facts.vocab_size, limits=limits)
+
+    def _validate(self, params: GenerateParams, prompt: EncodedPrompt, queue_entry: QueueEntry) -> ValidRequest:
+        limits = self._limits()
+        self._check_ids(prompt, limits)
+        spellings = self._text.encoder.spellings(params.sampling.bad_words)
+        sampling = complete_sampling(
+            replace(params.sampling, bad_word_ids=(*params.sampling.bad_word_ids, *spellings)),
+            num_prompt_tokens=len(prompt.ids),
+            vocab_size=self.model.facts.vocab_size,
+            limits=limits,
+        )
+        ids = tuple(prompt.ids)
+        valid = ValidRequest(
+            mint_id(), ids, sampling, params, queue_entry, self.model.decoder_prompt, prompt.in_reasoning
+        )
+        check_best_of(valid)
+        check_prompt_logprobs(params, len(prompt.ids))
+        return valid
+
+    async def _echo(self, prompt: EncodedPrompt) -> str:
+        return await self._text.encoder.decode(prompt.ids) if prompt.text is None else prompt.text
+
+    def _start(self, valid: ValidRequest, permits: list[Permit], timeline: Timeline, echo: str) -> Answer:
+        """Start one task per choice."""
+        num_choices = valid.params.num_generated_choices
+        siblings = Siblings(num_choices) if num_choices > 1 else None
+        choices = [Choice(index, valid, self.model.tokenizer, siblings) for index in range(num_choices)]
+        runs = [
+            ChoiceRun(choice, permit, lambda choice: self._run(choice, valid, timeline))
+            for choice, permit in zip(choices, permits, strict=True)
+        ]
+        num_best = valid.params.num_choices if (valid.params.best_of or 1) > 1 else None
+        stream = GenerationStream(
+            runs,
+            slow_reader_s=self._slow_reader_s,
+            num_best=num_best,
+            max_pending_events=MAX_PENDING_BEHIND_PROMPT if valid.params.prompt_logprobs else MAX_PENDING_EVENTS,
+        )
+        self._streams.add(stream)
+        stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
+        return Answer(stream, valid, first_choice=choices[0], encoder=self._text.encoder, echo=echo)
+
+    async def _run(self, choice: Choice, valid: ValidRequest, timeline: Timeline) -> None:
+        """Run one choice and write its access log line. All log lines of the task carry the choice's request id."""
+        timeline = timeline if choice.index == 0 else timeline.copy()
+        structlog.contextvars.bind_contextvars(request_id=choice.request_id)
+        span = ChoiceSpan(valid.params.trace_headers, choice.request_id, age_s=timeline.age_s)
+        choice.traceparent = span.traceparent
+        error: str | None = None
+        self._count_start()
+        self._journal.began(choice, timeline)
+        try:
+            await self._dispatcher.run(choice, timeline, valid.queue_entry.deadline_s)
+        except BaseException as failure:
+            if choice.finish_reason is None:
+                error = type(failure).__name__
+            raise
+        finally:
+            self._count_end()
+            timeline.mark("finished")
+            span.end(self._journal.ended(choice, timeline, error))
+            log.info(
+                "finished",
+                request_id=choice.request_id,
+                tenant=valid.params.tenant.name,
+                client_request_id=valid.params.client_request_id[:_MAX_LOGGED_CHARS],
+                prompt_tokens=choice.num_prompt_tokens,
+                completion_tokens=len(choice.token_ids),
+                cached_tokens=choice.cached_tokens or 0,
+                finish_reason=choice.finish_reason.value if choice.finish_reason is not None else None,
+                error=error,
+                trace_id=span.trace_id,
+                **timeline.as_fields(),
+            )
+
+    def _count_start(self) -> None:
+        self._num_running += 1
+        self._forecast.service.begin()
+
+    def _count_end(self) -> None:
+        self._num_running -= 1
+        self._forecast.service.did(1)
+        if not self._num_running:
+            self._forecast.service.end()
+
+
+class ServedModels:
+    """All models of a router, by name. A request without a name means the only model."""
+
+    def __init__(self, services: Sequence[GenerationService], journal: Journal) -> None:
+        self._by_name = {service.model.name: service for service in services}
+        self._journal = journal
+
+    async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
+        """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
+        try:
+            service = self.find(params.model)
+        except MeshError as error:
+            self._journal.refused(type(error).__name__)
+            raise
+        return await service.generate(params, time_left_s)
+
+    def find(self, name: str) -> GenerationService:
+        """Raises ModelNotFound; InvalidRequest if the name is empty and there are several models."""
+        if name in self._by_name:
+            return self._by_name[name]
+        served = ", ".join(self._by_name)
+        if name:
+            raise ModelNotFound(f"model {name[:_MAX_SHOWN_CHARS]!r} is not served here; served: {served}")
+        if len(self._by_name) > 1:
+            raise InvalidRequest(f"model: name one of those served here: {served}")
+        return next(iter(self._by_name.values()))
+
+    def all(self) -> list[GenerationService]:
+        """All services, in the order of the settings."""
+        return list(self._by_name.values())
+
+    async def drain(self, grace_s: float) -> None:
+        """Drain all models at the same time; see GenerationService.drain."""
+        await asyncio.gather(*(service.drain(grace_s) for service in self.all()))

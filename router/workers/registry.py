@@ -1,0 +1,146 @@
+"""How a router takes part in the mesh: where workers register, and with whom it shares permits.
+
+Without `registry_url` this router is alone: workers register with it over gRPC, one stream per worker, and a worker is
+lost when its stream ends; permits are the router's own. With `registry_url` workers and permits are in Redis, and any
+number of routers serve side by side.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+import structlog
+
+from mesh import wire
+from mesh.domain.errors import ConfigurationError, InvalidRequest
+from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo
+from mesh.rpc.server import Listen, Server
+from mesh.v1 import worker_pb2, worker_pb2_grpc
+from router.admission.limiter import ConcurrencyLimiter, LocalLimiter
+from router.settings import RouterSettings
+from router.workers.decode_link import Caller
+from router.workers.membership import Membership
+
+log = structlog.get_logger(__name__)
+
+SILENT_S = 5.0
+FORGET_S = 300.0
+
+
+class Coordination(Protocol):
+    """Feeds the Membership from `start` on. Call `stop` after the last stream has ended."""
+
+    @property
+    def address(self) -> str:
+        """Where workers register; "" if they do not register with this router."""
+        ...
+
+    def limiter_for(self, model: str) -> ConcurrencyLimiter:
+        """Return the model's concurrency limiter. Called once per model, before `start`."""
+        ...
+
+    async def start(self) -> None:
+        """Start to follow the workers."""
+        ...
+
+    async def stop(self) -> None:
+        """Release leases and connections. Does not raise if Redis or a worker is unreachable."""
+        ...
+
+
+class HostedRegistry:
+    """A Coordination: this router hosts the registry. The port is bound at once."""
+
+    def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
+        self._membership = membership
+        key, tls = caller.credentials.key, caller.credentials.tls
+        self._server = Server(Listen(settings.registry_host, settings.registry_port, key, tls=tls))
+        self._expiry: asyncio.Task[None] | None = None
+        self._cap = settings.max_concurrent_requests
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def limiter_for(self, model: str) -> ConcurrencyLimiter:
+        return LocalLimiter(self._cap)
+
+    async def start(self) -> None:
+        worker_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(self._membership), self._server.grpc)
+        await self._server.start(["mesh.v1.Registry"])
+        await self._server.set_serving(True)
+        self._expiry = asyncio.create_task(expire_forever(self._membership))
+
+    async def stop(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await self._server.stop(0)
+
+
+def coordinate(settings: RouterSettings, membership: Membership, caller: Caller) -> Coordination:
+    """Return the Coordination that the settings select. Raises ConfigurationError."""
+    if not settings.registry_url:
+        return HostedRegistry(settings, membership, caller)
+    try:
+        from router.workers.redis_registry import SharedRegistry
+    except ImportError as error:
+        raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
+    return SharedRegistry(settings, membership, caller)
+
+
+class RegistryServicer(worker_pb2_grpc.RegistryServicer):
+    """Feeds a Membership from the streams of workers."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._streams: dict[str, object] = {}  # the latest stream of each worker, by worker id
+
+    async def Register(
+        self, request_iterator: AsyncIterator[worker_pb2.RegisterRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.RegisterResponse]:
+        """Follow one worker until its stream ends."""
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("message") != "record":
+            raise InvalidRequest("the first message must be the worker's record")
+        info = wire.worker_from_proto(first.record)
+        self._membership.join(info)
+        stream = self._streams[info.worker_id] = object()
+        log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
+        try:
+            interval = wire.duration_to_proto(HEARTBEAT_INTERVAL_S)
+            yield worker_pb2.RegisterResponse(registered=worker_pb2.Registered(heartbeat_interval=interval))
+            async for request in request_iterator:
+                if not self._follow(info, request):
+                    yield worker_pb2.RegisterResponse(snapshot_request=worker_pb2.SnapshotRequest())
+        finally:
+            # After a network failure the worker may have a new stream before the old one ends here.
+            if self._streams.get(info.worker_id) is stream:
+                del self._streams[info.worker_id]
+                self._membership.lose(info.worker_id, info.incarnation)
+                log.warning("worker left", worker=info.worker_id, role=info.role.value)
+
+    def _follow(self, info: WorkerInfo, request: worker_pb2.RegisterRequest) -> bool:
+        """Apply one message. False if a snapshot of the prefix cache is needed."""
+        if request.HasField("snapshot"):
+            self._membership.replace_cache(
+                info.worker_id, info.incarnation, request.snapshot.next_number, request.snapshot.block_hashes
+            )
+            return True
+        beat = request.heartbeat
+        self._membership.heartbeat(
+            info.worker_id, info.incarnation, wire.load_from_proto(beat.load), wire.state_from_proto(beat.state)
+        )
+        return self._membership.apply_cache_events(
+            info.worker_id,
+            info.incarnation,
+            beat.cache_events.first_number,
+            [CacheEvent(event.block_hash, event.evicted) for event in beat.cache_events.events],
+        )
+
+
+async def expire_forever(membership: Membership) -> None:
+    """Mark silent workers LOST, until cancelled. Run it as a task."""
+    while True:
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+        membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)

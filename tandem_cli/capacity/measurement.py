@@ -1,0 +1,224 @@
+"""Measures this machine and the engine on it, without a mesh.
+
+Bandwidth is measured by summing a large array, on one core and on all requested cores. Arithmetic is measured with the
+engine, on a prompt for a small model with wide layers. The rates therefore contain the efficiency of the engine, and
+predictions depend only on the shape of a model.
+
+`EngineSteps` times the prefill of a prompt, and decode steps of a given batch. Weights are random if the folder has
+none, which does not affect the time. Prompts are distinct, so that no KV is shared.
+"""
+
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from decode_worker.settings import DecodeSettings
+from engine.kernels.cpu.step import PHASES, cycles_per_ms
+from engine.model_runner import ModelRunner
+from engine.models.config import load_decoder_config
+from engine.sequence import SequenceState
+from mesh.domain.request import Request, SamplingParams, mint_id
+from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
+from tandem_cli.mesh_plan import BUNDLED_MODELS
+from worker.engine_host import EngineHost, EngineLimits, build_host
+
+_NUM_STEPS = 16
+_ARRAY_BYTES = 256 * 2**20  # several times the largest cache
+_REPEATS = 5
+_PROMPT_TOKENS = 256
+_WIDE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+    "vocab_size": 1024,
+}
+
+
+def clock_for(num_threads: int) -> Callable[[], float]:
+    """A clock in seconds. With one thread it is the CPU time of that thread, which other load on the machine disturbs
+    less than wall-clock time."""
+    return time.thread_time if num_threads == 1 else time.perf_counter
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The steps to measure: prompts of `prompt_tokens` tokens, and decode steps of up to `max_batch` sequences, each of
+    which starts with `context_tokens` tokens. The engine has `num_threads` threads."""
+
+    model_dir: Path
+    quantize: str
+    max_batch: int
+    prompt_tokens: int = 256
+    context_tokens: int = 256
+    num_threads: int = 1
+    kv_dtype: str = "auto"
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Length of the longest sequence. All sequences must run before the first one finishes."""
+        return max(self.prompt_tokens, self.context_tokens) + 2 * _NUM_STEPS + self.max_batch
+
+
+class PhaseClock:
+    """Reads the phase times of a compiled runner. Runners that are not compiled have one phase only."""
+
+    def __init__(self, runner: object) -> None:
+        self._phase_cycles = runner.phase_cycles if isinstance(runner, ModelRunner) else None
+        self._cycles_per_ms = cycles_per_ms() if self._phase_cycles is not None else 0.0
+
+    def start(self) -> None:
+        """Reset the phase counters."""
+        if self._phase_cycles is not None:
+            self._phase_cycles[:] = 0
+
+    def phases_ms(self, step_ms: float, num_steps: int) -> dict[str, float]:
+        """Milliseconds of each phase of a step. "everything else" is the remainder of `step_ms`."""
+        if self._phase_cycles is None:
+            return {"everything": step_ms}
+        phases = self._phase_cycles[: len(PHASES)] / num_steps / self._cycles_per_ms
+        return {**dict(zip(PHASES, phases.tolist(), strict=True)), "everything else": step_ms - float(phases.sum())}
+
+
+class EngineSteps:
+    """One engine, driven step by step. Times come from `clock_for` the number of threads."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        has_weights = any(plan.model_dir.glob("*.safetensors"))
+        settings = DecodeSettings(
+            model=str(plan.model_dir),
+            registry_address="none",
+            load_format="auto" if has_weights else "dummy",
+            quantize=plan.quantize,
+            prefix_caching=False,
+            num_threads=plan.num_threads,
+            kv_dtype=plan.kv_dtype,
+        )
+        kv_tokens = (plan.max_batch + 1) * (plan.max_context_tokens + 2 * settings.block_size)
+        max_batch_tokens = max(512, plan.prompt_tokens + plan.max_batch)
+        self._host: EngineHost = build_host(settings, EngineLimits(max_batch_tokens, plan.max_batch, kv_tokens))
+        self._engine = self._host.engine()
+        self._clock = clock_for(plan.num_threads)
+        self._rng = random.Random(0)
+        self._phases_ms: dict[str, float] = {}
+        self._phase_clock = PhaseClock(self._host.runner)
+
+    def prompt_ms(self) -> float:
+        """Milliseconds of the prefill of one prompt."""
+        self._host.runner.prepare_thread()
+        self._add(1, self._plan.prompt_tokens, num_new=1)
+        self._phase_clock.start()
+        total = self._finish()
+        self._phases_ms = self._phase_clock.phases_ms(total, 1)
+        return total
+
+    def decode_ms(self, batch: int) -> float:
+        """Median milliseconds of a decode step with `batch` sequences."""
+        self._host.runner.prepare_thread()
+        started: set[str] = set()
+        self._add(batch, self._plan.context_tokens, num_new=2 * _NUM_STEPS + batch)
+        while len(started) < batch:
+            started |= {output.request_id for output in self._engine.step().outputs}
+        self._phase_clock.start()
+        times = [self._step_ms() for _ in range(_NUM_STEPS)]
+        self._phases_ms = self._phase_clock.phases_ms(statistics.mean(times), _NUM_STEPS)
+        self._finish()
+        return statistics.median(times)
+
+    def take_phases_ms(self) -> dict[str, float]:
+        """Milliseconds of each phase of the last prompt, or of the mean decode step, since the previous call."""
+        self._phases_ms, phases_ms = {}, self._phases_ms
+        return phases_ms
+
+    def _add(self, count: int, num_tokens: int, *, num_new: int) -> None:
+        for _ in range(count):
+            prompt = tuple(self._rng.randrange(3, 250) for _ in range(num_tokens))
+            sampling = SamplingParams(max_new_tokens=num_new, seed=0, ignore_eos=True)
+            self._host.scheduler.add(SequenceState(Request(mint_id(), 0, prompt, len(prompt), sampling)))
+
+    def _step_ms(self) -> float:
+        started = self._clock()
+        self._engine.step()
+        return 1000 * (self._clock() - started)
+
+    def _finish(self) -> float:
+        total = 0.0
+        while self._host.scheduler.has_work:
+            total += self._step_ms()
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Measured rates. `flops_per_s` has the rate with `num_threads` threads, by type of the weights."""
+
+    num_threads: int
+    one_core_bytes_per_s: float
+    all_cores_bytes_per_s: float
+    flops_per_s: dict[str, float]
+
+    def device(self) -> Device:
+        """This machine as a device to plan for. Its memory is the memory that is free now."""
+        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
+        return Device(
+            f"this machine, {threads}",
+            psutil.virtual_memory().available,
+            self.all_cores_bytes_per_s,
+            self.flops_per_s,
+            "measured now",
+        )
+
+
+def probe(num_threads: int) -> Probed:
+    """Measure this machine with `num_threads` threads. Takes a few seconds."""
+    one_core, all_cores = (read_bytes_per_s(threads) for threads in (1, num_threads))
+    with tempfile.TemporaryDirectory() as folder:
+        model_dir = _write_wide_model(Path(folder))
+        rates = {
+            "float32": engine_flops_per_s(model_dir, "none", num_threads),
+            "int8": engine_flops_per_s(model_dir, "int8", num_threads),
+        }
+    return Probed(num_threads, one_core, all_cores, rates)
+
+
+def read_bytes_per_s(num_threads: int) -> float:
+    """Memory bandwidth when summing an array: the best of several runs."""
+    torch.set_num_threads(num_threads)
+    array = torch.ones(_ARRAY_BYTES // 4)
+    clock, times_s = clock_for(num_threads), []
+    for _ in range(_REPEATS):
+        started_s = clock()
+        array.sum()
+        times_s.append(clock() - started_s)
+    return _ARRAY_BYTES / min(times_s)
+
+
+def engine_flops_per_s(model_dir: Path, quantize: str, num_threads: int) -> float:
+    """Arithmetic of the engine in the prefill of a prompt: the best of several runs. The first run compiles kernels."""
+    steps = EngineSteps(StepPlan(model_dir, quantize, 1, _PROMPT_TOKENS, num_threads=num_threads))
+    times_ms = [steps.prompt_ms() for _ in range(1 + _REPEATS)]
+    size = model_size(load_decoder_config(model_dir))
+    flops = Capacity(size, Precision("float32", "float32"), DeviceRates(0, 1, 1, 1)).prefill_flops(_PROMPT_TOKENS)
+    return 1000 * flops / min(times_ms)
+
+
+def _write_wide_model(folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(_WIDE))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED_MODELS / "tandem-small" / name, folder / name)
+    return folder

@@ -1,0 +1,344 @@
+"""The plan of a mesh: its models with their folders, workers and cores, and the services with their flags.
+
+Nothing is started here. `plan_models` downloads models, once, before any service starts.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from checkpoint.source import ModelSource, Progress, split_models
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import Cores
+from mesh.settings import Resolved, load_settings
+from router.settings import RouterSettings
+from tandem_cli.cores import CorePlan, assign_cores, format_cores
+from tandem_cli.low_code_keys import flag
+from tandem_cli.up_settings import ROLES, UpSettings, split_by_role
+
+BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "demo_model"
+_MODEL_OVERRIDE = re.compile(r"([\w.-]+)/(.+)")
+_WORKER_ROLES = ("prefill", "decode")
+_COUNTS = ("prefill", "decode", "colocated")
+_ANY_DEVICE = "auto"
+_DEVICES = {"cuda": "cuda:0"}
+
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
+
+Values = Mapping[str, Mapping[str, str]]
+"""Settings by role and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One process to run. A service without cores may use all cores."""
+
+    name: str
+    role: str
+    flags: tuple[str, ...]
+    cores: Cores = ()
+
+    def listening_at(self, **addresses: str) -> "Service":
+        """The same service with fixed ports, taken from `addresses` by setting: `port`, `registry_port`,
+        `metrics_port`.
+
+        A restarted service must keep its address, even if its port was chosen by the system at first.
+        """
+        ports = {name: address.rpartition(":")[2] for name, address in addresses.items() if address}
+        return replace(self, flags=(*self.flags, *_flags(**ports)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Folder and workers of one model. `values` are settings for the workers of this model only."""
+
+    name: str
+    folder: str
+    cores: CorePlan
+    values: Values = field(default_factory=dict)
+
+    @property
+    def worker_assignments(self) -> list[tuple[str, int, Cores]]:
+        """Role, number and cores of each worker, prefill first."""
+        return [
+            (role, number, cores)
+            for role, all_cores in (("prefill", self.cores.prefill), ("decode", self.cores.decode))
+            for number, cores in enumerate(all_cores)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlan:
+    """All services of one mesh. Flags of workers contain the registry address, which is known once the router
+    listens.
+    """
+
+    settings: UpSettings
+    models: tuple[ModelPlan, ...]
+    pin: bool = True
+    core_table: Path | None = None
+    config: str | None = None
+    values: Values = field(default_factory=dict)
+    memory_shares: Mapping[str, int] = field(default_factory=dict)
+    """Number of workers that share the KV memory of a device, by the name of the worker."""
+    value_origins: Values = field(default_factory=dict)
+    """The key or variable that each entry of `values` comes from, unless it comes from a flag."""
+
+    @property
+    def has_prefill(self) -> bool:
+        """True if any model has prefill workers."""
+        return any(model.cores.prefill for model in self.models)
+
+    def router(self, number: int = 0) -> Service:
+        """Router `number`. Every router serves all models."""
+        settings = self.settings
+        port = settings.port + number if settings.port else 0
+        router_settings = {"host": settings.host, "port": port, "registry_port": 0}
+        flags = self._flags("router", {**self._served(), **router_settings})
+        expected = _flags(
+            expect_prefill=sum(len(model.cores.prefill) for model in self.models),
+            expect_decode=sum(len(model.cores.decode) for model in self.models),
+        )
+        cores = self.models[0].cores.router if self.pin else ()
+        pinned = _flags(cpu_list=format_cores(cores)) if cores else ()
+        name = "router" if settings.routers == 1 else f"router-{number}"
+        return Service(name, "router", (*flags, *expected, *pinned, *self._metrics_port(number)), cores)
+
+    def routers(self) -> list[Service]:
+        """All routers, on consecutive ports."""
+        return [self.router(number) for number in range(self.settings.routers)]
+
+    def workers(self, registry_address: str) -> list[Service]:
+        """The workers of all models, in the order of the models; prefill workers come first."""
+        workers = (
+            self._worker(model, assignment, registry_address)
+            for model in self.models
+            for assignment in model.worker_assignments
+        )
+        return [
+            replace(worker, flags=(*worker.flags, *self._metrics_port(index)))
+            for index, worker in enumerate(workers, start=self.settings.routers)
+        ]
+
+    def gateway(self, router_addresses: Sequence[str], router: RouterSettings) -> Service | None:
+        """The HTTP gateway for routers with the settings `router`; None without an HTTP port."""
+        settings = self.settings
+        if settings.http_port is None:
+            return None
+        gateway_settings: dict[str, Any] = {"host": settings.http_host, "port": settings.http_port}
+        identity = router.load_public_tls()
+        if identity is not None:
+            gateway_settings |= {
+                "router_tls": True,
+                "router_tls_ca": router.public_tls_cert,
+                "router_tls_name": identity.name,
+            }
+        routers = ",".join(map(_reachable, router_addresses))
+        flags = _flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
+        return Service("gateway", "gateway", (*flags, "--follow-stdin"))
+
+    def sharing_memory(self, environ: Mapping[str, str]) -> "MeshPlan":
+        """The same plan, in which workers on one device share its KV memory equally, unless their settings say
+        otherwise.
+
+        Raises ConfigurationError as `resolve` does.
+        """
+        workers = {worker.name: self.resolve(worker, environ) for worker in self.workers("127.0.0.1:1")}
+        devices = {name: _DEVICES.get(settings.device, settings.device) for name, settings in workers.items()}
+        shares = {
+            name: sum(
+                devices[name] == _ANY_DEVICE or other_device in (devices[name], _ANY_DEVICE)
+                for other_device in devices.values()
+            )
+            for name, settings in workers.items()
+            if not settings.kv_memory_shares
+        }
+        return replace(self, memory_shares=shares)
+
+    def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
+        """The settings that `service` will load. Raises the same ConfigurationError that the service would raise."""
+        return self._load(service, environ).values
+
+    def origins(self, service: Service, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """The origin of each setting of `service`, by name. Raises ConfigurationError as `resolve` does."""
+        return self._load(service, environ).origins
+
+    def _load(self, service: Service, environ: Mapping[str, str]) -> Resolved[Any]:
+        module, settings = ROLES[service.role]
+        origins = self.value_origins.get(service.role, {})
+        return load_settings(settings, service.flags, prog=module, environ=environ, flag_origins=origins)
+
+    def _worker(self, model: ModelPlan, assignment: tuple[str, int, Cores], registry_address: str) -> Service:
+        role, number, cores = assignment
+        name = f"{role}-{number}" if len(self.models) == 1 else f"{model.name}-{role}-{number}"
+        worker_settings = {"worker_id": name, "registry_address": registry_address, "host": "127.0.0.1", "port": 0}
+        settings = {"model": model.folder, "name": model.name, **worker_settings}
+        flags = self._flags(role, settings, model.values.get(role, {}))
+        extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.model_loading_timeout)
+        if name in self.memory_shares:
+            extra_flags += _flags(kv_memory_shares=self.memory_shares[name])
+        if self.pin:
+            extra_flags += _flags(cpu_list=format_cores(cores))
+        lent = model.cores.lent_to(role, number)
+        if self.pin and self.core_table is not None and lent:
+            extra_flags += _flags(core_table=self.core_table, lent_cores=format_cores(lent))
+        return Service(name, role, (*flags, *extra_flags), cores if self.pin else ())
+
+    def _metrics_port(self, index: int) -> tuple[str, ...]:
+        """The metrics port of service number `index`, counted from the routers through the workers."""
+        first = self.settings.metrics_port
+        return () if first is None else _flags(metrics_port=first + index if first else 0)
+
+    def _served(self) -> dict[str, str]:
+        """The router settings `model` and `name`."""
+        if len(self.models) == 1:
+            return {"model": self.models[0].folder, "name": self.models[0].name}
+        return {"model": ",".join(f"{model.name}={model.folder}" for model in self.models), "name": ""}
+
+    def _flags(
+        self, role: str, settings: Mapping[str, object], model_settings: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[str, ...]:
+        # The revision in the environment is for the hub; services get folders.
+        flags = _flags(**{**self._config(), "revision": "", **settings, **self.values.get(role, {}), **model_settings})
+        return (*flags, "--follow-stdin")
+
+    def _config(self) -> dict[str, str]:
+        return {"config": self.config} if self.config else {}
+
+
+def _reachable(address: str) -> str:
+    """Replace the address of a server that listens on all interfaces by a loopback address."""
+    host, _, port = address.rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}"
+
+
+def _flags(**values: Any) -> tuple[str, ...]:
+    return tuple(f"--{name.replace('_', '-')}={value}" for name, value in values.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """The values of `--set`: those for all models, and those for one model (MODEL/ROLE.KEY=VALUE)."""
+
+    for_all: list[str]
+    by_model: Mapping[str, list[str]]
+
+    @classmethod
+    def read(cls, options: Sequence[str]) -> "Overrides":
+        for_all: list[str] = []
+        by_model: dict[str, list[str]] = {}
+        for override in options:
+            path, is_pair, value = override.partition("=")
+            match = _MODEL_OVERRIDE.fullmatch(path)
+            if match:
+                by_model.setdefault(match[1], []).append(f"{match[2]}{is_pair}{value}")
+            else:
+                for_all.append(override)
+        return cls(for_all, by_model)
+
+
+def plan_models(
+    settings: UpSettings, overrides: Overrides, on_progress: Callable[[str], Progress]
+) -> tuple[ModelPlan, ...]:
+    """Find or download all models, and divide the cores among their workers. Raises ConfigurationError.
+
+    `on_progress(model name)` returns the callback for the progress of that model's download.
+    """
+    sources = _sources(settings)
+    unknown = overrides.by_model.keys() - sources.keys()
+    if unknown:
+        raise ConfigurationError(f"--set {min(unknown)}/...: no model has this name; there are {', '.join(sources)}")
+    settings_by_model = {name: _model_settings(settings, overrides.by_model.get(name, ())) for name in sources}
+    cores = _share_cores(settings, [counts for counts, _ in settings_by_model.values()])
+    return tuple(
+        ModelPlan(name, str(find_model(source, on_progress(name))), plan, settings_by_model[name][1])
+        for (name, source), plan in zip(sources.items(), cores, strict=True)
+    )
+
+
+def find_draft(values: dict[str, str], settings: UpSettings) -> None:
+    """Replace the name of a draft model in `values` by its folder. Downloads the model if necessary."""
+    if draft_model := values.get("draft_model"):
+        values["draft_model"] = str(find_model(ModelSource(draft_model, cache_dir=settings.model_cache)))
+
+
+def join_models(models: Sequence[str]) -> str:
+    """Join the values of a repeated `--model` into one setting. Several models need names, or ConfigurationError is
+    raised.
+    """
+    if len(models) > 1 and not all(split_models(model)[0][0] for model in models):
+        raise ConfigurationError(f"several models need names, as in --model NAME=MODEL, got {' and '.join(models)}")
+    return ",".join(models)
+
+
+def available_cores() -> Sequence[int]:
+    """Cores that this process may use; all cores where the system has no affinity."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return range(os.cpu_count() or 1)
+
+
+def _sources(settings: UpSettings) -> dict[str, ModelSource]:
+    models = split_models(settings.model)
+    if settings.name and len(models) > 1:
+        raise ConfigurationError("--name works with one model only: name several with --model NAME=MODEL")
+    sources = {}
+    for name, model in models:
+        source = ModelSource(model, settings.revision, settings.model_cache)
+        sources[name or settings.name or source.short_name] = source
+    return sources
+
+
+def _model_settings(settings: UpSettings, overrides: Sequence[str]) -> tuple[UpSettings, dict[str, dict[str, str]]]:
+    """The settings with the worker counts of one model, and the settings that only its workers have."""
+    count_overrides = [override.removeprefix("up.") for override in overrides if override.startswith("up.")]
+    values = split_by_role({}, [override for override in overrides if not override.startswith("up.")])
+    for role in values:
+        if values[role] and role not in _WORKER_ROLES:
+            raise ConfigurationError(f"--set: the {role} serves all models, so it has no settings for one model")
+    find_draft(values["decode"], settings)
+    counts: dict[str, Any] = dict(_count(override) for override in count_overrides)
+    return replace(settings, **counts), values
+
+
+def _count(override: str) -> tuple[str, int | bool]:
+    name, _, value = override.partition("=")
+    if name not in _COUNTS:
+        raise ConfigurationError(f"--set MODEL/up.{override}: want one of {', '.join(_COUNTS)}")
+    if name == "colocated":
+        try:
+            return name, flag(value or "true")
+        except ConfigurationError as error:
+            raise ConfigurationError(f"--set MODEL/up.{override}: {error}") from None
+    if not value.isdecimal():
+        raise ConfigurationError(f"--set MODEL/up.{override}: want a number")
+    return name, int(value)
+
+
+def _share_cores(settings: UpSettings, settings_of_models: Sequence[UpSettings]) -> list[CorePlan]:
+    counts = [(model.num_prefill, model.decode) for model in settings_of_models]
+    all_cores = assign_cores(
+        available_cores(),
+        num_prefill=sum(prefill for prefill, _ in counts),
+        num_decode=sum(decode for _, decode in counts),
+        max_per_worker=settings.threads_per_worker,
+    )
+    return all_cores.split(counts)
+
+
+def find_model(
+    source: ModelSource, on_progress: Progress = lambda fraction: None, bundled: Path = BUNDLED_MODELS
+) -> Path:
+    """The folder of a model: bundled, local or downloaded. Raises ConfigurationError if the model cannot be found."""
+    names = sorted(config.parent.name for config in bundled.glob("*/config.json"))
+    if source.name in names:
+        return bundled / source.name
+    try:
+        return source.locate(on_progress)
+    except ConfigurationError as error:
+        hint = f"; bundled are: {', '.join(names)}" if names and not source.is_remote else ""
+        raise ConfigurationError(f"{error}{hint}") from error

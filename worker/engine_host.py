@@ -26,7 +26,7 @@ from engine.model_runner import ModelRunner
 from engine.models.config import load_config
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.ranks.cache import AnyKVCache
-from engine.ranks.launch import load_ranked_runner
+from engine.ranks.launch import fitting_ranks, load_ranked_runner
 from engine.scheduler import Scheduler
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.speculator import Speculator
@@ -79,6 +79,7 @@ class EngineHost:
     scheduler: Scheduler
     speculation: Speculation
     speculator: Speculator | None
+    num_ranks: int = 1
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
         """Scheduler, runner and guesses, joined."""
@@ -102,6 +103,7 @@ class EngineHost:
             device=str(self.runner.kv_cache.tensor.device),
             pid=os.getpid(),
             speculative=self.speculation.kind,
+            tensor_parallel=self.num_ranks,
         )
 
 
@@ -140,10 +142,12 @@ def build_host(
         kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
         attention=runner.attention_backend,
         threads=torch.get_num_threads(),
+        ranks=runner_settings.tensor_parallel,
         speculative=limits.speculation.kind,
     )
     scheduler = Scheduler(scheduler_config, BlockPool(num_blocks))
-    return EngineHost(settings, runner, scheduler, limits.speculation, speculator)
+    num_ranks = runner_settings.tensor_parallel
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, num_ranks)
 
 
 def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
@@ -171,6 +175,8 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         # Enough for all slots at full length: more blocks would never be used.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
+    if settings.tensor_parallel == "max":
+        runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings))
     draft_bytes = draft_block_bytes(limits.speculation, runner_settings)
     runner_settings = replace(runner_settings, companion_block_bytes=draft_bytes)
     return replace(runner_settings, num_blocks=_configured_blocks(settings, limits, runner_settings))

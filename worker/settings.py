@@ -61,7 +61,8 @@ class WorkerSettings(ModelSettings):
     )
     tensor_parallel: str = setting(
         "1",
-        "ranks: processes that compute each step of the worker together (CPU, one machine); max: one per NUMA node",
+        "ranks: processes that compute each step of the worker together (CPU, one machine); max: one per NUMA node, or "
+        "as many as the model allows",
     )
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     model_loading_timeout: float = setting(
@@ -126,7 +127,9 @@ class WorkerSettings(ModelSettings):
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
 
     def num_ranks(self) -> int:
-        """Return the tensor-parallel degree as a number. Raises ConfigurationError."""
+        """Return the tensor-parallel degree as a number; the model may have fewer with "max". Raises
+        ConfigurationError.
+        """
         if self.tensor_parallel == "max":
             return num_numa_nodes()
         if not self.tensor_parallel.isdecimal() or int(self.tensor_parallel) < 1:

@@ -99,6 +99,21 @@ def serve_rank(setup: RankSetup, leader: socket.socket) -> None:
         execute(decoder, group, decode_command(message))
 
 
+def fitting_ranks(settings: RunnerSettings) -> int:
+    """The most ranks, up to `settings.tensor_parallel`, among which the model can be divided here; 1 for a model or
+    device that has no ranks. Raises ConfigurationError.
+    """
+    size = settings.tensor_parallel
+    if size == 1:
+        return 1
+    settings, config = resolve(settings)
+    if not isinstance(config, ModelConfig):
+        return 1
+    if why_eager(settings, config, kv_layout(config, settings)) is not None:
+        return 1
+    return min(size, config.num_kv_heads)
+
+
 def load_ranked_runner(
     settings: RunnerSettings, on_progress: Progress | None = None, *, on_lost: OnLost, log_level: str = "info"
 ) -> ModelRunner:

@@ -79,6 +79,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/models.md",
         "docs/observability.md",
         "docs/operations.md",
+        "docs/parallel.md",
         "docs/performance.md",
         "docs/requirements.md",
         "docs/security.md",

@@ -183,8 +183,10 @@ class RankProcesses:
         command = [sys.executable, "-m", "rank_worker"]
         command += ["--socket-fd", str(leader.fileno()), "--parent", str(os.getpid())]
         fds = (leader.fileno(), self.memory_fd, self.kv_fd)
+        # Settings come over the socket, and keys, which the environment may hold, are not for ranks.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         # Announcements to the supervisor are the leader's: a rank prints to stderr.
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds)
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environ)
 
     def wait(self, event: str) -> None:
         """Return when every rank has reported `event`. Raises ConfigurationError if one has failed instead."""

@@ -1,7 +1,8 @@
 """Sums over the ranks of a group by torch.distributed, for the eager decoder.
 
 The process group is an object of its own, passed as an argument; torch's global groups are not used. Ranks find each
-other through a store that their processes or threads share. Gloo itself listens on the loopback address only.
+other through a store that their processes or threads share. Gloo's own connections are TCP on the loopback address. On
+CPU a sum takes about 0.5 ms, several times that on busy cores: it is for models that the compiled decoder cannot run.
 """
 
 from datetime import timedelta
@@ -24,7 +25,7 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def shared_store(fd: int) -> "Store":
-    """A store in a file without a name, which several processes have open. Raises OSError if there is no /proc."""
+    """A store in a file without a name, which several processes have open."""
     return distributed.FileStore(f"/proc/self/fd/{fd}", -1)  # type: ignore[attr-defined]
 
 

@@ -115,18 +115,18 @@ def model_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> M
 
 def _model(settings: RunnerSettings, config: AnyConfig, parameters: Parameters, cache: KVCache) -> Model:
     if isinstance(config, EncoderDecoderConfig):
-        return EncoderDecoder(config, parameters, _memory(settings, config, cache))
+        return EncoderDecoder(config, parameters, decoder_memory(settings, config, cache))
     reason = why_eager(settings, config, cache.layout)
     if reason is None:
         return CompiledDecoder(config, parameters, cache)
     log.info("decoder not compiled", reason=reason)
-    return Decoder(config, parameters, _memory(settings, config, cache))
+    return Decoder(config, parameters, decoder_memory(settings, config, cache))
 
 
-def _memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) -> DecoderMemory:
-    """The cache and its attention backend, compiled if it is CpuAttention."""
+def decoder_memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) -> DecoderMemory:
+    """The cache and the attention backend for its heads, compiled if it is CpuAttention."""
     attention = select_backend(
-        _attention_shape(config),
+        _attention_shape(config).shard(cache.span.heads),
         AttentionTarget(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
         settings.attention,
     )

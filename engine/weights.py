@@ -63,6 +63,7 @@ def load_weights(
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
     parameters = Parameters(target.scheme)
+    specs = [spec for spec in specs if spec.is_held]
     total, done = sum(prod(spec.held_shape) for spec in specs), 0
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
@@ -85,6 +86,7 @@ def dummy_weights(
 ) -> Parameters:
     """Random parameters that depend on the seed, not on the device: norms are 1, biases and matrices small."""
     parameters = Parameters(target.scheme)
+    specs = [spec for spec in specs if spec.is_held]
     for i, spec in enumerate(specs):
         if spec.is_scale:
             values = torch.ones(spec.shape)
@@ -94,6 +96,7 @@ def dummy_weights(
             values = torch.empty(spec.shape).normal_(0.0, _DUMMY_STD, generator=generator)
         if spec.held_rows is not None:
             values = values[torch.from_numpy(spec.held_rows)]
+        values = values[..., spec.input_slice].contiguous()
         parameters.put(spec.name, values.to(target.device, target.dtype_of(spec)), spec.shard_axis)
         if on_progress is not None:
             on_progress((i + 1) / len(specs))
@@ -137,7 +140,7 @@ def _fill(spec: ParameterSpec, target: WeightsTarget, stored: list[tuple[str, An
     first = 0
     for source, (name, file) in zip(spec.held_sources(), stored, strict=True):
         part = parameter[first : first + source.num_rows]
-        part.copy_(_rows(source, _read(file, name)))
+        part.copy_(_rows(source, _read(file, name))[..., spec.input_slice])
         if not is_finite(part):
             raise ConfigurationError(_not_finite(part, name))
         first += source.num_rows

@@ -13,16 +13,22 @@ from engine.models.facts import ModelConfig
 from engine.models.layer import Layer, take_layer, take_norm
 from engine.models.linear import LinearLayer, Norm, Parameters, Rows, make_linear
 from engine.models.rope import RotaryEmbedding, rotate
+from engine.ranks.collectives import SummingGroup
 from mesh.domain.host import Cores
 
 Rotation = tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """A decoder-only transformer. The constructor takes all parameters."""
+    """A decoder-only transformer, or the share of it that one rank of `group` computes. The constructor takes all
+    parameters. Only rank 0 has logits.
+    """
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, memory: DecoderMemory) -> None:
+    def __init__(
+        self, config: ModelConfig, parameters: Parameters, memory: DecoderMemory, group: SummingGroup | None = None
+    ) -> None:
         self.config = config
+        self._group = group
         self.num_torch_threads = torch.get_num_threads()
         self._cache, self._attention = memory
         self._heads = attention_shape(config).shard(memory.cache.span.heads)
@@ -31,7 +37,7 @@ class Decoder:
         self._embed_norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
         self._final_norm = take_norm(parameters, "final_norm", config)
         self._lm_head = make_linear(parameters.take_output(self._embed))
-        self._layers = [take_layer(parameters, layer, config) for layer in range(config.num_layers)]
+        self._layers = [take_layer(parameters, layer, config, group) for layer in range(config.num_layers)]
         self._ropes = _ropes(config, self._embed)
 
     @property
@@ -46,6 +52,8 @@ class Decoder:
         """Ignores lent cores: OpenMP gives every thread the same share and waits for the slowest."""
 
     def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
+        if self._group is not None:
+            self._group.begin_forward(token_ids, metadata)
         residual = self._embedded(token_ids, metadata.positions)
         rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
         for first, stop in groups:

@@ -1,5 +1,6 @@
 """Layer: one layer of the eager decoder, built from its parameters. Its MLP is gated, plain, or a mixture."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,10 +10,12 @@ from torch.nn import functional as F
 
 from engine.models.facts import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Parameters, Rows, make_linear
+from engine.ranks.collectives import SummingGroup
+from engine.ranks.share import rank_share
 
 
 class Mlp(Protocol):
-    """Plug point of a layer: DenseMlp, Experts, SharedExpert."""
+    """Plug point of a layer: DenseMlp, Experts, SharedExpert, Summed."""
 
     @property
     def ops(self) -> Ops:
@@ -47,13 +50,13 @@ class DenseMlp:
 
 class Experts:
     """A mixture of experts (Shazeer et al. 2017): each row is processed by `top_k` experts. The router is never
-    quantised.
+    quantised. `experts`: by number, all of them or those of this rank.
 
     Experts run in order, each with all of its rows, so a row's result does not depend on its batch.
     """
 
-    def __init__(self, config: ExpertsConfig, router: Tensor, experts: list[DenseMlp]) -> None:
-        self.ops = experts[0].ops
+    def __init__(self, config: ExpertsConfig, router: Tensor, experts: Mapping[int, DenseMlp]) -> None:
+        self.ops = next(iter(experts.values())).ops
         self._config = config
         self._router = router  # [num_experts, hidden_size]
         self._experts = experts
@@ -62,9 +65,12 @@ class Experts:
         values = self.ops.values(x)
         weights = self._route(values)  # [rows, num_experts]
         total = torch.zeros_like(values)
-        for expert in weights.any(0).nonzero()[:, 0].tolist():
+        selected = weights.any(0).tolist()
+        for expert, mlp in self._experts.items():
+            if not selected[expert]:
+                continue
             rows = weights[:, expert].nonzero()[:, 0]
-            result = self._experts[expert](self.ops.rows(values[rows]))
+            result = mlp(self.ops.rows(values[rows]))
             total.index_add_(0, rows, result * weights[rows, expert, None])
         return total
 
@@ -101,6 +107,21 @@ class SharedExpert:
         return residual + self(x)
 
 
+class Summed:
+    """A projection or an MLP of which each rank computes a part: the sum of the parts."""
+
+    def __init__(self, part: LinearLayer | Mlp, group: SummingGroup) -> None:
+        self.ops = part.ops
+        self._part = part
+        self._group = group
+
+    def __call__(self, x: Rows) -> Tensor:
+        return self._group.sum(self._part(x))
+
+    def add_to(self, residual: Tensor, x: Rows) -> Tensor:
+        return residual + self(x)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """Attention projections, MLP and norms of a layer; see engine.models.facts.BLOCKS.
@@ -125,20 +146,21 @@ class Layer:
         return self.post_norm is self.input_norm and self.qkv.ops is self.mlp.ops
 
 
-def take_layer(parameters: Parameters, index: int, config: ModelConfig) -> Layer:
-    """Take the parameters of layer `index`, and build it."""
+def take_layer(parameters: Parameters, index: int, config: ModelConfig, group: SummingGroup | None = None) -> Layer:
+    """Take the parameters of layer `index`, and build it. With a group, each rank has the part of its share."""
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
+    o, mlp = _take_linear(parameters, f"{prefix}o"), _take_any_mlp(parameters, index, config, group)
     return Layer(
         parallel=config.block.startswith("parallel"),
         input_norm=norms["input_norm"],
         qkv=_take_linear(parameters, f"{prefix}qkv"),
         q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
         k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
-        o=_take_linear(parameters, f"{prefix}o"),
+        o=o if group is None else Summed(o, group),
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms["input_norm"]),
-        mlp=_take_any_mlp(parameters, index, config),
+        mlp=mlp if group is None else Summed(mlp, group),
         mlp_out_norm=norms.get("mlp_out_norm"),
     )
 
@@ -163,12 +185,13 @@ def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig) -> Dense
     return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
 
 
-def _take_any_mlp(parameters: Parameters, index: int, config: ModelConfig) -> Mlp:
+def _take_any_mlp(parameters: Parameters, index: int, config: ModelConfig, group: SummingGroup | None) -> Mlp:
     prefix, facts = f"layers.{index}.", config.experts
     if facts is None or not facts.layers[index]:
         return _take_mlp(parameters, prefix, config)
     router = parameters.take(f"{prefix}router")
-    mlps = [_take_mlp(parameters, f"{prefix}experts.{expert}.", config) for expert in range(facts.num_experts)]
+    held = (rank_share(config) if group is None else rank_share(config, group.rank, group.size)).experts
+    mlps = {i: _take_mlp(parameters, f"{prefix}experts.{i}.", config) for i in range(held.first, held.end)}
     experts = Experts(facts, router, mlps)
     if not facts.shared_size:
         return experts

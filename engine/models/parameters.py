@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.models.facts import BLOCKS, ModelConfig, rotary_order
+from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]
 
@@ -39,7 +40,8 @@ class ParameterSpec:
     """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`.
 
     With `unit_rows` each row is divided by its length. Matrices have a `shard_axis`, see LinearParameters. A `wide`
-    parameter stays in fp32 if the model is in fp16. A rank holds only the rows `held_rows`; None: all of `shape`.
+    parameter stays in fp32 if the model is in fp16. A rank holds only the rows `held_rows` and the inputs
+    `held_inputs`; None: all of them. It holds nothing of a parameter that is not `is_held`.
     """
 
     name: str
@@ -51,11 +53,19 @@ class ParameterSpec:
     shard_axis: int | None = None
     wide: bool = False
     held_rows: RowOrder | None = None
+    held_inputs: Span | None = None
+    is_held: bool = True
 
     @property
     def held_shape(self) -> tuple[int, ...]:
-        """Shape of the rows that this rank holds."""
-        return self.shape if self.held_rows is None else (len(self.held_rows), *self.shape[1:])
+        """Shape of the part that this rank holds."""
+        num_rows = self.shape[0] if self.held_rows is None else len(self.held_rows)
+        return (num_rows, *self.shape[1:]) if self.held_inputs is None else (num_rows, self.held_inputs.count)
+
+    @property
+    def input_slice(self) -> slice:
+        """The inputs that this rank holds, as an index of a matrix's last dimension."""
+        return slice(None) if self.held_inputs is None else slice(self.held_inputs.first, self.held_inputs.end)
 
     def held_sources(self) -> Iterator[Source]:
         """The sources, restricted to the rows that this rank holds."""

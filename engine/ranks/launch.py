@@ -1,8 +1,9 @@
 """Starts the ranks of a worker as processes, and loads a model into all of them.
 
 The worker's process is rank 0, the leader. The others have a socket to it, over which it sends commands of a few bytes,
-and two files without names: the memory of steps (`shared.py`) and that of KV. If one rank ends, all end: the others'
-work is useless without it, and the router replays the worker's sequences elsewhere.
+and three files without names: the memory of steps (`shared.py`), that of KV, and the store through which the eager
+decoder's ranks meet (`collectives.py`). If one rank ends, all end: the others' work is useless without it, and the
+router replays the worker's sequences elsewhere.
 """
 
 import json
@@ -27,7 +28,8 @@ from engine.kv_memory import KVReservation
 from engine.load import RunnerSettings, kv_layout, load_model_runner, reserve_blocks, resolve, weights_bytes, why_eager
 from engine.model_runner import ModelRunner
 from engine.models.facts import ModelConfig
-from engine.ranks.rank import Rank, execute, kv_bytes, map_kv
+from engine.ranks.collectives import shared_store
+from engine.ranks.rank import Rank, kv_bytes, map_kv
 from engine.ranks.share import rank_share
 from engine.ranks.shared import Command, SharedGroup, StepMemory, decode_command, encode_command
 from engine.weights import Progress
@@ -54,6 +56,7 @@ class RankSetup:
     cores: tuple[int, ...]
     memory_fd: int
     kv_fd: int
+    store_fd: int
     log_level: str = "info"
 
     def send(self, rank: socket.socket) -> None:
@@ -88,15 +91,16 @@ def serve_rank(setup: RankSetup, leader: socket.socket) -> None:
     assert isinstance(config, ModelConfig), "the leader has checked it"
     memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=setup.max_blocks, fd=setup.memory_fd)
     group = SharedGroup(setup.rank, setup.size, memory)
-    rank = Rank(settings, config, group)
+    rank = Rank(settings, config, group, shared_store(setup.store_fd))
     _send(leader, loaded=True)
     allocated = _receive(leader)
     num_blocks = allocated["num_blocks"]
     caches = rank.caches(num_blocks, map_kv(setup.kv_fd, allocated["kv_bytes"]))
-    decoder = rank.build(caches[setup.rank])
+    rank.connect()
+    execute = rank.follow(caches[setup.rank])
     _send(leader, ready=True)
     while message := leader.recv(_MAX_MESSAGE_BYTES):
-        execute(decoder, group, decode_command(message))
+        execute(decode_command(message))
 
 
 def fitting_ranks(settings: RunnerSettings) -> int:
@@ -131,15 +135,17 @@ def load_ranked_runner(
     processes = RankProcesses(settings, max_blocks, log_level)
     try:
         memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=max_blocks, fd=processes.memory_fd)
-        leader = Rank(settings, config, SharedGroup(0, size, memory, processes.post), on_progress)
+        group, store = SharedGroup(0, size, memory, processes.post), shared_store(processes.store_fd)
+        leader = Rank(settings, config, group, store, on_progress)
         processes.wait("loaded")
         with reserve_blocks(layout, settings, reservation) as num_blocks:
             num_bytes = kv_bytes(layout.block_bytes, num_blocks, size)
             os.ftruncate(processes.kv_fd, num_bytes)
             caches = leader.caches(num_blocks, map_kv(processes.kv_fd, num_bytes))
         processes.tell(num_blocks=num_blocks, kv_bytes=num_bytes)
+        leader.connect()
         processes.wait("ready")
-        runner = leader.lead(settings, caches, reservation)
+        runner = leader.lead(caches, reservation)
     except BaseException:
         processes.kill()
         raise
@@ -148,11 +154,17 @@ def load_ranked_runner(
 
 
 def _require_divisible(settings: RunnerSettings, config: object, size: int) -> ModelConfig:
+    if settings.device != "cpu":
+        raise ConfigurationError(f"tensor_parallel {size} on {settings.device} is not built yet: use 1")
     if not isinstance(config, ModelConfig):
         raise ConfigurationError(f"tensor_parallel {size} does not fit an encoder-decoder model: use 1")
     rank_share(config, 0, size)
     if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
-        raise ConfigurationError(f"tensor_parallel {size} needs the compiled decoder, which cannot run here: {reason}")
+        if settings.quantize == "int8":
+            raise ConfigurationError(
+                f"tensor_parallel {size} with quantize=int8 needs the compiled decoder, which cannot run here: {reason}"
+            )
+        log.warning("decoder not compiled; its ranks sum by gloo, which is slow on CPU", ranks=size, reason=reason)
     return config
 
 
@@ -164,6 +176,7 @@ class RankProcesses:
         cores, num_threads = _divide_cores(size), max(1, torch.get_num_threads() // size)
         self.memory_fd = os.memfd_create("tandem-steps")
         self.kv_fd = os.memfd_create("tandem-kv")
+        self.store_fd = os.memfd_create("tandem-store")
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, size):
@@ -171,10 +184,8 @@ class RankProcesses:
             with theirs:
                 self._processes.append(self._start(theirs))
             self._sockets.append(ours)
-            setup = RankSetup(
-                rank, size, settings, max_blocks, num_threads, cores[rank], self.memory_fd, self.kv_fd, log_level
-            )
-            setup.send(ours)
+            fds = (self.memory_fd, self.kv_fd, self.store_fd)
+            RankSetup(rank, size, settings, max_blocks, num_threads, cores[rank], *fds, log_level).send(ours)
         os.sched_setaffinity(0, cores[0])
         torch.set_num_threads(num_threads)
         log.info("ranks started", pids=[process.pid for process in self._processes], threads_per_rank=num_threads)
@@ -182,7 +193,7 @@ class RankProcesses:
     def _start(self, leader: socket.socket) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "rank_worker"]
         command += ["--socket-fd", str(leader.fileno()), "--parent", str(os.getpid())]
-        fds = (leader.fileno(), self.memory_fd, self.kv_fd)
+        fds = (leader.fileno(), self.memory_fd, self.kv_fd, self.store_fd)
         # Settings come over the socket, and keys, which the environment may hold, are not for ranks.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         # Announcements to the supervisor are the leader's: a rank prints to stderr.

@@ -1,7 +1,9 @@
 """What every rank does: load its share of the weights, hold its share of the KV, and compute its share of a step."""
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -9,34 +11,55 @@ import torch
 from engine.kernels.cpu.arguments import Bytes
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
-from engine.load import RunnerSettings, kv_layout, load_parameters, model_runner
+from engine.load import RunnerSettings, decoder_memory, kv_layout, load_parameters, model_runner, why_eager
+from engine.model import LayerGroups
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
+from engine.models.decoder import Decoder
 from engine.models.facts import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.ranks.cache import ShardedKVCache
-from engine.ranks.share import rank_share, share_specs
+from engine.ranks.collectives import SummingGroup, gloo
+from engine.ranks.share import Cut, rank_share, share_specs
 from engine.ranks.shared import Command, Forward, SharedGroup, read_metadata
 from engine.weights import Progress
 from mesh.domain.kv import KVSpan
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 _CPU = torch.device("cpu")
 
 
-class Rank:
-    """One rank of a group. The constructor loads its weights; `build` follows once the number of KV blocks is known.
+Execute = Callable[[Command], None]
+"""Computes the rank's share of what rank 0 computes."""
 
-    The settings are resolved (`engine.load.resolve`). Raises ConfigurationError.
+
+class Rank:
+    """One rank of a group. The constructor loads its weights. `connect`, then `follow` or `lead`, are called once the
+    number of KV blocks is known.
+
+    The settings are resolved (`engine.load.resolve`). The ranks of the eager decoder meet through the store. Raises
+    ConfigurationError.
     """
 
     def __init__(
-        self, settings: RunnerSettings, config: ModelConfig, group: SharedGroup, on_progress: Progress | None = None
+        self,
+        settings: RunnerSettings,
+        config: ModelConfig,
+        group: SharedGroup,
+        store: "Store",
+        on_progress: Progress | None = None,
     ) -> None:
+        self._settings = settings
         self._config = config
         self._group = group
+        self._store = store
         self._layout = kv_layout(config, settings)
+        self._cut: Cut = "columns" if why_eager(settings, config, self._layout) is None else "rows"
+        self._summing: SummingGroup | None = None
         share = rank_share(config, group.rank, group.size)
-        specs = share_specs(parameter_specs(config), config, share)
+        specs = share_specs(parameter_specs(config), config, share, self._cut)
         self._parameters = load_parameters(settings, config, specs, on_progress)
 
     def caches(self, num_blocks: int, memory: Bytes) -> list[KVCache]:
@@ -50,25 +73,49 @@ class Rank:
             caches.append(cache)
         return caches
 
-    def build(self, cache: KVCache) -> CompiledDecoder:
-        """Build the rank's decoder. The loaded weights move into it. Rank 0 calls the other ranks meanwhile."""
+    def connect(self) -> None:
+        """Meet the other ranks if the decoder sums over them. Returns when all have called it."""
+        if self._cut == "rows":
+            group = self._group
+            self._summing = SummingGroup(group, gloo(self._store, group.rank, group.size))
+
+    def follow(self, cache: KVCache) -> Execute:
+        """In other ranks than 0: build the decoder. The loaded weights move into it."""
+        if self._summing is not None:
+            return partial(_execute_summed, self._eager(cache, self._summing), self._summing)
+        return partial(_execute_compiled, self._compiled(cache), self._group)
+
+    def lead(self, caches: Sequence[KVCache], reservation: KVReservation) -> ModelRunner:
+        """In rank 0: build the runner. The other ranks execute commands by now."""
+        summing = self._summing
+        decoder = self._compiled(caches[0]) if summing is None else self._eager(caches[0], summing)
+        cache = ShardedKVCache(caches, reservation)
+        cache.clear_blocks([0])  # in which the decoder has compiled the loops
+        return model_runner(self._settings, decoder, cache)
+
+    def _compiled(self, cache: KVCache) -> CompiledDecoder:
         return CompiledDecoder(self._config, self._parameters, cache, self._group)
 
-    def lead(self, settings: RunnerSettings, caches: Sequence[KVCache], reservation: KVReservation) -> ModelRunner:
-        """In rank 0: build the runner. The other ranks execute commands by now."""
-        decoder, cache = self.build(caches[0]), ShardedKVCache(caches, reservation)
-        cache.clear_blocks([0])  # in which the decoder has compiled the loops
-        return model_runner(settings, decoder, cache)
+    def _eager(self, cache: KVCache, summing: SummingGroup) -> Decoder:
+        return Decoder(self._config, self._parameters, decoder_memory(self._settings, self._config, cache), summing)
 
 
-def execute(decoder: CompiledDecoder, group: SharedGroup, command: Command) -> None:
-    """Compute the rank's share of what rank 0 computes. Returns when all ranks have finished."""
-    with torch.inference_mode():
-        if isinstance(command, Forward):
-            metadata = read_metadata(group.buffers, command)
-            decoder.run_layers(metadata, [(0, decoder.config.num_layers)])
-        else:
-            decoder.run_output(command.num_rows)
+@torch.inference_mode()
+def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Command) -> None:
+    """Returns when all ranks have finished."""
+    if isinstance(command, Forward):
+        decoder.run_layers(read_metadata(group.buffers, command), [(0, decoder.config.num_layers)])
+    else:
+        decoder.run_output(command.num_rows)
+
+
+@torch.inference_mode()
+def _execute_summed(decoder: Decoder, group: SummingGroup, command: Command) -> None:
+    """Returns when the rank has done its part of the last sum."""
+    assert isinstance(command, Forward), "rank 0 alone computes logits"
+    token_ids, metadata = group.read_forward(command)
+    num_layers = decoder.config.num_layers
+    decoder.forward(token_ids, metadata, LayerGroups(num_layers, num_layers))
 
 
 def kv_bytes(block_bytes: int, num_blocks: int, num_ranks: int) -> int:

@@ -1,12 +1,17 @@
-"""The share of a model that one tensor-parallel rank holds: some heads, and some columns of every matrix.
+"""The share of a model that one tensor-parallel rank holds: some heads, and some columns or rows of every matrix.
 
-Every matrix is cut by outputs, never by inputs. An output is then a sum over all inputs in the same order with any
-number of ranks, so the results are equal to the bit, and no sums cross ranks. Ranks exchange activations instead, which
-is cheap where they share memory.
+There are two cuts. The compiled decoder has the cut "columns": every matrix is cut by outputs, never by inputs. An
+output is then a sum over all inputs in the same order with any number of ranks, so the results are equal to the bit,
+and no sums cross ranks. Ranks exchange activations instead, which is cheap where they share memory.
+
+The eager decoder has the cut "rows" (Megatron-LM, Shoeybi et al. 2019): the matrices behind attention and in the MLP's
+end are cut by inputs, so each rank continues with what it has computed, and two sums per layer cross ranks. Experts are
+not cut but shared out. Every rank embeds; rank 0 alone computes logits.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -15,13 +20,17 @@ from engine.models.parameters import ParameterSpec, RowOrder
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, Span, kv_spans
 
+Cut = Literal["columns", "rows"]
+
 _UNIT = 32
 """Outputs are cut at multiples of it: a unit of the compiled products, and two cache lines of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What rank `rank` of `size` computes: KV heads with their query heads, and spans of outputs."""
+    """What rank `rank` of `size` computes: KV heads with their query heads, spans of outputs, and experts.
+    `shared_inner` is the rank's part of the shared expert's inner width.
+    """
 
     rank: int
     size: int
@@ -29,6 +38,8 @@ class RankShare:
     hidden: Span
     inner: Span
     vocab: Span
+    experts: Span
+    shared_inner: Span
 
 
 def rank_share(config: ModelConfig, rank: int = 0, size: int = 1) -> RankShare:
@@ -37,36 +48,81 @@ def rank_share(config: ModelConfig, rank: int = 0, size: int = 1) -> RankShare:
         raise ConfigurationError(
             f"tensor_parallel {size} does not fit {config.num_kv_heads} KV heads: use {config.num_kv_heads} or fewer"
         )
-    heads = kv_spans(config.num_layers, config.num_kv_heads, Degrees(size))[rank].heads
-    hidden, inner, vocab = (
-        _part(width, rank, size) for width in (config.hidden_size, config.intermediate_size, config.vocab_size)
+    num_experts, shared_size = (
+        (0, 0) if config.experts is None else (config.experts.num_experts, config.experts.shared_size)
     )
-    return RankShare(rank, size, heads, hidden, inner, vocab)
+    if config.experts is not None and size > num_experts:
+        raise ConfigurationError(f"tensor_parallel {size} does not fit {num_experts} experts")
+    first_expert, end_expert = (num_experts * number // size for number in (rank, rank + 1))
+    return RankShare(
+        rank,
+        size,
+        heads=kv_spans(config.num_layers, config.num_kv_heads, Degrees(size))[rank].heads,
+        hidden=_part(config.hidden_size, rank, size),
+        inner=_part(config.intermediate_size, rank, size),
+        vocab=_part(config.vocab_size, rank, size),
+        experts=Span(first_expert, end_expert - first_expert),
+        shared_inner=_part(shared_size, rank, size),
+    )
 
 
-def share_specs(specs: Sequence[ParameterSpec], config: ModelConfig, share: RankShare) -> list[ParameterSpec]:
-    """The parameters with the rows that the rank holds. Rank 0 embeds; others hold rows of a tied embedding as their
-    part of the output matrix.
-    """
+def share_specs(specs: Sequence[ParameterSpec], config: ModelConfig, share: RankShare, cut: Cut) -> list[ParameterSpec]:
+    """The parameters with the part that the rank holds."""
     if share.size == 1:
         return list(specs)
-    return [replace(spec, held_rows=_held_rows(spec.name, config, share)) for spec in specs]
+    if cut == "columns":
+        return [replace(spec, held_rows=_held_outputs(spec.name, config, share)) for spec in specs]
+    specs = [_summed(spec, config, share) for spec in specs]
+    if share.rank > 0:
+        # Without it the output matrix would be the embedding.
+        specs.append(ParameterSpec("lm_head", (0, config.hidden_size), (), shard_axis=0))
+    return specs
 
 
-def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | None:
-    """The rows of a parameter that the rank holds; None for all."""
+def _held_outputs(name: str, config: ModelConfig, share: RankShare) -> RowOrder | None:
+    """The rows of a parameter that the rank holds; None for all. Rank 0 embeds; others hold rows of a tied embedding as
+    their part of the output matrix.
+    """
     match name.rpartition(".")[2].removesuffix("_bias"):
         case "qkv":
             return _rows_of_heads(config, share.heads)
         case "o" | "down":
             return _rows(share.hidden)
         case "gate_up":
-            return np.concatenate((_rows(share.inner), config.intermediate_size + _rows(share.inner)))
+            return _rows_of_pair(config.intermediate_size, share.inner)
         case "lm_head":
             return _rows(share.vocab)
         case "embed" if share.rank > 0:
             return _rows(share.vocab if config.tied else Span(0, 0))
     return None
+
+
+def _summed(spec: ParameterSpec, config: ModelConfig, share: RankShare) -> ParameterSpec:
+    """The part of a parameter that the rank holds in the cut "rows". A bias that is added after a sum is rank 0's."""
+    owner, _, name = spec.name.rpartition(".")
+    if owner.rpartition(".")[0].endswith(".experts"):
+        expert = int(owner.rpartition(".")[2])
+        return replace(spec, is_held=share.experts.first <= expert < share.experts.end)
+    width, inner = config.intermediate_size, share.inner
+    if owner.endswith(".shared") and config.experts is not None:
+        width, inner = config.experts.shared_size, share.shared_inner
+    match name.removesuffix("_bias"):
+        case "qkv":
+            return replace(spec, held_rows=_rows_of_heads(config, share.heads))
+        case "gate_up":
+            return replace(spec, held_rows=_rows_of_pair(width, inner))
+        case "up":
+            return replace(spec, held_rows=_rows(inner))
+        case "lm_head":
+            return replace(spec, is_held=share.rank == 0)
+        case "o" | "down" if spec.shard_axis is None:
+            return replace(spec, is_held=share.rank == 0)
+        case "o":
+            group_width = config.group_size * config.head_dim
+            return replace(spec, held_inputs=Span(share.heads.first * group_width, share.heads.count * group_width))
+        case "down":
+            return replace(spec, held_inputs=inner)
+    return spec
 
 
 def _rows_of_heads(config: ModelConfig, heads: Span) -> RowOrder:
@@ -77,6 +133,11 @@ def _rows_of_heads(config: ModelConfig, heads: Span) -> RowOrder:
     queries = np.arange(heads.first * group * dim, heads.end * group * dim)
     kv = np.arange(heads.first * dim, heads.end * dim)
     return np.concatenate((queries, first_key + kv, first_value + kv))
+
+
+def _rows_of_pair(width: int, inner: Span) -> RowOrder:
+    """Rows of the merged projection [gate, up], each of this `width`."""
+    return np.concatenate((_rows(inner), width + _rows(inner)))
 
 
 def _rows(span: Span) -> RowOrder:

@@ -87,6 +87,7 @@ class StepMemory:
             "factors": (rows, np.float32),
             "output_rows": (rows * config.hidden_size, np.float32),
             "logits": (rows * vocab, np.float32),
+            "token_ids": (rows, np.int64),
             "positions": (3 * rows, np.int64),
             "sequences": (rows * (max_blocks + 3), np.int32),
         }

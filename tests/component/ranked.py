@@ -1,0 +1,78 @@
+"""A group of ranks as threads of one process, in place of the processes of `engine.ranks.launch`.
+
+python -m tests.component.ranked MODEL_DIR    two processes; prints the tokens of `parity.run_mixed`
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+from torch import distributed
+
+from engine.kv_memory import KVMemory, KVReservation
+from engine.load import kv_layout, resolve
+from engine.model_runner import ModelRunner
+from engine.models.facts import ModelConfig
+from engine.ranks.launch import load_ranked_runner
+from engine.ranks.rank import Rank, kv_bytes
+from engine.ranks.shared import Command, SharedGroup, StepMemory
+from mesh.logs import configure_logging
+from tests.component.arms import settings
+from tests.component.parity import run_mixed
+
+MAX_ROWS, MAX_BLOCKS = 256, 64
+
+
+@contextmanager
+def ranked_runner(model_dir: Path, size: int, **changes: object) -> Iterator[ModelRunner]:
+    """A runner of `size` ranks, each but the first with a thread in place of its process."""
+    torch.set_num_threads(1)
+    resolved, config = resolve(settings(model_dir, **changes))
+    assert isinstance(config, ModelConfig)
+    memory = StepMemory(config, max_rows=MAX_ROWS, max_blocks=MAX_BLOCKS)
+    queues: list[SimpleQueue[Command | None]] = [SimpleQueue() for _ in range(1, size)]
+
+    def post(command: Command | None) -> None:
+        for queue in queues:
+            queue.put(command)
+
+    groups = [SharedGroup(rank, size, memory, post if rank == 0 else None) for rank in range(size)]
+    store = distributed.HashStore()
+    ranks = [Rank(resolved, config, group, store) for group in groups]
+    num_blocks = resolved.num_blocks or 0
+    kv = np.zeros(kv_bytes(kv_layout(config, resolved).block_bytes, num_blocks, size), np.uint8)
+    caches = ranks[0].caches(num_blocks, kv)
+
+    def serve(rank: int) -> None:
+        ranks[rank].connect()
+        execute = ranks[rank].follow(caches[rank])
+        while (command := queues[rank - 1].get()) is not None:
+            execute(command)
+
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(1, size)]
+    for thread in threads:
+        thread.start()
+    try:
+        ranks[0].connect()
+        yield ranks[0].lead(caches, KVReservation(torch.device("cpu"), KVMemory(), 0))
+    finally:
+        post(None)
+        for thread in threads:
+            thread.join(30)
+
+
+def main(model_dir: Path) -> None:
+    configure_logging("ranked", level="critical")
+    wanted = settings(model_dir, tensor_parallel=2, enforce_eager=True)
+    runner = load_ranked_runner(wanted, on_lost=sys.exit, log_level="critical")
+    sys.stdout.write(json.dumps([run.token_ids for run in run_mixed(runner)]) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""Tensor-parallel ranks of the eager decoder, which sum by gloo, say what transformers says. Most are threads."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.load import load_model_runner
+from engine.model_runner import ModelRunner
+from engine.models.config import load_decoder_config
+from engine.ranks.launch import load_ranked_runner
+from engine.ranks.share import rank_share
+from mesh.domain.errors import ConfigurationError
+from tests.component.arms import settings
+from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
+from tests.component.encoder_decoders import build_encoder_decoder
+from tests.component.parity import check_parity, expect_prompts, half_tolerance, require_prompt_logprobs, run_mixed
+from tests.component.ranked import ranked_runner
+
+Checkpoint = Callable[[str], Path]
+
+ONE_KV_HEAD = {"llama-multi-query", "gpt-bigcode", "falcon-7b"}
+DIVISIBLE = [family for family in (*FAMILIES, *OTHER_FAMILIES) if family not in ONE_KV_HEAD]
+
+
+@pytest.mark.parametrize("family", DIVISIBLE)
+def test_two_ranks_of_every_family(checkpoint: Checkpoint, family: str) -> None:
+    with ranked_runner(checkpoint(family), 2, enforce_eager=True) as runner:
+        check_parity(checkpoint(family), runner)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom-6-heads"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_unequal_and_many_ranks(checkpoint: Checkpoint, family: str, size: int) -> None:
+    with ranked_runner(checkpoint(family), size, enforce_eager=True) as runner:
+        check_parity(checkpoint(family), runner)
+
+
+@pytest.mark.parametrize("family", sorted(ONE_KV_HEAD))
+def test_more_ranks_than_kv_heads(checkpoint: Checkpoint, family: str) -> None:
+    with pytest.raises(ConfigurationError, match="tensor_parallel 2 does not fit 1 KV heads"):
+        rank_share(load_decoder_config(checkpoint(family)), 0, 2)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(checkpoint: Checkpoint, dtype: str) -> None:
+    model_dir = checkpoint("qwen3")
+    with ranked_runner(model_dir, 2, dtype=dtype) as runner:
+        for run, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
+            require_prompt_logprobs(run, expected, half_tolerance("qwen3", dtype))
+
+
+def test_kv_is_that_of_one_rank(checkpoint: Checkpoint) -> None:
+    """So it can be sent to workers with another number of ranks."""
+    changes = {"enforce_eager": True}
+    alone = load_model_runner(settings(checkpoint("qwen2-moe"), **changes))
+    run_mixed(alone)
+    with ranked_runner(checkpoint("qwen2-moe"), 2, **changes) as runner:
+        run_mixed(runner)
+        torch.testing.assert_close(_kv(runner), _kv(alone), atol=1e-4, rtol=1e-4)
+
+
+def _kv(runner: ModelRunner) -> torch.Tensor:
+    cache = runner.kv_cache
+    kv = bytearray(cache.payload_bytes(cache.num_blocks, cache.layout.whole))
+    cache.read_blocks(range(cache.num_blocks), cache.layout.whole, kv)
+    return torch.frombuffer(kv, dtype=torch.float32)
+
+
+def test_processes(checkpoint: Checkpoint) -> None:
+    model_dir = checkpoint("mixtral")
+    command = [sys.executable, "-m", "tests.component.ranked", str(model_dir)]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=300).stdout
+    assert json.loads(answer) == [expected.token_ids for expected in expect_prompts(model_dir)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantize": "int8", "enforce_eager": True}, "quantize=int8 needs the compiled decoder"),
+        ({"tensor_parallel": 5}, "tensor_parallel 5 does not fit 4 KV heads"),
+    ],
+)
+def test_refusals(checkpoint: Checkpoint, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        load_ranked_runner(settings(checkpoint("llama"), **{"tensor_parallel": 2} | changes), on_lost=pytest.fail)
+
+
+def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    model_dir = build_encoder_decoder("t5", tmp_path)
+    with pytest.raises(ConfigurationError, match="does not fit an encoder-decoder model"):
+        load_ranked_runner(settings(model_dir, tensor_parallel=2), on_lost=pytest.fail)
+
+
+def test_cuda_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match="on cuda is not built yet"):
+        load_ranked_runner(settings(checkpoint("llama"), tensor_parallel=2, device="cuda"), on_lost=pytest.fail)

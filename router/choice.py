@@ -1,5 +1,4 @@
-"""One choice: a continuation of the prompt, with its tokens, its text, and the events that the client has not read. No
-I/O.
+"""One choice: a continuation of the prompt, with its tokens, text, and events that the client has not read. No I/O.
 
     StepOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ Chunk
 

@@ -66,7 +66,7 @@ class GenerateParams:
 class ValidRequest:
     """A request that has passed all checks. `sampling.max_new_tokens` and `sampling.seed` are set.
 
-    Workers append `decoder_prompt`, the decoder's start tokens, to the prompt of an encoder-decoder model.
+    `decoder_prompt`: the decoder's start tokens of an encoder-decoder model, which `worker_prompt` appends.
     `in_reasoning`: the prompt ends within the model's reasoning.
     """
 

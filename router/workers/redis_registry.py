@@ -7,6 +7,8 @@
 While Redis, or the network to it, is unavailable the Membership stays as it is, and silent workers are checked directly
 (DirectChecks). The same check keeps a worker that alone has lost its connection to Redis. Workers register again when
 Redis returns, so nothing in Redis has to survive.
+
+SharedRegistry is the Coordination of routers that share workers and permits: it runs all this and the shared limiters.
 """
 
 import asyncio

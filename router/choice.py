@@ -23,8 +23,8 @@ from mesh.domain.errors import AttemptsFailed
 from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
 from router.admission.fair_queue import QueueEntry
-from router.api.tenants import Tenant
 from router.api.validation import ValidRequest
+from router.tenants import Tenant
 from router.text.text_stream import TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.timeline import Timeline, Timing

@@ -9,25 +9,14 @@ higher-priority item arrives.
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import chain, count, islice, zip_longest
 from typing import Generic, TypeVar
+
+from router.tenants import Priority
 
 T = TypeVar("T")
 
 LOW_PRIORITY_INTERVAL = 8
-
-
-class Priority(IntEnum):
-    """A request's priority in the queue; higher priorities go first."""
-
-    BATCH = 1
-    STANDARD = 2
-    INTERACTIVE = 3
-
-    def share_of(self, total: int) -> int:
-        """Return how many of `total` slots requests of this priority may fill: batch leaves a quarter to others."""
-        return max(1, total * 3 // 4) if self is Priority.BATCH else total
 
 
 @dataclass(frozen=True, slots=True)

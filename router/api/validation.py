@@ -14,8 +14,8 @@ from mesh.domain.request import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
-from router.admission.fair_queue import Priority, QueueEntry
-from router.api.tenants import ANONYMOUS, Tenant
+from router.admission.fair_queue import QueueEntry
+from router.tenants import ANONYMOUS, Priority, Tenant
 from router.text.chat import ChatPrompt, Prompt, TextPrompt
 
 MAX_CHAT_MESSAGES = 4096

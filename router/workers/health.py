@@ -12,7 +12,8 @@ worker needs no partner for its first step, and serves as LOCAL, prefilling itse
 changes from canary to canary. A failed canary is held against no worker, because it cannot tell which end of a transfer
 was at fault: the subject merely stays where it was until its next canary.
 
-MeshView combines that trust with the registry, the links and the work in flight: the mesh as one model sees it now.
+MeshView combines that trust with the table of workers, the links and the work in flight: the mesh as one model sees it
+now.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement, Snapshot, healthy, usable
 from router.served_model import ServedModel
 from router.workers.decode_link import DecodeLinks
-from router.workers.membership import Registry, WorkerView
+from router.workers.membership import WorkerTable, WorkerView
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
@@ -220,7 +221,7 @@ class MeshView:
         self,
         model: ServedModel,
         *,
-        registry: Registry,
+        table: WorkerTable,
         links: DecodeLinks,
         in_flight: InFlightTable,
         health: WorkerHealth,
@@ -228,7 +229,7 @@ class MeshView:
         prefill_overflow: int = 0,
     ) -> None:
         self._model = model
-        self._registry = registry
+        self._table = table
         self._links = links
         self._in_flight = in_flight
         self._health = health
@@ -262,7 +263,7 @@ class MeshView:
 
     def views(self) -> list[WorkerView]:
         """All known workers of the model with their load, lost ones included."""
-        return [view for view in self._registry.workers() if view.info.model == self._model.name]
+        return [view for view in self._table.workers() if view.info.model == self._model.name]
 
     def serving(self) -> frozenset[str]:
         """Incarnations of workers that get clients' requests."""

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from mesh import wire
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerState
-from mesh.registry import BEATS, WORKERS, RecordSeal, record_key
+from mesh.redis_registry import BEATS, WORKERS, RecordSeal, record_key
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2, worker_pb2_grpc

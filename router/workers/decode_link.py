@@ -31,6 +31,7 @@ from mesh.domain.errors import (
 from mesh.domain.request import Request
 from mesh.domain.tokens import SequenceFailure, StepOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from mesh.retry import backoff_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.connections import Caller, Channels, responses_of
 from router.workers.membership import WorkerTable, WorkerView
@@ -253,4 +254,4 @@ class DecodeLinks:
 
     def _retry_delay_s(self, incarnation: str) -> float:
         num_failures = self._num_failures.get(incarnation, 0)
-        return min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (num_failures - 1)) if num_failures else 0.0
+        return backoff_s(num_failures, first_s=_FIRST_RETRY_S, max_s=_MAX_RETRY_S)

@@ -15,7 +15,7 @@ from router.workers.coordination import RegistryServicer
 from router.workers.membership import Membership
 from tests.defects import Repaired
 from tests.evidence import Evidence
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 from tests.waiting import LIMIT_S
 from worker.agent import RegistryAgent, Report, Snapshot
 

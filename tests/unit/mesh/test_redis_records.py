@@ -13,7 +13,7 @@ from mesh.redis_registry import MAX_AGE_S, MAX_MESSAGE_BYTES, RecordSeal, Refuse
 from mesh.rpc.credentials import MeshKey
 from mesh.v1 import worker_pb2
 from tests.defects import Repaired
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 
 KEY = MeshKey("a-key-for-tests-only")
 BEAT = worker_pb2.RegisterRequest(

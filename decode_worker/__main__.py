@@ -5,17 +5,16 @@ import sys
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
-from engine.load import load_model_runner
 from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from mesh.v1 import decode_pb2_grpc
-from worker.engine_host import EngineLimits, Load
+from worker.engine_host import EngineLimits, Load, load_runner
 from worker.main import Worker
 from worker.metrics import DecodeMetrics
 
 
-async def serve(settings: DecodeSettings, load: Load = load_model_runner) -> None:
+async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
     """Load the model, then serve until stopped."""
     metrics = DecodeMetrics()
     limits = EngineLimits(

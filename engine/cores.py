@@ -147,6 +147,11 @@ def threads_born_on(cores: Cores) -> Iterator[None]:
         os.sched_setaffinity(0, previous)
 
 
+def num_numa_nodes() -> int:
+    """Number of NUMA nodes of this machine: parts of its memory that are near to some cores. 1 if it is not known."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+
+
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

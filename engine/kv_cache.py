@@ -6,6 +6,7 @@ current stream, after the model's kernels, and return when the copy is complete.
 """
 
 from collections.abc import Iterator, Sequence
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ class KVCache:
     and a different element order (`engine/kernels/cpu/kv_segments.py`).
 
     The cache starts as zeros: masked attention multiplies stale values by 0, so they must not be NaN or infinite. For
-    the same reason blocks are cleared after a step that wrote NaN or infinity into them.
+    the same reason blocks are cleared after a step that wrote NaN or infinity into them. `memory`: zeros that several
+    processes see; by default the cache allocates its own.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class KVCache:
         device: torch.device,
         span: KVSpan | None = None,
         reservation: KVReservation | None = None,
+        memory: Bytes | None = None,
     ) -> None:
         self.layout = layout
         self.span = span or layout.whole
@@ -47,8 +50,11 @@ class KVCache:
         layers, heads = self.span.layers.count, self.span.heads.count
         dtype: torch.dtype = getattr(torch, layout.dtype)
         shape = (layers, 2, num_blocks, layout.block_size, heads, layout.row_bytes // dtype.itemsize)
-        num_bytes = num_blocks * self.span.num_cells * layout.cell_bytes
-        self._tensor = _zeros(num_bytes, device).view(dtype).view(shape)
+        if memory is None:
+            flat = _zeros(self.payload_bytes(num_blocks, self.span), device)
+        else:
+            flat = torch.from_numpy(memory[: self.payload_bytes(num_blocks, self.span)])
+        self._tensor = flat.view(dtype).view(shape)
         self._layers = list(self._tensor.unbind(0))
         # [layers, 2, num_blocks, units, heads, bytes of a unit]; a block smaller than a unit counts as one unit.
         units = max(1, layout.block_size // layout.unit_tokens)
@@ -85,8 +91,15 @@ class KVCache:
         Raises ValueError if `out` has the wrong size or is read-only, IndexError for a block, layer or head that is not
         in this cache.
         """
-        units = self._select(block_ids, span)
-        target = self._payload(block_ids, units, span, out)
+        self._require(span)
+        self.read_part(block_ids, span, out)
+
+    def read_part(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
+        """Like `read_blocks`, but fill only the part of `out` that this cache has."""
+        if (piece := span.intersection(self.span)) is None:
+            return
+        units = self._select(block_ids, piece)
+        target = self._payload(block_ids, units, span, out)[_part(piece, span)]
         if units.is_cuda:
             ids = torch.tensor(block_ids, device=units.device)
             torch.from_numpy(target).copy_(units.index_select(2, ids))
@@ -97,8 +110,15 @@ class KVCache:
 
     def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
         """Copy `data`, laid out as in `read_blocks`, to `span` of these blocks. Raises the same errors."""
-        units = self._select(block_ids, span)
-        source = self._payload(block_ids, units, span, data)
+        self._require(span)
+        self.write_part(block_ids, span, data)
+
+    def write_part(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
+        """Like `write_blocks`, but copy only the part of `data` that belongs to this cache."""
+        if (piece := span.intersection(self.span)) is None:
+            return
+        units = self._select(block_ids, piece)
+        source = self._payload(block_ids, units, span, data)[_part(piece, span)]
         if units.is_cuda:
             ids = torch.tensor(block_ids, device=units.device)
             units.index_copy_(2, ids, torch.from_numpy(source.copy()).to(units.device))
@@ -112,6 +132,7 @@ class KVCache:
         """Writable views of `span` of these blocks, in the order of `read_blocks`: one view per layer, keys or values,
         and block. None on CUDA, or if `span` has only some of the heads. Raises IndexError like `read_blocks`.
         """
+        self._require(span)
         units = self._select(block_ids, span)
         if units.is_cuda or span.heads != self.span.heads:
             return None
@@ -121,12 +142,14 @@ class KVCache:
         tables = range(0, len(flat), self.num_blocks * num_bytes)  # keys, then values, of each layer
         return [flat[table + start : table + start + num_bytes] for table in tables for start in starts]
 
+    def _require(self, span: KVSpan) -> None:
+        if not span.is_inside(self.span):
+            raise IndexError(f"{span} is not completely in this cache, which has {self.span}")
+
     def _select(self, block_ids: Sequence[int], span: KVSpan) -> Tensor:
         """[layers, 2, num_blocks, units, heads, bytes of a unit] of `span`."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise IndexError(f"block ids {min(block_ids)}..{max(block_ids)} of {self.num_blocks} blocks")
-        if not span.is_inside(self.span):
-            raise IndexError(f"{span} is not completely in this cache, which has {self.span}")
         layers = self._units[span.layers.slice_in(self.span.layers)]
         return layers if span.heads == self.span.heads else layers[..., span.heads.slice_in(self.span.heads), :]
 
@@ -135,7 +158,7 @@ class KVCache:
         needed = self.payload_bytes(len(block_ids), span)
         if flat.size != needed:
             raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
-        return flat.reshape(span.layers.count, 2, len(block_ids), *units.shape[3:])
+        return flat.reshape(span.layers.count, 2, len(block_ids), units.shape[3], span.heads.count, units.shape[5])
 
 
 def elements(cache: Tensor) -> NDArray[Any]:
@@ -177,6 +200,11 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     return torch.from_numpy(aligned(num_bytes, np.uint8))
+
+
+def _part(piece: KVSpan, span: KVSpan) -> tuple[slice | EllipsisType, ...]:
+    """The index of `piece` in a payload of `span`."""
+    return piece.layers.slice_in(span.layers), ..., piece.heads.slice_in(span.heads), slice(None)
 
 
 def _runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -1,6 +1,7 @@
 """Builds a ModelRunner (weights, KV cache, attention, decoder) and a Speculator; the KV layout and its fingerprint."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from math import prod
@@ -30,6 +31,7 @@ from engine.models.encoder_decoder.model import EncoderDecoder, encoder_decoder_
 from engine.models.facts import ModelConfig
 from engine.models.linear import Parameters
 from engine.models.parameters import ParameterSpec, parameter_specs
+from engine.ranks.cache import AnyKVCache
 from engine.settings import Speculation, require_known
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
@@ -47,7 +49,7 @@ class RunnerSettings:
     Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
     most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's. `device`
     "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, or fp32 on CPU. `layers_per_group`,
-    `group_bytes`: see ModelRunner.
+    `group_bytes`: see ModelRunner. `max_batch_tokens` limits the steps of several ranks, which share their memory.
     """
 
     model_dir: Path
@@ -66,6 +68,8 @@ class RunnerSettings:
     quantize: str = "none"
     kv_dtype: str = "auto"
     enforce_eager: bool = False
+    tensor_parallel: int = 1
+    max_batch_tokens: int = 2048
     rope: RopeOverride = NO_ROPE_OVERRIDE
 
     def __post_init__(self) -> None:
@@ -77,18 +81,33 @@ class RunnerSettings:
 
 
 def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
-    """Load weights, allocate the KV cache, choose the attention backend. Raises ConfigurationError."""
-    device = _device(settings.device)
+    """Load weights, allocate the KV cache, choose the attention backend. For one rank: see load_ranked_runner in
+    `engine/ranks/launch.py`. Raises ConfigurationError.
+    """
+    if settings.tensor_parallel != 1:
+        raise ConfigurationError(f"tensor_parallel {settings.tensor_parallel} is not supported here: use 1")
+    settings, config = resolve(settings)
+    device = torch.device(settings.device)
+    layout = kv_layout(config, settings)
+    reservation = KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, config))
+    parameters = load_parameters(settings, config, _parameter_specs(settings, config), on_progress)
+    with reserve_blocks(layout, settings, reservation) as num_blocks:
+        cache = KVCache(layout, num_blocks, device, reservation=reservation)
+    return model_runner(settings, _model(settings, config, parameters, cache), cache)
+
+
+def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
+    """The settings with device and dtype in place of "auto", and the model's config. Raises ConfigurationError."""
     config = load_config(settings.model_dir, settings.rope)
-    settings = replace(settings, device=str(device), dtype=_dtype(settings, config))
+    settings = replace(settings, device=str(_device(settings.device)), dtype=_dtype(settings, config))
     if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
         raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
-    layout = kv_layout(config, settings)
-    reservation = KVReservation.enter(device, settings.kv_memory, _weights_bytes(settings, config))
-    parameters = _parameters(settings, config, device, on_progress)
-    cache = _allocate(layout, settings, reservation)
-    model = _model(settings, config, parameters, cache)
-    masks = TokenMasks(GrammarCompiler(settings.model_dir), config.vocab_size)
+    return settings, config
+
+
+def model_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> ModelRunner:
+    """Join a model and its cache to a runner."""
+    masks = TokenMasks(GrammarCompiler(settings.model_dir), model.config.vocab_size)
     return ModelRunner(
         model, cache, masks, layers_per_group=settings.layers_per_group, group_bytes=settings.group_bytes
     )
@@ -97,8 +116,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
 def _model(settings: RunnerSettings, config: AnyConfig, parameters: Parameters, cache: KVCache) -> Model:
     if isinstance(config, EncoderDecoderConfig):
         return EncoderDecoder(config, parameters, _memory(settings, config, cache))
-    int8 = settings.quantize == "int8"
-    reason = _why_eager(settings, config, cache.layout, int8=int8)
+    reason = why_eager(settings, config, cache.layout)
     if reason is None:
         return CompiledDecoder(config, parameters, cache)
     log.info("decoder not compiled", reason=reason)
@@ -123,14 +141,15 @@ def _attention_shape(config: AnyConfig) -> AttentionShape:
     return attention_shape(config)
 
 
-def _why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
+def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -> str | None:
+    """The reason why the decoder is not compiled, or None if it is."""
     if settings.enforce_eager:
         return "enforce_eager is set"
     if settings.attention != "auto":
         return f"attention backend {settings.attention} is requested"
     if (settings.device, settings.dtype) != ("cpu", "float32"):
         return f"{settings.dtype} on {settings.device}"
-    return why_not_compiled(config, layout, int8=int8)
+    return why_not_compiled(config, layout, int8=settings.quantize == "int8")
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
@@ -147,12 +166,12 @@ def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
     )
 
 
-def _parameters(
-    settings: RunnerSettings, config: AnyConfig, device: torch.device, on_progress: Progress | None
+def load_parameters(
+    settings: RunnerSettings, config: AnyConfig, specs: list[ParameterSpec], on_progress: Progress | None = None
 ) -> Parameters:
-    specs = _parameter_specs(settings, config)
+    """Load these parameters of the model. Raises ConfigurationError."""
     scheme = "float" if settings.quantize == "none" else settings.quantize
-    target = WeightsTarget(device, getattr(torch, settings.dtype), scheme)
+    target = WeightsTarget(torch.device(settings.device), getattr(torch, settings.dtype), scheme)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     return load_weights(settings.model_dir, specs, target, on_progress, tied=_tied(config))
@@ -200,13 +219,15 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     return "int8" if fits and _attention_shape(config).is_plain else "float16"
 
 
-def _allocate(layout: KVLayout, settings: RunnerSettings, reservation: KVReservation) -> KVCache:
+def reserve_blocks(
+    layout: KVLayout, settings: RunnerSettings, reservation: KVReservation
+) -> AbstractContextManager[int]:
+    """See KVReservation.blocks."""
     block_bytes = layout.block_bytes + settings.companion_block_bytes
-    with reservation.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks) as num_blocks:
-        return KVCache(layout, num_blocks, reservation.device, reservation=reservation)
+    return reservation.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks)
 
 
-def _weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
+def weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
     """Memory of the weights in the dtype of the model, before quantisation."""
     itemsize = getattr(torch, settings.dtype).itemsize
     return sum(prod(spec.shape) for spec in _parameter_specs(settings, config)) * int(itemsize)
@@ -280,4 +301,5 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
             )
     if facts.eos_token_ids and not draft_facts.eos_token_ids:
         raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
-    return replace(model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE)
+    # It is small: one rank computes it.
+    return replace(model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1)

@@ -80,5 +80,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [rows, vocab_size] for rows of `forward`'s result. The caller owns them."""
+        """fp32 logits [rows, vocab_size] for rows of `forward`'s result. The caller may change them; they are valid
+        until the next call.
+        """
         ...

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.finite import items_not_finite, scores_are_finite
-from engine.kv_cache import KVCache
 from engine.masks import TokenMasks
 from engine.model import LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
+from engine.ranks.cache import AnyKVCache
 from engine.sampler import Sampler, score
 from engine.sequence import SequenceState
 from engine.step_input import StepInput, StepInputBuilder, to_device
@@ -39,7 +39,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, masks: TokenMasks, *, layers_per_group: int = 4, group_bytes: int = 0
+        self, model: Model, kv_cache: AnyKVCache, masks: TokenMasks, *, layers_per_group: int = 4, group_bytes: int = 0
     ) -> None:
         self.kv_cache = kv_cache
         self._model = model

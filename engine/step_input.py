@@ -5,14 +5,13 @@ into buffers that are reused.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from engine.attention.backend import Chunk, ForwardMetadata
+from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.batch import ScheduledBatch
 
 Int32s = NDArray[np.int32]
@@ -43,11 +42,6 @@ class StepInput:
     def metadata(self, device: torch.device) -> ForwardMetadata:
         """Metadata for the forward pass, on the model's device. On CPU the tensors share the arrays' memory."""
         bounds, context_lens = self.query_starts.tolist(), self.context_lens.tolist()
-        chunks = tuple(
-            Chunk(row, start, stop - start, context_lens[row])
-            for row, (start, stop) in enumerate(pairwise(bounds))
-            if row >= self.num_decodes
-        )
         return ForwardMetadata(
             positions=to_device(self.positions, device),
             rope_lengths=to_device(self.rope_lengths, device),
@@ -57,7 +51,7 @@ class StepInput:
             prompt_lens=to_device(self.prompt_lens, device),
             query_starts=to_device(self.query_starts, device),
             num_decodes=self.num_decodes,
-            chunks=chunks,
+            chunks=chunks_of(bounds, context_lens, self.num_decodes),
             max_decode_context=max(context_lens[: self.num_decodes], default=0),
         )
 

@@ -5,7 +5,13 @@ A connection is closed, and its unsent bytes are dropped, if the headers of a re
 client reads nothing for `slow_reader_s`. At the connection limit, a new connection evicts the one that has been without
 a request longest, so clients that send nothing cannot lock out others.
 
-uvicorn has none of these limits. It parses HTTP, discards the rest of a refused body, and closes idle connections.
+A client that has left and a client that has closed only its sending half look the same: both send FIN. They differ in
+their reply to data, because the kernel of a client that has left replies with a reset. So while an answer is awaited,
+its first bytes, which are always the same, are sent ahead one at a time. A reset cancels the request; without one the
+client gets its answer. A client that sends FIN at any other time has left.
+
+uvicorn has none of these limits, and takes every FIN for a client that has left. It parses HTTP, discards the rest of a
+refused body, and closes idle connections.
 """
 
 import asyncio
@@ -43,6 +49,9 @@ _KEEP_ALIVE_S = 75
 _LOG_LINES_PER_S = 0.1
 _CHECKS_PER_LIMIT = 10
 _MAX_INTERVAL_S = 1.0
+# Every answer begins with these bytes. Several are needed if proxies in between pass FIN and bytes on one by one.
+_ANSWER_START = b"HTTP/1.1 "
+_FIRST_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
 # SO_LINGER on, 0 s: on close the kernel drops its unsent bytes, too.
 _NO_LINGER = struct.pack("ii", 1, 0)
 
@@ -270,6 +279,26 @@ class Connection(H11Protocol):
             self._awaited_s = self.loop.time()
         super().data_received(data)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return True if the connection stays open until the answer has been sent, or the client resets it."""
+        if not self._is_answering or self.cycle.more_body or self.cycle.response_started:
+            return False
+        self.cycle.keep_alive = False
+        self.cycle.transport = answer = _AnswerTransport(self.transport)
+        self._probe(answer, _FIRST_PROBE_S)
+        return True
+
+    def _probe(self, answer: "_AnswerTransport", interval_s: float) -> None:
+        """Close the connection if the client has reset it, else provoke a reset and look again after `interval_s`."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not self.cycle.response_started:
+            answer.send_ahead()
+        self.loop.call_later(interval_s, self._probe, answer, min(2 * interval_s, _MAX_PROBE_S))
+
     def handle_events(self) -> None:
         before = self.cycle
         super().handle_events()
@@ -300,6 +329,32 @@ class Connection(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+
+class _AnswerTransport(asyncio.Transport):
+    """The transport of one answer whose first bytes are sent ahead."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._transport = transport
+        self._num_ahead = 0
+
+    def send_ahead(self) -> None:
+        """Send one more byte of the answer's start, if there is one."""
+        byte = _ANSWER_START[self._num_ahead : self._num_ahead + 1]
+        self._transport.write(byte)
+        self._num_ahead += len(byte)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send the answer without the bytes that were sent ahead."""
+        self._transport.write(data[self._num_ahead :])
+        self._num_ahead = 0
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 def _has_two_lengths(headers: Sequence[tuple[bytes, bytes]]) -> bool:

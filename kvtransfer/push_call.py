@@ -1,9 +1,10 @@
 """A sender's gRPC: a connection per decode worker, closed after a time without transfers, and a call per transfer."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import grpc
 
@@ -13,6 +14,8 @@ from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
 from mesh.v1 import kvtransfer_pb2 as pb
+
+T = TypeVar("T")
 
 _METHOD = f"/{SERVICE_NAME}/Push"
 
@@ -77,8 +80,8 @@ class PushCall:
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         push = channel.stream_stream(_METHOD, None, pb.PushResponse.FromString)
         self._call = push(metadata=metadata)
-        self._refusal: MeshError | None = None
-        self._call.add_done_callback(self._keep_refusal)
+        self._error: asyncio.Future[MeshError] = asyncio.get_running_loop().create_future()
+        self._call.add_done_callback(self._keep_status)
         self._writing = asyncio.Lock()  # grpc.aio takes one write at a time
         self._is_complete = False
 
@@ -98,10 +101,10 @@ class PushCall:
         """Return the next reply. Raises the MeshError that ended the call."""
         try:
             response = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from None
+        except grpc.aio.AioRpcError:
+            raise await self._error from None
         if response is grpc.aio.EOF:
-            raise await self._end()
+            raise await self._error
         return reply_from_proto(response)
 
     async def ended(self) -> None:
@@ -115,25 +118,20 @@ class PushCall:
     async def _write(self, request: bytes) -> None:
         try:
             await self._call.write(request)
-        except asyncio.InvalidStateError:  # grpc.aio raises this if the call had ended before the write
-            raise await self._end() from None
-        except grpc.aio.AioRpcError as error:
-            # And this if it ends during the write, in place of the status received: github.com/grpc/grpc/issues/36066
-            if error.code() is grpc.StatusCode.INTERNAL:
-                if self._refusal is not None:
-                    raise self._refusal from None
-                raise TransferFailed("the receiver disconnected") from None
-            raise error_from_rpc(error) from None
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the call had ended before the write, or ends now
+            raise await self._error from None
 
-    def _keep_refusal(self, _: object) -> None:
-        """Keep the first status of the call. All of it is there already, so `_end` returns without waiting."""
-        if self._refusal is None:
-            try:
-                self._end().send(None)
-            except StopIteration as done:
-                self._refusal = done.value
+    def _keep_status(self, _: object) -> None:
+        """Keep the first status of the call, which is the receiver's.
 
-    async def _end(self) -> MeshError:
+        A write that fails as the call ends replaces the status with INTERNAL (github.com/grpc/grpc/issues/36066),
+        perhaps right after this callback, before a task could read the status.
+        """
+        if not self._error.done():
+            self._error.set_result(_result_now(self._read_error()))
+
+    async def _read_error(self) -> MeshError:
+        """Return the error that ended the call. Does not wait if the call has ended."""
         call = self._call
         code = await call.code()
         if code is grpc.StatusCode.OK:
@@ -142,3 +140,13 @@ class PushCall:
             code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
         )
         return error_from_rpc(error)
+
+
+def _result_now(coroutine: Coroutine[object, None, T]) -> T:
+    """Run a coroutine that has nothing to wait for, and return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    coroutine.close()
+    raise RuntimeError("the coroutine waits for something")

@@ -313,6 +313,7 @@ def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
         role=_ROLE[info.role],
         layout=layout_to_proto(info.layout),
         ranks=ranks_to_proto(info.ranks),
+        tensor_parallel=info.tensor_parallel,
         **{name: getattr(info, name) for name in _PLAIN_WORKER},
     )
 
@@ -325,6 +326,7 @@ def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
         role=_ROLE_BACK[message.role],
         layout=layout_from_proto(message.layout),
         ranks=ranks_from_proto(message.ranks),
+        tensor_parallel=message.tensor_parallel or 1,
         **{name: getattr(message, name) for name in _PLAIN_WORKER},
     )
 

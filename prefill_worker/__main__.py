@@ -2,7 +2,6 @@
 
 import sys
 
-from engine.load import load_model_runner
 from kvtransfer import KVSender, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
@@ -10,12 +9,12 @@ from mesh.v1 import prefill_pb2_grpc
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
-from worker.engine_host import EngineLimits, Load
+from worker.engine_host import EngineLimits, Load, load_runner
 from worker.main import Worker
 from worker.metrics import PrefillMetrics
 
 
-async def serve(settings: PrefillSettings, load: Load = load_model_runner) -> None:
+async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:
     """Load the model, then serve until stopped."""
     metrics = PrefillMetrics()
     worker = Worker(

@@ -1,7 +1,8 @@
 """Assigns CPU cores to services. Pure: knows no processes.
 
 Prefill slows down decode steps that share its core. Every worker therefore gets its own cores while there are enough,
-and lends them to its partner while it is idle (engine/cores.py). The router needs little CPU time, but it needs that
+and lends them to its partner while it is idle (engine/cores.py). A worker of several ranks gets cores for each rank; it
+neither lends nor borrows. The router needs little CPU time, but it needs that
 during decode steps: if there are more cores than workers, the router does not use the cores of decode workers.
 """
 
@@ -27,6 +28,9 @@ class CorePlan:
     router: Cores = ()
     other_models: Cores = ()
     """Cores of workers that serve other models."""
+    prefill_ranks: tuple[int, ...] = ()
+    """The number of ranks of each worker; empty if all workers have one."""
+    decode_ranks: tuple[int, ...] = ()
 
     @property
     def is_exclusive(self) -> bool:
@@ -41,67 +45,106 @@ class CorePlan:
         plans: list[CorePlan] = []
         first_prefill = first_decode = 0
         for num_prefill, num_decode in counts:
-            prefill = self.prefill[first_prefill : first_prefill + num_prefill]
-            decode = self.decode[first_decode : first_decode + num_decode]
+            of_prefill = slice(first_prefill, first_prefill + num_prefill)
+            of_decode = slice(first_decode, first_decode + num_decode)
+            prefill, decode = self.prefill[of_prefill], self.decode[of_decode]
             remaining = Counter(core for share in (*self.prefill, *self.decode) for core in share)
             remaining.subtract(core for share in (*prefill, *decode) for core in share)
-            plans.append(CorePlan(prefill, decode, self.router, other_models=tuple(sorted(+remaining))))
-            first_prefill, first_decode = first_prefill + num_prefill, first_decode + num_decode
+            ranks = self.prefill_ranks[of_prefill], self.decode_ranks[of_decode]
+            plans.append(CorePlan(prefill, decode, self.router, tuple(sorted(+remaining)), *ranks))
+            first_prefill, first_decode = of_prefill.stop, of_decode.stop
         return plans
 
     def lent_to(self, role: str, number: int) -> Cores:
         """Cores that the worker may borrow: those of its partner, the worker of the other role with the same number."""
         partners = self.decode if role == "prefill" else self.prefill
-        return partners[number] if self.is_exclusive and number < len(partners) else ()
+        have_ranks = any(self._num_ranks(name, number) > 1 for name in ("prefill", "decode"))
+        return partners[number] if self.is_exclusive and number < len(partners) and not have_ranks else ()
+
+    def _num_ranks(self, role: str, number: int) -> int:
+        ranks = self.prefill_ranks if role == "prefill" else self.decode_ranks
+        return ranks[number] if number < len(ranks) else 1
 
     def describe(self, model: str = "") -> str:
         """The assignment and its reason, as one line."""
         workers = [
-            f"{role}-{number} on {format_cores(share)}"
+            f"{role}-{number} on {format_cores(share)}{self._ranks_text(role, number)}"
             for role, shares in (("prefill", self.prefill), ("decode", self.decode))
             for number, share in enumerate(shares)
         ]
+        sharing = "ranks" if self.prefill_ranks or self.decode_ranks else "workers"
         reason = (
-            "so prefill does not delay decode" if self.is_exclusive else "fewer cores than workers: some are shared"
+            "so prefill does not delay decode" if self.is_exclusive else f"fewer cores than {sharing}: some are shared"
         )
-        lending = "; partners lend their cores while idle" if self.prefill and self.is_exclusive else ""
+        is_lending = any(self.lent_to("prefill", number) for number in range(len(self.prefill)))
+        lending = "; partners lend their cores while idle" if is_lending else ""
         of_model = f" of {model}" if model else ""
         return (
             f"cores{of_model}: {', '.join(workers)} ({reason}{lending}); router on {format_cores(self.router) or 'any'}"
         )
 
+    def _ranks_text(self, role: str, number: int) -> str:
+        num_ranks = self._num_ranks(role, number)
+        return f" ({num_ranks} ranks)" if num_ranks > 1 else ""
+
 
 def assign_cores(
-    available: Sequence[int], *, num_prefill: int, num_decode: int, max_per_worker: int | None = None
+    available: Sequence[int],
+    *,
+    num_prefill: int,
+    num_decode: int,
+    ranks: Sequence[int] = (),
+    max_per_worker: int | None = None,
 ) -> CorePlan:
-    """Assign the cores in `available`, to prefill workers first.
+    """Assign the cores in `available`, to prefill workers first. `ranks` are those of each worker, prefill first; by
+    default 1.
 
-    With enough cores each worker gets a run of neighbouring cores. Remaining cores go to prefill, which is bound by
-    compute (decode is bound by memory). With fewer cores than workers, several workers share a core.
+    With enough cores each worker gets a run of neighbouring cores, for each of its ranks as many. Remaining cores go to
+    prefill, which is bound by compute (decode is bound by memory). With fewer cores than ranks, each worker gets a core
+    for each of its ranks, as far as there are so many, and several workers share a core.
     """
     num_workers = num_prefill + num_decode
+    ranks = list(ranks) or [1] * num_workers
     for_workers = available
-    if num_prefill == 0 and len(available) >= max(_MANY_CORES, num_decode + 1):
+    if num_prefill == 0 and len(available) >= max(_MANY_CORES, sum(ranks) + 1):
         for_workers = available[1:]
-    if len(available) < num_workers:
-        shares: list[Cores] = [(available[worker % len(available)],) for worker in range(num_workers)]
-    else:
-        shares = _split(for_workers, num_workers)
+    shares = _split(for_workers, ranks) if len(available) >= sum(ranks) else _deal(available, ranks)
     capped = tuple(share[:max_per_worker] for share in shares)
     prefill, decode = capped[:num_prefill], capped[num_prefill:]
     router_cores = tuple(core for core in available if not any(core in share for share in decode))
-    return CorePlan(prefill, decode, router=router_cores if len(available) > num_workers else ())
+    return CorePlan(
+        prefill,
+        decode,
+        router=router_cores if len(available) > num_workers else (),
+        prefill_ranks=tuple(ranks[:num_prefill]) if max(ranks) > 1 else (),
+        decode_ranks=tuple(ranks[num_prefill:]) if max(ranks) > 1 else (),
+    )
 
 
-def _split(available: Sequence[int], num_shares: int) -> list[Cores]:
-    """Split into runs of neighbouring cores. Sizes differ by at most one; larger runs come first."""
-    size, num_larger = divmod(len(available), num_shares)
+def _split(available: Sequence[int], ranks: Sequence[int]) -> list[Cores]:
+    """Split into runs of neighbouring cores, one for each worker, as many cores for each of its ranks. Earlier workers
+    get one more for each rank while cores remain.
+    """
+    per_rank, remaining = divmod(len(available), sum(ranks))
     shares: list[Cores] = []
     start = 0
-    for share in range(num_shares):
-        stop = start + size + (share < num_larger)
+    for num_ranks in ranks:
+        num_extra = num_ranks if num_ranks <= remaining else 0
+        remaining -= num_extra
+        stop = start + num_ranks * per_rank + num_extra
         shares.append(tuple(available[start:stop]))
         start = stop
+    return shares
+
+
+def _deal(available: Sequence[int], ranks: Sequence[int]) -> list[Cores]:
+    """One core for each rank, in turn."""
+    shares: list[Cores] = []
+    start = 0
+    for num_ranks in ranks:
+        numbers = {(start + rank) % len(available) for rank in range(num_ranks)}
+        shares.append(tuple(available[number] for number in sorted(numbers)))
+        start += num_ranks
     return shares
 
 

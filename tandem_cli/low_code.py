@@ -89,6 +89,7 @@ def read_low_code(
     _report_unknown(unknown, low_code, has_handler=has_handler or bool(low_code.of("gateway").get("handler")))
     low_code.warnings += [f"{name} is not known here and has no effect" for name in unknown_variables(environ)]
     _check_mode(merged)
+    _check_shards(layers, environ)
     _check_budgets(low_code)
     if (path or options) and not flag(low_code.of("gateway").get("tgi_compat", "false")):
         low_code.router_defaults = dict(_LMI_DEFAULTS)
@@ -162,6 +163,17 @@ def _check_mode(merged: Mapping[str, Entry]) -> None:
         raise ConfigurationError(
             f"option.async_mode=true and option.rolling_batch={batch.value} contradict each other: "
             "async mode needs option.rolling_batch=disable"
+        )
+
+
+def _check_shards(layers: tuple[Mapping[str, Entry], ...], environ: Mapping[str, str]) -> None:
+    """Reject a degree together with TGI's SHARDED=false."""
+    by_key = {knob.key: knob for knob in KNOBS}
+    sharded = find(by_key["option.sharded"], layers, environ)
+    degree = find(by_key["option.tensor_parallel_degree"], layers, environ)
+    if sharded and degree and not flag(sharded.value) and degree.value not in ("1", "max"):
+        raise ConfigurationError(
+            f"{sharded.key}={sharded.value} and {degree.key}={degree.value} contradict each other: set one of them"
         )
 
 

@@ -20,6 +20,7 @@ _FORMATTERS: Mapping[str, str] = MappingProxyType(
     }
 )
 _BYTES_OF_MB = 1 << 20
+_ONE = ("1", "max")
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _SPECULATION: Mapping[str, str] = MappingProxyType(
@@ -37,7 +38,9 @@ _BATCHES = "batching is always continuous"
 _SEPARATE = "prefill runs on separate workers"
 _DEVICES = "see --prefill and --decode"
 _FIXED = "the limit is fixed, see docs/http.md"
-_NO_SHARDS = "models are never sharded"
+_NO_STAGES = "models are not divided into pipeline stages"
+_ONE_DRAFT_RANK = "one process of a worker runs the draft model"
+_NO_ADDRESSES = "the ranks of a worker are on one machine and need no address"
 _ALL_TRACED = tuple(f"{role}.otlp_endpoint" for role in ("router", *_WORKERS, "gateway"))
 _NO_GRAPHS = "there are no CUDA graphs; option.enforce_eager turns the compiled decoder off"
 
@@ -71,12 +74,17 @@ def formatter(value: str) -> str:
     return _FORMATTERS[value]
 
 
-def one_only(value: str) -> str:
-    """A degree of parallelism inside a worker, which must be 1."""
-    if value not in ("1", "max"):
-        raise ConfigurationError(
-            f"a worker runs on one device: expected 1 or max, got {value!r}; see --decode and --prefill"
-        )
+def one_stage(value: str) -> str:
+    """The number of pipeline stages of a worker, which must be 1."""
+    if value not in _ONE:
+        raise ConfigurationError(f"{_NO_STAGES}: expected 1, got {value!r}; see --tensor-parallel")
+    return value
+
+
+def one_draft_rank(value: str) -> str:
+    """The number of ranks of the draft model, which must be 1."""
+    if value not in _ONE:
+        raise ConfigurationError(f"{_ONE_DRAFT_RANK}: expected 1, got {value!r}")
     return value
 
 
@@ -112,9 +120,9 @@ def off_only(value: str) -> str:
     return value
 
 
-def unsharded(value: str) -> str:
-    """TGI's SHARDED, which must be off, as models are not sharded."""
-    return one_only("1" if not flag(value) else value)
+def sharded(value: str) -> str:
+    """The degree that TGI's SHARDED means: as many ranks as the machine has places for, or one."""
+    return "max" if flag(value) else "1"
 
 
 def handler_file(value: str) -> str:
@@ -179,19 +187,19 @@ KNOBS = (
         env=("TRUST_REMOTE_CODE", "HF_MODEL_TRUST_REMOTE_CODE", "HF_TRUST_REMOTE_CODE"),
         note="code of checkpoints is never run",
     ),
+    Knob("option.sharded", _workers("tensor_parallel"), env=("SHARDED",), convert=sharded),  # a degree has precedence
     Knob(
         "option.tensor_parallel_degree",
+        _workers("tensor_parallel"),
         env=("TENSOR_PARALLEL_DEGREE", "SM_NUM_GPUS", "NUM_SHARD"),
         also=("option.tensor_parallel_size",),
-        convert=one_only,
-        note=_DEVICES,
     ),
     Knob(
         "option.pipeline_parallel_degree",
         env=("PIPELINE_PARALLEL_DEGREE",),
         also=("option.pipeline_parallel_size",),
-        convert=one_only,
-        note=_DEVICES,
+        convert=one_stage,
+        note=_NO_STAGES,
     ),
     Knob("engine", note="there is one engine"),
     Knob("option.mpi_mode", note="there is one engine"),
@@ -285,10 +293,9 @@ KNOBS = (
     Knob("option.max_stop_sequences", env=("MAX_STOP_SEQUENCES",), note=_FIXED),
     Knob("option.max_top_n_tokens", env=("MAX_TOP_N_TOKENS",), note=_FIXED),
     Knob("option.tgi_v1", env=("TGI_V1",), note="without max_new_tokens an answer may take the rest of the budget"),
-    Knob("option.sharded", env=("SHARDED",), convert=unsharded, note=_DEVICES),
-    Knob("option.master_addr", env=("MASTER_ADDR",), note=_NO_SHARDS),
-    Knob("option.master_port", env=("MASTER_PORT",), note=_NO_SHARDS),
-    Knob("option.shard_uds_path", env=("SHARD_UDS_PATH",), note=_NO_SHARDS),
+    Knob("option.master_addr", env=("MASTER_ADDR",), note=_NO_ADDRESSES),
+    Knob("option.master_port", env=("MASTER_PORT",), note=_NO_ADDRESSES),
+    Knob("option.shard_uds_path", env=("SHARD_UDS_PATH",), note=_NO_ADDRESSES),
     Knob("option.validation_workers", env=("VALIDATION_WORKERS",), note="the router manages its tokenizer threads"),
     Knob("option.prometheus_port", ("up.metrics_port",), env=("PROMETHEUS_PORT",)),
     Knob(
@@ -338,7 +345,7 @@ KNOBS = (
         env=("SPECULATE",),
         also=("option.spec_length",),
     ),
-    Knob("option.draft_model_tp_size", convert=one_only, note=_DEVICES),
+    Knob("option.draft_model_tp_size", convert=one_draft_rank, note=_ONE_DRAFT_RANK),
     Knob("option.record_acceptance_rate", note="always recorded"),
     Knob("option.bedrock_compat", convert=off_only, note="always off"),
 )

@@ -141,6 +141,30 @@ class MeshPlan:
         flags = _flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
         return Service("gateway", "gateway", (*flags, "--follow-stdin"))
 
+    def with_cores_for_ranks(self, environ: Mapping[str, str], available: Sequence[int]) -> "MeshPlan":
+        """The same plan, in which a worker of several ranks has as many times the cores of a worker with one, if there
+        are enough in `available`.
+
+        Raises ConfigurationError as `resolve` does.
+        """
+        workers = self.workers("127.0.0.1:1")
+        ranks = [self.resolve(worker, environ).num_ranks() for worker in workers]
+        if max(ranks) == 1:
+            return self
+        prefill, decode = (
+            [num_ranks for worker, num_ranks in zip(workers, ranks, strict=True) if worker.role == role]
+            for role in _WORKER_ROLES
+        )
+        cores = assign_cores(
+            available,
+            num_prefill=len(prefill),
+            num_decode=len(decode),
+            ranks=[*prefill, *decode],
+            max_per_worker=self.settings.threads_per_worker,
+        ).split([(len(model.cores.prefill), len(model.cores.decode)) for model in self.models])
+        models = (replace(model, cores=plan) for model, plan in zip(self.models, cores, strict=True))
+        return replace(self, models=tuple(models))
+
     def sharing_memory(self, environ: Mapping[str, str]) -> "MeshPlan":
         """The same plan, in which workers on one device share its KV memory equally, unless their settings say
         otherwise.

@@ -118,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
         make_core_table(core_table, max(available_cores()) + 1)
         plan = replace(_plan(args, settings, low_code, display), core_table=core_table)
         environ = _child_environ(settings, trial_key, _handler_properties(plan, low_code))
-        plan = _with_lmi_defaults(plan, low_code, environ, display).sharing_memory(environ)
+        plan = _with_lmi_defaults(plan, low_code, environ, display)
+        plan = plan.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
         trial = _check(plan, environ, trial_key)
         for model in plan.models if plan.pin else ():
             display.line(model.cores.describe(model.name if len(plan.models) > 1 else ""))

@@ -19,12 +19,14 @@ import torch
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
-from engine.kv_cache import KVCache
 from engine.kv_memory import KVMemory
 from engine.load import RunnerSettings, draft_block_bytes, kv_layout, load_model_runner, load_speculator
 from engine.loop import Engine
+from engine.model_runner import ModelRunner
 from engine.models.config import load_config
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.ranks.cache import AnyKVCache
+from engine.ranks.launch import fitting_ranks, load_ranked_runner
 from engine.scheduler import Scheduler
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.speculator import Speculator
@@ -55,7 +57,7 @@ class HostedRunner(Runner, Protocol):
     """A runner with its KV cache. Plug point: ModelRunner, and tandem_cli.load_test.paced.PacedRunner."""
 
     @property
-    def kv_cache(self) -> KVCache:
+    def kv_cache(self) -> AnyKVCache:
         """The cache that the runner fills."""
         ...
 
@@ -77,6 +79,7 @@ class EngineHost:
     scheduler: Scheduler
     speculation: Speculation
     speculator: Speculator | None
+    num_ranks: int = 1
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
         """Scheduler, runner and guesses, joined."""
@@ -100,6 +103,7 @@ class EngineHost:
             device=str(self.runner.kv_cache.tensor.device),
             pid=os.getpid(),
             speculative=self.speculation.kind,
+            tensor_parallel=self.num_ranks,
         )
 
 
@@ -138,10 +142,12 @@ def build_host(
         kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
         attention=runner.attention_backend,
         threads=torch.get_num_threads(),
+        ranks=runner_settings.tensor_parallel,
         speculative=limits.speculation.kind,
     )
     scheduler = Scheduler(scheduler_config, BlockPool(num_blocks))
-    return EngineHost(settings, runner, scheduler, limits.speculation, speculator)
+    num_ranks = runner_settings.tensor_parallel
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, num_ranks)
 
 
 def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
@@ -153,6 +159,8 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
         enforce_eager=settings.enforce_eager,
+        tensor_parallel=settings.num_ranks(),
+        max_batch_tokens=limits.max_batch_tokens,
         rope=settings.rope_override(),
         block_size=settings.block_size,
         kv_memory=KVMemory(
@@ -167,6 +175,8 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         # Enough for all slots at full length: more blocks would never be used.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
+    if settings.tensor_parallel == "max":
+        runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings))
     draft_bytes = draft_block_bytes(limits.speculation, runner_settings)
     runner_settings = replace(runner_settings, companion_block_bytes=draft_bytes)
     return replace(runner_settings, num_blocks=_configured_blocks(settings, limits, runner_settings))
@@ -217,6 +227,17 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
         announce("kv_memory", summary=reservation.summary)
     log.info("model loaded", folder=located.model, seconds=round(time.monotonic() - begun_s, 2), **_peak_memory(host))
     return host
+
+
+def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
+    """Load a model into this process and its other ranks. From then on the process ends when one of them ends."""
+    return load_ranked_runner(settings, on_progress, on_lost=_end)
+
+
+def _end(reason: str) -> None:
+    log.critical("a rank is lost, exiting", reason=reason)
+    flush_outputs()
+    os._exit(1)
 
 
 class _Progress:

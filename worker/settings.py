@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 
 from checkpoint.settings import ModelSettings
-from engine.cores import ComputeCores, OwnCores, SharedCores
+from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import parse_cores
@@ -59,6 +59,11 @@ class WorkerSettings(ModelSettings):
     quantize: str = setting(
         "none", f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only)", env=("QUANTIZE",)
     )
+    tensor_parallel: str = setting(
+        "1",
+        "ranks: processes that compute each step of the worker together (CPU, one machine); max: one per NUMA node, or "
+        "as many as the model allows",
+    )
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     model_loading_timeout: float = setting(
         240.0,
@@ -107,6 +112,7 @@ class WorkerSettings(ModelSettings):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
         require_positive(self, "block_size", "layers_per_group")
+        self.num_ranks()
         require_not_negative(self, *_NOT_NEGATIVE)
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
@@ -119,6 +125,16 @@ class WorkerSettings(ModelSettings):
     def identity(self) -> str:
         """The worker id; by default host name and process id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
+
+    def num_ranks(self) -> int:
+        """Return the tensor-parallel degree as a number; the model may have fewer with "max". Raises
+        ConfigurationError.
+        """
+        if self.tensor_parallel == "max":
+            return num_numa_nodes()
+        if not self.tensor_parallel.isdecimal() or int(self.tensor_parallel) < 1:
+            raise ConfigurationError(f"tensor_parallel must be at least 1, or max, got {self.tensor_parallel!r}")
+        return int(self.tensor_parallel)
 
     def compute_cores(self) -> ComputeCores:
         """Return the cores of this worker and those it may borrow. Raises ConfigurationError for bad settings."""

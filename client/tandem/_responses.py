@@ -258,6 +258,7 @@ def _worker(message: mesh_pb2.WorkerStatus) -> Worker:
         prefilling_tokens=message.prefilling_tokens,
         canary_error=message.canary_error,
         speculative=record.speculative or "none",
+        tensor_parallel=record.tensor_parallel or 1,
     )
 
 

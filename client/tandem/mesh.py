@@ -28,7 +28,7 @@ class Worker:
     `serving` workers get requests of clients: they are ready, reachable, and have passed the health check.
     `open_transfers` and `transferred_bytes` count KV transfers that the router started. `prefilling_tokens` are prompt
     tokens that the router has sent and the worker has not computed yet. `canary_error` is the error of the last health
-    check, a tiny request, if it failed.
+    check, a tiny request, if it failed. `tensor_parallel` processes, its ranks, compute each step together.
     """
 
     worker_id: str
@@ -49,6 +49,7 @@ class Worker:
     prefilling_tokens: int = 0
     speculative: str = "none"
     canary_error: str = ""
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,9 @@
 ForwardMetadata is an argument of every forward pass, never a global.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -65,6 +67,15 @@ class ForwardMetadata:
     def max_chunk_context(self) -> int:
         """Longest context of a chunk; 0 without chunks."""
         return max((chunk.context_len for chunk in self.chunks), default=0)
+
+
+def chunks_of(query_starts: Sequence[int], context_lens: Sequence[int], num_decodes: int) -> tuple[Chunk, ...]:
+    """The chunks of a step: its sequences after the first `num_decodes`."""
+    return tuple(
+        Chunk(row, start, stop - start, context_lens[row])
+        for row, (start, stop) in enumerate(pairwise(query_starts))
+        if row >= num_decodes
+    )
 
 
 def one_token() -> ForwardMetadata:

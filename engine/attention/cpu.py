@@ -99,7 +99,7 @@ class CpuAttention:
         rows, step = queries.shape[0], shape.num_heads * shape.head_dim
         padded = self._buffers[0].get("queries", (rows + QUERY_TILE_ROWS) * step)
         padded[: rows * step] = queries.reshape(-1).numpy()
-        flat = Queries(padded, step, out.view(-1).numpy())
+        flat = Queries(padded, step, out.view(-1).numpy(), step)
         batch = kernel_batch(metadata, shape.block_size)
         visible = NO_WINDOW if window is None else window
         work = [Attending(flat, shape, batch, buffers.attention(shape, batch)) for buffers in self._buffers]

@@ -27,15 +27,21 @@ from engine.kv_cache import KVCache
 from engine.models.facts import ModelConfig
 from engine.models.linear import LinearParameters, Parameters
 from engine.models.rope import RotaryEmbedding
+from engine.ranks.group import Alone, RankGroup
+from engine.ranks.share import rank_share
 from mesh.domain.host import Cores
 from mesh.domain.kv import KVLayout
 
 
 class LoopThreads:
-    """`num_own` threads, the caller included, share the worker's cores; each lent core adds one. For one caller."""
+    """`num_own` threads, the caller included, share the worker's cores; each lent core adds one. For one caller.
 
-    def __init__(self, num_own: int) -> None:
+    Every rank of a group with several has `num_own` threads, and uses no lent cores.
+    """
+
+    def __init__(self, num_own: int, group: RankGroup) -> None:
         self._num_own = num_own
+        self._group = group
         self._helpers: dict[int, ThreadPoolExecutor] = {}
         self._lent: Cores = ()
         self._counter = np.zeros(1, np.int64)
@@ -48,24 +54,32 @@ class LoopThreads:
 
     def use(self, lent: Cores) -> None:
         """Set the lent cores of the next runs."""
-        self._lent = lent
+        self._lent = lent if self._group.size == 1 else ()
 
     def run(self, work: Callable[[Team], object]) -> None:
         """Call `work(team)` in all threads and return when all have returned. `work` must not raise: the other threads
         would wait for it at the barrier for ever.
         """
-        if self.count == 1:
-            work(Team(0, 1, self._counter, self.phase_cycles))
-            return
         self._counter[0] = 0
+        if self.count == 1:
+            work(self._team(0, self.phase_cycles))
+            return
         cores = [*(-helper for helper in range(1, self._num_own)), *self._lent]
         running = [
-            self._helper(core).submit(work, Team(index, self.count, self._counter, np.zeros_like(self.phase_cycles)))
+            self._helper(core).submit(work, self._team(index, np.zeros_like(self.phase_cycles)))
             for index, core in enumerate(cores, 1)
         ]
-        work(Team(0, self.count, self._counter, self.phase_cycles))
+        work(self._team(0, self.phase_cycles))
         for future in running:
             future.result()
+
+    def _team(self, thread: int, phase_cycles: Int64s) -> Team:
+        count, counter, group = self.count, self._counter, self._group
+        if group.size == 1:
+            return Team(thread, count, counter, thread, count, counter, phase_cycles)
+        # The counter of all ranks is never reset: another rank may be waiting at it.
+        number = group.rank * count + thread
+        return Team(thread, count, counter, number, group.size * count, group.counter, phase_cycles)
 
     def _helper(self, core: int) -> ThreadPoolExecutor:
         """The helper of a lent core. A negative number names a helper on the worker's own cores."""
@@ -113,13 +127,20 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> st
 
 
 class CompiledDecoder:
-    """A decoder-only transformer on CPU. The constructor takes every parameter out of `parameters`."""
+    """A decoder-only transformer on CPU, or the share of it that one rank of `group` computes.
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, cache: KVCache) -> None:
+    The constructor takes every parameter out of `parameters`. Only rank 0 holds the whole embedding.
+    """
+
+    def __init__(
+        self, config: ModelConfig, parameters: Parameters, cache: KVCache, group: RankGroup | None = None
+    ) -> None:
         int8 = parameters.scheme == "int8"
         self.config = config
         self.attention_backend = "compiled"
-        self.threads = LoopThreads(torch.get_num_threads())
+        self._group = group or Alone()
+        self._share = rank_share(config, self._group.rank, self._group.size)
+        self.threads = LoopThreads(torch.get_num_threads(), self._group)
         # The loop has its own threads. OpenMP threads would spin on their cores between the few torch operations.
         self.num_torch_threads = 1
         self._thread_buffers: list[Buffers] = []
@@ -131,7 +152,8 @@ class CompiledDecoder:
         self._cache = cache.elements
         self._model = self._build(parameters, cache)
         self._buffers = Buffers()
-        self._compile()
+        if self._group.rank == 0:
+            self._compile()
 
     @property
     def phase_cycles(self) -> Int64s:
@@ -142,11 +164,16 @@ class CompiledDecoder:
         self.threads.use(lent)
 
     def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: Iterable[tuple[int, int]]) -> Tensor:
-        num_tokens = token_ids.shape[0]
-        acts = self._activations(num_tokens)
-        residual = torch.from_numpy(acts.residual)
+        residual = torch.from_numpy(self._rows("residual", token_ids.shape[0], self.config.hidden_size))
         torch.index_select(self._embed, 0, token_ids, out=residual)
-        model = self._model
+        self._group.begin_forward(metadata)
+        self.run_layers(metadata, groups)
+        return residual
+
+    def run_layers(self, metadata: ForwardMetadata, groups: Iterable[tuple[int, int]]) -> None:
+        """Compute the layers on the embedded tokens in the group's buffers. The part of `forward` that all ranks do."""
+        num_tokens = metadata.positions.shape[0]
+        model, acts = self._model, self._activations(num_tokens)
         rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
         batch = kernel_batch(metadata, model.shape.block_size, rotation)
         operands, cache = self._operands(num_tokens), self._cache
@@ -157,30 +184,36 @@ class CompiledDecoder:
         ]
         for first, end in groups:
             self.threads.run(partial(_run_layers, model, work, Span(first, end)))
-        return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
+        num_rows, width = hidden.shape
+        torch.from_numpy(self._rows("output_rows", num_rows, width)).copy_(hidden)
+        self._group.begin_logits(num_rows)
+        self.run_output(num_rows)
         # Columns are padded to whole panels; those past the vocabulary are cut off.
-        logits = torch.empty(hidden.shape[0], -(-self.config.vocab_size // PANEL) * PANEL)
-        rows, out = hidden.contiguous().numpy(), logits.numpy()
-        operands = self._operands(hidden.shape[0])
-        self.threads.run(partial(_output_rows, self._model, rows, out, operands))
-        return logits[:, : self.config.vocab_size]
+        return torch.from_numpy(self._rows("logits", num_rows, self._logits_width))[:, : self.config.vocab_size]
+
+    def run_output(self, num_rows: int) -> None:
+        """Compute logits of the rows in the group's buffers. The part of `logits` that all ranks do."""
+        rows = self._rows("output_rows", num_rows, self.config.hidden_size)
+        own_logits = self._rows("logits", num_rows, self._logits_width, self._share.vocab.first)
+        self.threads.run(partial(_output_rows, self._model, rows, own_logits, self._operands(num_rows)))
 
     def _compile(self) -> None:
-        """Compile the loops, or load them from disk, so that the first request need not wait. Runs a step of one token
-        through no layer.
+        """Compile the loops, or load them from disk, so that the first request need not wait. Runs a step of one token,
+        through no layer if there is one rank: the others run all layers whenever they are called.
         """
-        hidden = self.forward(torch.zeros(1, dtype=torch.int64), one_token(), [(0, 0)])
+        num_layers = 0 if self._group.size == 1 else self.config.num_layers
+        hidden = self.forward(torch.zeros(1, dtype=torch.int64), one_token(), [(0, num_layers)])
         summarise(self.logits(hidden).numpy())
 
     def _build(self, parameters: Parameters, cache: KVCache) -> Model:
         config = self.config
-        packer = Packer(_matrix_shapes(config, self._heads), int8=self._int8)
+        packer = Packer(self._matrix_shapes(), int8=self._int8)
         layers = [f"layers.{layer}" for layer in range(config.num_layers)]
         for index, name in enumerate(f"{layer}.{matrix}" for layer in layers for matrix in _MATRIX_NAMES):
             _pack(packer, index, parameters.take_linear(name))
-        _pack(packer, len(layers) * len(_MATRIX_NAMES), parameters.take_output(self._embed))
+        _pack(packer, len(layers) * len(_MATRIX_NAMES), self._take_output(parameters))
         head_norms = np.empty((config.num_layers, 2 if config.qk_norm else 0, config.head_dim), np.float32)
         if config.qk_norm:
             for i, layer in enumerate(layers):
@@ -199,26 +232,58 @@ class CompiledDecoder:
             shape=head_shape(self._heads, cache.layer(0)),
         )
 
+    def _take_output(self, parameters: Parameters) -> LinearParameters:
+        """The rank's rows of the output matrix; if it is tied, those of the embedding."""
+        vocab = self._share.vocab
+        if self._group.rank == 0:
+            return parameters.take_output(self._embed[: vocab.count])
+        output, self._embed = parameters.take_output(self._embed), self._embed[:0]
+        return output
+
+    def _matrix_shapes(self) -> list[MatrixShape]:
+        config, share = self.config, self._share
+        layer = [
+            MatrixShape(_qkv_width(self._heads), config.hidden_size),
+            MatrixShape(share.hidden.count, config.num_heads * config.head_dim),
+            MatrixShape(2 * share.inner.count, config.hidden_size, gated=True),
+            MatrixShape(share.hidden.count, config.intermediate_size),
+        ]
+        return layer * config.num_layers + [MatrixShape(share.vocab.count, config.hidden_size)]
+
+    @property
+    def _logits_width(self) -> int:
+        return -(-self.config.vocab_size // PANEL) * PANEL
+
+    def _rows(self, name: str, rows: int, width: int, first_column: int = 0) -> Floats:
+        """The buffer `name` as [rows, width]. With `first_column` the view begins there and ends as far into a row that
+        is not used, so that a product can write to the columns from there on.
+        """
+        buffer: Floats = self._group.buffers.get(name, (rows + 1) * width)
+        return buffer[first_column : first_column + rows * width].reshape(rows, width)
+
     def _activations(self, rows: int) -> Activations:
-        config = self.config
-        q_width, qkv_width = _widths(self._heads)
+        config, share = self.config, self._share
+        q_width = config.num_heads * config.head_dim
+        qkv_width = _qkv_width(self._heads)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * qkv_width)
-        mixed = self._buffers.get("mixed", rows * q_width)[: rows * q_width]
-        inner = self._buffers.get("inner", rows * config.intermediate_size)
-        residual = self._buffers.get("residual", rows * config.hidden_size)
+        first_query = share.heads.first * config.group_size * config.head_dim
+        own_mixed = self._rows("mixed", rows, q_width, first_query)
         return Activations(
-            residual=residual[: rows * config.hidden_size].reshape(rows, -1),
-            inner=inner[: rows * config.intermediate_size].reshape(rows, -1),
-            mixed=mixed.reshape(rows, -1),
+            residual=self._rows("residual", rows, config.hidden_size),
+            own_residual=self._rows("residual", rows, config.hidden_size, share.hidden.first),
+            inner=self._rows("inner", rows, config.intermediate_size),
+            own_inner=self._rows("inner", rows, config.intermediate_size, share.inner.first),
+            mixed=self._rows("mixed", rows, q_width),
             qkv=qkv[: rows * qkv_width].reshape(rows, -1),
-            queries=Queries(qkv, qkv_width, mixed),
+            queries=Queries(qkv, qkv_width, own_mixed.reshape(-1), q_width),
         )
 
     def _operands(self, rows: int) -> list[Operand]:
-        """One operand for each thread. Threads share the rows and have separate sums."""
+        """One operand for each thread. All threads share the rows and have separate sums."""
         depth = int(self._model.weights.matrices[:, 2].max())
-        a = self._buffers.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32)
-        factors, amx = self._buffers.get("factors", rows), amx_shapes() if self._int8 else _NO_AMX
+        shared = self._group.buffers
+        a = shared.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32)
+        factors, amx = shared.get("factors", rows), amx_shapes() if self._int8 else _NO_AMX
         sums_dtype = np.int32 if self._int8 else np.float32
         while len(self._thread_buffers) < self.threads.count:
             self._thread_buffers.append(Buffers())
@@ -238,18 +303,6 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
     packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
 
 
-def _widths(heads: AttentionShape) -> tuple[int, int]:
-    """Width of a layer's queries, and width of its queries, keys and values together."""
-    q_width = heads.num_heads * heads.head_dim
-    return q_width, q_width + 2 * heads.num_kv_heads * heads.head_dim
-
-
-def _matrix_shapes(config: ModelConfig, heads: AttentionShape) -> list[MatrixShape]:
-    q_width, qkv_width = _widths(heads)
-    layer = [
-        MatrixShape(qkv_width, config.hidden_size),
-        MatrixShape(config.hidden_size, q_width),
-        MatrixShape(2 * config.intermediate_size, config.hidden_size, gated=True),
-        MatrixShape(config.hidden_size, config.intermediate_size),
-    ]
-    return layer * config.num_layers + [MatrixShape(config.vocab_size, config.hidden_size)]
+def _qkv_width(heads: AttentionShape) -> int:
+    """Width of a layer's queries, keys and values together."""
+    return (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim

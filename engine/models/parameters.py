@@ -5,8 +5,8 @@ matrix products. Differences in layout, such as fused projections or another pai
 here by the order of rows; the decoder has one layout only.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ class ParameterSpec:
     """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`.
 
     With `unit_rows` each row is divided by its length. Matrices have a `shard_axis`, see LinearParameters. A `wide`
-    parameter stays in fp32 if the model is in fp16.
+    parameter stays in fp32 if the model is in fp16. A rank holds only the rows `held_rows`; None: all of `shape`.
     """
 
     name: str
@@ -50,6 +50,23 @@ class ParameterSpec:
     unit_rows: bool = False
     shard_axis: int | None = None
     wide: bool = False
+    held_rows: RowOrder | None = None
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape of the rows that this rank holds."""
+        return self.shape if self.held_rows is None else (len(self.held_rows), *self.shape[1:])
+
+    def held_sources(self) -> Iterator[Source]:
+        """The sources, restricted to the rows that this rank holds."""
+        first = 0
+        for source in self.sources:
+            if self.held_rows is None:
+                yield source
+                continue
+            local = self.held_rows[(self.held_rows >= first) & (self.held_rows < first + source.num_rows)] - first
+            yield replace(source, rows=local if source.rows is None else source.rows[local])
+            first += source.num_rows
 
     @property
     def is_scale(self) -> bool:

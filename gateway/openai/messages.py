@@ -24,49 +24,50 @@ class ReasoningReader:
     """Splits reasoning between <think> and </think> from one streamed answer: Qwen3, QwQ, DeepSeek-R1 and relatives.
 
         START ──<think>──▶ REASONING ──</think>──▶ ANSWER
-          └──anything else──▶ ANSWER
-    `begins_within`: the chat template itself writes <think>, so the text begins in REASONING. White space around
+          └──anything else──▶ ANSWER; REASONING if `begins_within`
+    `begins_within`: the chat template itself writes <think>. Only the first <think> is a mark. White space around
     reasoning is dropped.
     """
 
     def __init__(self, *, begins_within: bool = False) -> None:
-        self._state = _State.REASONING if begins_within else _State.START
+        self._begins_within = begins_within
+        self._state = _State.START
         self._buffer = ""
         self._is_blank = True  # nothing of the current state's text has been emitted yet
 
     def push(self, text: str) -> tuple[str, str]:
         """Return what the text adds to the reasoning and to the answer. Text that may begin a marker is held back."""
         self._buffer += text
-        reasoning = ""
         if self._state is _State.START:
-            first = self._buffer.lstrip()
-            if first.startswith(_OPEN):
-                self._state, self._buffer = _State.REASONING, first
-            elif _OPEN.startswith(first):
-                return "", ""  # empty, or a possible prefix of <think>
-            else:
-                # Without reasoning, leading white space belongs to the answer.
-                self._state, self._is_blank = _State.ANSWER, False
-        if self._state is _State.REASONING:
-            reasoning = self._read_reasoning()
+            self._read_start()
+        reasoning = self._read_reasoning() if self._state is _State.REASONING else ""
         return reasoning, self._read_answer() if self._state is _State.ANSWER else ""
 
     def finish(self) -> tuple[str, str]:
         """Return the reasoning and the answer that are still held back."""
         remaining, self._buffer = self._buffer, ""
         if self._state is _State.REASONING:
-            return remaining.rstrip().removeprefix(_OPEN) if self._is_blank else remaining.rstrip(), ""
-        return ("", remaining) if self._state is _State.START else ("", "")
+            return remaining.rstrip(), ""
+        if self._state is _State.START:
+            return (remaining.strip(), "") if self._begins_within else ("", remaining)
+        return "", ""
+
+    def _read_start(self) -> None:
+        """Leave START, without its mark, once the text shows whether it begins with <think>."""
+        first = self._buffer.lstrip()
+        if first.startswith(_OPEN):
+            self._state, self._buffer = _State.REASONING, first.removeprefix(_OPEN)
+        elif _OPEN.startswith(first):
+            return  # empty, or a possible prefix of <think>
+        elif self._begins_within:
+            self._state = _State.REASONING
+        else:
+            # Without reasoning, leading white space belongs to the answer.
+            self._state, self._is_blank = _State.ANSWER, False
 
     def _read_reasoning(self) -> str:
         if self._is_blank:
-            first = self._buffer.lstrip()
-            if _OPEN.startswith(first):
-                return ""
-            self._buffer = first.removeprefix(_OPEN).lstrip()
-            if not self._buffer:
-                self._buffer = first  # more white space may follow
-                return ""
+            self._buffer = self._buffer.lstrip()
         text, mark, remaining = self._buffer.partition(_CLOSE)
         if mark:
             self._state, self._buffer, self._is_blank = _State.ANSWER, remaining, True

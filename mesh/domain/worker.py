@@ -37,7 +37,7 @@ class RankInfo:
 class WorkerInfo:
     """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`.
 
-    If `ranks` is empty, one process at `address` holds all KV.
+    `tensor_parallel` processes compute each step together. If `ranks` is empty, the one at `address` reaches all KV.
     """
 
     worker_id: str
@@ -55,6 +55,7 @@ class WorkerInfo:
     pid: int = 0
     speculative: str = "none"
     ranks: tuple[RankInfo, ...] = ()
+    tensor_parallel: int = 1
     protocol_version: int = PROTOCOL_VERSION
 
 

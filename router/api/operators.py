@@ -146,7 +146,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
 
 
 def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
-    """Leave out what only the mesh needs: KV layout, ranks, tokenizer and protocol version."""
+    """Leave out what only the mesh needs: KV layout, addresses of ranks, tokenizer and protocol version."""
     return mesh_pb2.WorkerRecord(
         worker_id=info.worker_id,
         incarnation=info.incarnation,
@@ -160,6 +160,7 @@ def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
         device=info.device,
         pid=info.pid,
         speculative=info.speculative,
+        tensor_parallel=info.tensor_parallel,
     )
 
 

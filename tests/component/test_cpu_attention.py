@@ -103,7 +103,8 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     queries[:-32] = 3 * torch.randn_like(queries[:-32])
     out = torch.full_like(queries[:-32], torch.nan)
     heads, nothing = head_shape(shape, cache), np.empty(0, np.uint8)
-    flat = Queries(queries.view(-1).numpy(), shape.num_heads * shape.head_dim, out.view(-1).numpy())
+    width = shape.num_heads * shape.head_dim
+    flat = Queries(queries.view(-1).numpy(), width, out.view(-1).numpy(), width)
     batch = kernel_batch(metadata, 16)
     attending = Attending(flat, heads, batch, Buffers().attention(heads, batch, bf16=True))
     amx = Operand(nothing, np.empty(0, np.float32), np.empty(0, np.int32), amx_shapes())

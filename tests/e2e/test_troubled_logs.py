@@ -20,7 +20,9 @@ pytestmark = pytest.mark.timeout(300)
 
 WATCH = "/grpc.health.v1.Health/Watch"
 NUM_REQUESTS, NUM_AT_A_TIME = 400, 16
-LONG = 1000
+LONG = 600
+GRACE = ("--set", "router.grace_s=50", "--set", "decode.drain_grace_s=50")
+"""On a busy machine a long stream takes longer than the default."""
 DROPPED = '"event": "log lines dropped"'
 
 
@@ -92,7 +94,7 @@ async def addresses(running: MeshProcess, client: tandem.AsyncClient) -> list[st
 
 async def test_full_disk_stopped_supervisor_and_watchers_that_take_nothing(tmp_path: Path, repaired: Repaired) -> None:
     async with AsyncExitStack() as stack:
-        running = await stack.enter_async_context(started("tandem-small", tmp_path, "--http-port=0"))
+        running = await stack.enter_async_context(started("tandem-small", tmp_path, "--http-port=0", *GRACE))
         client = await stack.enter_async_context(tandem.AsyncClient(running.address, timeout=60))
         repaired("D1", await lose_and_regain_the_disk(running, client))
         repaired("D1", await stop_and_continue_up(running, client))
@@ -113,7 +115,7 @@ async def test_full_disk_stopped_supervisor_and_watchers_that_take_nothing(tmp_p
 
 async def test_a_killed_supervisor(tmp_path: Path, repaired: Repaired) -> None:
     async with (
-        started("tandem-small", tmp_path, "--http-port=0") as running,
+        started("tandem-small", tmp_path, "--http-port=0", *GRACE) as running,
         tandem.AsyncClient(running.address, timeout=60, max_retries=0) as client,
     ):
         children = running.children()

@@ -12,8 +12,8 @@ from tests.evidence import Evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
-    *("client/tandem", "router", "prefill_worker", "decode_worker", "kvtransfer", "engine", "mesh"),
-    *("checkpoint", "worker", "tandem_cli", "bench", "demo_model", "gateway"),
+    *("client/tandem", "router", "prefill_worker", "decode_worker", "rank_worker", "kvtransfer", "engine"),
+    *("mesh", "checkpoint", "worker", "tandem_cli", "bench", "demo_model", "gateway"),
 )
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
@@ -79,6 +79,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/models.md",
         "docs/observability.md",
         "docs/operations.md",
+        "docs/parallel.md",
         "docs/performance.md",
         "docs/requirements.md",
         "docs/security.md",

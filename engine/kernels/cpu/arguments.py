@@ -78,7 +78,8 @@ class Queries(NamedTuple):
 
     rows: Floats  # flat [num_tokens, step]; the first num_heads * head_dim numbers of a row are read
     step: int
-    out: Floats  # flat [num_tokens, num_heads * head_dim]
+    out: Floats  # flat [num_tokens, out_step]; the first num_heads * head_dim numbers of a row are written
+    out_step: int
 
 
 class AttentionScratch(NamedTuple):

@@ -141,7 +141,7 @@ def attend_decode(decode: DecodeQuery, heads: Span, attending: Attending, kv: La
     for g in range(num_rows):
         row = address(scratch.scores) + g * width * FLOAT_BYTES
         scratch.factors[g] = np.float32(1.0) / exponents(row, width // KEYS, visible, shape.scale * scratch.factors[g])
-    out_at = row_number * shape.num_heads * shape.head_dim + at
+    out_at = row_number * queries.out_step + at
     queries.out[out_at : out_at + num_rows * shape.head_dim] = np.float32(0.0)
     out = address(queries.out) + out_at * FLOAT_BYTES
     _add_segments(out, heads, attending, values, _NextSegments(kv.keys, _next_slots(seq, batch, kv.window)))

@@ -11,11 +11,10 @@ import numpy as np
 from engine.kernels.cpu.arguments import (
     Attending,
     AttentionScratch,
-    Floats,
-    HeadShape,
     Int64s,
     LayerKV,
     Matrix,
+    Queries,
     QueryBlock,
     Share,
     Span,
@@ -141,9 +140,9 @@ def _attend_block(block: QueryBlock, head: int, tokens: Span, window: int, atten
                 multiply_tile(product, depth, QUERY_TILE_ROWS, 2, scores[0])
             else:
                 multiply_tile(product, depth, QUERY_TILE_ROWS, 1, scores[0])
-            at = ((row + i) * shape.num_heads + head) * dim + p * LANES
+            at = (row + i) * queries.out_step + head * dim + p * LANES
             columns = _TileColumns(i, min(QUERY_TILE_ROWS, count - i), min(KEY_TILE, dim - p * LANES))
-            _store_tile(scratch, queries.out, columns, at, shape)
+            _store_tile(scratch, queries, columns, at)
 
 
 @jit
@@ -153,10 +152,10 @@ def _num_visible(i: int, position: int, begin: int, width: int) -> int:
 
 
 @jit
-def _store_tile(scratch: AttentionScratch, out: Floats, columns: _TileColumns, at: int, shape: HeadShape) -> None:
-    """Divide a tile of sums by the softmax totals and store it in `out` from index `at` on."""
+def _store_tile(scratch: AttentionScratch, queries: Queries, columns: _TileColumns, at: int) -> None:
+    """Divide a tile of sums by the softmax totals and store it in `queries.out` from index `at` on."""
     for r in range(columns.num_rows):
-        target = address(out) + (at + r * shape.num_heads * shape.head_dim) * FLOAT_BYTES
+        target = address(queries.out) + (at + r * queries.out_step) * FLOAT_BYTES
         tile = address(scratch.tile) + r * KEY_TILE * FLOAT_BYTES
         scale_row(tile, columns.num_columns // LANES, scratch.factors[columns.first + r], target)
 
@@ -223,6 +222,6 @@ def attend_block_bf16(block: QueryBlock, head: int, tokens: Span, window: int, a
         sums = Matrix(address(scratch.tile), KEY_TILE * FLOAT_BYTES)
         multiply_bf16_tile(TileProduct(Matrix(rows, width * HALF_BYTES), values, sums), width // AMX_DEPTH)
         for r in range(count):
-            at = ((row + r) * shape.num_heads + head) * dim + panel * LANES
+            at = (row + r) * queries.out_step + head * dim + panel * LANES
             tile = address(scratch.tile) + r * KEY_TILE * FLOAT_BYTES
             scale_row(tile, KEY_TILE // LANES, scratch.factors[r], address(queries.out) + at * FLOAT_BYTES)

@@ -1,4 +1,9 @@
-"""All layers of a decoder for one step's tokens, as one compiled loop that counts the CPU cycles of its phases."""
+"""All layers of a decoder for one step's tokens, as one compiled loop that counts the CPU cycles of its phases.
+
+The threads of one process run it together, or those of several: tensor-parallel ranks, each with some of the heads and
+some of the columns of every matrix. All of them share the activations, so that each column is a sum over all inputs in
+the same order: the results do not depend on the number of ranks, to the bit.
+"""
 
 import time
 from typing import NamedTuple
@@ -43,21 +48,30 @@ class Model(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Intermediate results of a layer, shared by all threads."""
+    """Intermediate results of a layer. All threads of all ranks share them, except qkv.
+
+    Products write to `own_residual` and `own_inner`. These have the shape of `residual` and `inner`, and begin at the
+    first column that the rank computes.
+    """
 
     residual: Floats  # [num_tokens, hidden]
+    own_residual: Floats
     inner: Floats  # [num_tokens, intermediate]
-    mixed: Floats  # [num_tokens, num_heads * head_dim]
-    qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    queries: Queries  # over qkv and mixed
+    own_inner: Floats
+    mixed: Floats  # [num_tokens, num_heads * head_dim], the heads of all ranks
+    qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads
+    queries: Queries  # over qkv and the rank's part of mixed
 
 
 class Team(NamedTuple):
-    """One of the threads that run the same loop."""
+    """One of the threads that run the same loop: among its rank's threads, and among those of all ranks."""
 
     thread: int
     num_threads: int
-    counter: Int64s  # [1], of the barrier, shared by all threads
+    counter: Int64s  # [1], of the barrier of the rank's threads
+    number: int
+    num_all: int
+    all_counter: Int64s  # [1], of the barrier of all threads
     phase_cycles: Int64s  # of this thread; see start_phases
 
 
@@ -84,7 +98,8 @@ def run_layers(model: Model, work: Work, team: Team, layers: Span) -> None:
     """Compute the layers of a span: update the residual and write KV to the cache. Every thread calls this function."""
     acts, operand, attending, cache = work
     weights, share = model.weights, Share(team.thread, team.num_threads)
-    span = _row_span(acts.residual, team)
+    span = _part(len(acts.residual), team.number, team.num_all)
+    own_span = _part(len(acts.residual), team.thread, team.num_threads)
     begin_products(operand)
     start_phases(team.phase_cycles)
     for layer in range(layers.first, layers.end):
@@ -93,22 +108,22 @@ def run_layers(model: Model, work: Work, team: Team, layers: Span) -> None:
         norm_rows(acts.residual, input_norm, weights.matrices[qkv, 2], operand, span)
         _finish_phase(team, NORM)
         product(operand, weights, qkv, Target(acts.qkv, STORE), share)
-        _finish_phase(team, QKV)
-        rotate_and_store(acts.queries.rows, Norm(model.head_norms[layer], model.eps), attending, cache, layer, span)
-        _finish_phase(team, STORE_KV)
+        _finish_own_phase(team, QKV)
+        rotate_and_store(acts.queries.rows, Norm(model.head_norms[layer], model.eps), attending, cache, layer, own_span)
+        _finish_own_phase(team, STORE_KV)
         attend(attending, cache, layer, model.windows[layer], share)
         _finish_phase(team, ATTENTION)
         put_rows(acts.mixed, weights.matrices[output, 2], operand, span)
         _finish_phase(team, QUANTISE)
-        product(operand, weights, output, Target(acts.residual, ADD), share)
+        product(operand, weights, output, Target(acts.own_residual, ADD), share)
         _finish_phase(team, OUTPUT)
         norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, span)
         _finish_phase(team, NORM)
-        product(operand, weights, gate_up, Target(acts.inner, GATE), share)
+        product(operand, weights, gate_up, Target(acts.own_inner, GATE), share)
         _finish_phase(team, GATE_UP)
         put_rows(acts.inner, weights.matrices[down, 2], operand, span)
         _finish_phase(team, QUANTISE)
-        product(operand, weights, down, Target(acts.residual, ADD), share)
+        product(operand, weights, down, Target(acts.own_residual, ADD), share)
         _finish_phase(team, DOWN)
     end_products(operand)
 
@@ -120,28 +135,37 @@ def _matrices(layer: int) -> _Matrices:
 
 
 @jit
-def _row_span(rows: Floats, team: Team) -> Span:
-    """The thread's rows in phases that share out rows."""
-    return Span(len(rows) * team.thread // team.num_threads, len(rows) * (team.thread + 1) // team.num_threads)
+def _part(num_rows: int, number: int, num_parts: int) -> Span:
+    """The rows of thread `number` in phases that share out rows."""
+    return Span(num_rows * number // num_parts, num_rows * (number + 1) // num_parts)
 
 
 @jit
 def _finish_phase(team: Team, phase: int) -> None:
-    """Wait for all threads, then count the phase's cycles, waiting included."""
+    """Wait for the threads of all ranks, then count the phase's cycles, waiting included."""
+    wait(team.all_counter, team.num_all)
+    end_phase(team.phase_cycles, phase)
+
+
+@jit
+def _finish_own_phase(team: Team, phase: int) -> None:
+    """Wait for the rank's threads only, then count the phase's cycles, waiting included."""
     wait(team.counter, team.num_threads)
     end_phase(team.phase_cycles, phase)
 
 
 @jit
 def output_rows(model: Model, hidden: Floats, logits: Floats, operand: Operand, team: Team) -> None:
-    """Compute logits [rows, vocab_size] from rows of the residual. Every thread calls this function."""
+    """Compute logits [rows, vocab_size] from rows of the residual. Every thread of every rank calls this function.
+    `logits` begins at the first column that the rank computes.
+    """
     weights = model.weights
     matrix = len(weights.matrices) - 1
     begin_products(operand)
     start_phases(team.phase_cycles)
     norm = Norm(model.final_norm, model.eps)
-    norm_rows(hidden, norm, weights.matrices[matrix, 2], operand, _row_span(hidden, team))
-    wait(team.counter, team.num_threads)
+    norm_rows(hidden, norm, weights.matrices[matrix, 2], operand, _part(len(hidden), team.number, team.num_all))
+    wait(team.all_counter, team.num_all)
     product(operand, weights, matrix, Target(logits, STORE), Share(team.thread, team.num_threads))
     _finish_phase(team, LOGITS)
     end_products(operand)

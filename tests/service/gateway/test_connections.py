@@ -171,7 +171,7 @@ async def test_idle_connections_do_not_slow_others_down(repaired: Repaired, evid
         httpx2.AsyncClient(timeout=PATIENCE_S) as http,
     ):
         crowd = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.service.gateway.crowd", str(port), str(num_idle), str(num_dripping)),
+            *(sys.executable, "-m", "bench.crowd", str(port), str(num_idle), str(num_dripping)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.domain.host import Cores
 from tandem_cli.cores import CorePlan, assign_cores
 
 
@@ -21,6 +22,55 @@ from tandem_cli.cores import CorePlan, assign_cores
 )
 def test_plans(available: list[int], num_prefill: int, num_decode: int, plan: CorePlan) -> None:
     assert assign_cores(available, num_prefill=num_prefill, num_decode=num_decode) == plan
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_prefill", "ranks", "prefill", "decode"),
+    [
+        (3, 1, [1, 2], [(0,)], [(1, 2)]),
+        (6, 1, [2, 1], [(0, 1, 2, 3)], [(4, 5)]),
+        (8, 1, [2, 2], [(0, 1, 2, 3)], [(4, 5, 6, 7)]),
+        (5, 1, [1, 2], [(0, 1)], [(2, 3)]),  # no rank has more cores than another rank of its worker
+        (5, 0, [2, 2], [], [(1, 2), (3, 4)]),
+        (2, 0, [2], [], [(0, 1)]),
+        (2, 1, [2, 2], [(0, 1)], [(0, 1)]),
+        (3, 1, [2, 2], [(0, 1)], [(0, 2)]),
+        (1, 1, [1, 4], [(0,)], [(0,)]),
+    ],
+)
+def test_a_worker_of_several_ranks_has_cores_for_each(
+    num_cores: int, num_prefill: int, ranks: list[int], prefill: list[Cores], decode: list[Cores]
+) -> None:
+    plan = assign_cores(range(num_cores), num_prefill=num_prefill, num_decode=len(ranks) - num_prefill, ranks=ranks)
+    assert (list(plan.prefill), list(plan.decode)) == (prefill, decode)
+
+
+@given(st.integers(1, 64), st.lists(st.integers(1, 4), max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_ranks_have_as_many_cores_as_other_ranks_or_one_more(
+    num_cores: int, prefill: list[int], decode: list[int]
+) -> None:
+    ranks = [*prefill, *decode]
+    plan = assign_cores(range(num_cores), num_prefill=len(prefill), num_decode=len(decode), ranks=ranks)
+    shares = [*plan.prefill, *plan.decode]
+    assert all(shares)
+    assert all(core in range(num_cores) for share in shares for core in share)
+    if num_cores >= sum(ranks):
+        assert plan.is_exclusive
+        per_rank = [divmod(len(share), num_ranks) for share, num_ranks in zip(shares, ranks, strict=True)]
+        assert {unused for _, unused in per_rank} == {0}
+        assert max(cores for cores, _ in per_rank) - min(cores for cores, _ in per_rank) <= 1
+    else:
+        assert [len(share) for share in shares] == [min(num_ranks, num_cores) for num_ranks in ranks]
+
+
+def test_workers_of_several_ranks_neither_lend_nor_borrow() -> None:
+    plan = assign_cores(range(8), num_prefill=2, num_decode=2, ranks=[1, 1, 2, 1])
+    assert [plan.lent_to(role, 0) for role in ("prefill", "decode")] == [(), ()]
+    assert [plan.lent_to(role, 1) for role in ("prefill", "decode")] == [plan.decode[1], plan.prefill[1]]
+    first, second = plan.split([(1, 1), (1, 1)])
+    assert (first.lent_to("prefill", 0), second.lent_to("prefill", 0)) == ((), plan.decode[1])
+    assert "decode-0 on 4,5 (2 ranks)" in plan.describe()
+    assert "lend" not in first.describe()
 
 
 def test_a_worker_takes_no_more_than_it_may() -> None:

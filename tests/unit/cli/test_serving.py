@@ -34,7 +34,7 @@ def read(tmp_path: Path, properties: str = "", **environ: str) -> LowCode:
 def test_a_file_configures_the_whole_mesh(tmp_path: Path) -> None:
     found = read(tmp_path, PROPERTIES)
     assert found.of("up") == {"model": "/models/llama"}
-    workers = {"dtype": "float16", "max_model_len": "2048", "block_size": "8"}
+    workers = {"tensor_parallel": "max", "dtype": "float16", "max_model_len": "2048", "block_size": "8"}
     assert found.of("prefill") == workers
     assert found.of("decode") == workers | {"max_rolling_batch_size": "16"}
     assert found.of("router") == {"max_concurrent_requests": "50", "max_queued_requests": "50"}
@@ -78,8 +78,8 @@ def test_variables_of_tgi_and_sagemaker() -> None:
     found = read_low_code(None, environ, roles_of())
     assert found.of("up") == {"model": "/opt/ml/model"}
     assert found.of("router") == {"max_input_length": "100", "max_total_tokens": "200"}
-    assert found.of("prefill") == {"max_batch_prefill_tokens": "300"}
-    assert found.of("decode") == {"max_batch_total_tokens": "4000"}
+    assert found.of("prefill") == {"tensor_parallel": "1", "max_batch_prefill_tokens": "300"}
+    assert found.of("decode") == {"tensor_parallel": "1", "max_batch_total_tokens": "4000"}
     assert found.of("gateway") == {"max_body_bytes": str(2 << 20), "request_timeout_s": "60"}
     assert any("WAITING_SERVED_RATIO=1.2" in warning for warning in found.warnings)
 
@@ -147,6 +147,13 @@ MEMBERS = ("router", "prefill", "decode")
         ("", {"PROMETHEUS_PORT": "9000"}, "metrics_port", "9000", ("up",)),
         ("", {"OTLP_ENDPOINT": "http://c:4317"}, "otlp_endpoint", "http://c:4317", (*MEMBERS, "gateway")),
         ("", {"PREFIX_CACHING": "false"}, "prefix_caching", "false", ("prefill", "decode")),
+        ("option.tensor_parallel_degree=4", {}, "tensor_parallel", "4", ("prefill", "decode")),
+        ("option.tensor_parallel_size=max", {}, "tensor_parallel", "max", ("prefill", "decode")),
+        ("", {"TENSOR_PARALLEL_DEGREE": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
+        ("", {"SM_NUM_GPUS": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
+        ("", {"NUM_SHARD": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
+        ("", {"SHARDED": "true"}, "tensor_parallel", "max", ("prefill", "decode")),
+        ("", {"SHARDED": "false"}, "tensor_parallel", "1", ("prefill", "decode")),
         ("option.s3url=s3://b/flan/", {}, "model", "s3://b/flan/", ("up",)),
     ],
 )
@@ -160,6 +167,12 @@ def test_mappings(
     assert next(iter(environ), properties.partition("=")[0]) in named
 
 
+def test_a_degree_wins_over_sharded() -> None:
+    found = read_low_code(None, {"SHARDED": "true", "NUM_SHARD": "2"}, roles_of())
+    assert found.of("prefill") == found.of("decode") == {"tensor_parallel": "2"}
+    assert found.origins["decode"] == {"tensor_parallel": "NUM_SHARD"}
+
+
 def test_a_key_is_never_shown(tmp_path: Path) -> None:
     found = read(tmp_path, API_KEY="tgi-secret")
     assert found.warnings == ["API_KEY=*** (API_KEY) has no effect: keys are in a file, see --api-keys-file"]
@@ -169,7 +182,8 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
     ("properties", "environ", "said"),
     [
         ("option.tensor_parallel_degree=1\noption.tensor_parallel_size=2", {}, "contradict each other"),
-        ("option.tensor_parallel_degree=4", {}, "one device"),
+        ("option.pipeline_parallel_degree=2", {}, "models are not divided into pipeline stages: expected 1, got '2'"),
+        ("option.draft_model_tp_size=2", {}, "one process of a worker runs the draft model: expected 1, got '2'"),
         ("option.async_mode=true\noption.rolling_batch=vllm", {}, "option.rolling_batch=disable"),
         ("option.enable_lora=true", {}, "not supported"),
         ("option.output_formatter=3p", {}, "jsonlines"),
@@ -184,7 +198,7 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
         ),
         ("", {"MAX_TOTAL_TOKENS": "9", "MAX_BATCH_TOTAL_TOKENS": "8"}, "`max_total_tokens` must be <="),
         ("option.a=\\u12", {}, "cannot read"),
-        ("", {"SHARDED": "true"}, "one device"),
+        ("", {"SHARDED": "false", "NUM_SHARD": "2"}, "SHARDED=false and NUM_SHARD=2 contradict each other"),
         ("", {"ROPE_SCALING": "linear", "ROPE_FACTOR": "x"}, "ROPE_FACTOR: expected a number, got 'x'"),
         ("option.max_seq_len=5\noption.max_model_len=6", {}, "contradict each other"),
     ],

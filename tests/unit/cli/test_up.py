@@ -221,6 +221,71 @@ def test_workers_are_told_with_how_many_they_share_memory(
     assert {str(worker.kv_memory_shares) for worker in workers} == shares
 
 
+@pytest.mark.parametrize(
+    ("flags", "environ", "ranks", "cores"),
+    [
+        ((), {}, ["1", "1"], [4, 4]),
+        (("--tensor-parallel", "2"), {}, ["2", "2"], [4, 4]),
+        (("--set", "prefill.tensor_parallel=3"), {}, ["3", "1"], [6, 2]),
+        (("--tensor-parallel", "max"), {}, ["max", "max"], [4, 4]),
+        ((), {"TANDEM_TENSOR_PARALLEL": "2"}, ["2", "2"], [4, 4]),
+        ((), {"SM_NUM_GPUS": "2"}, ["2", "2"], [4, 4]),
+        (("--set", "decode.tensor-parallel=1"), {"NUM_SHARD": "3"}, ["3", "1"], [6, 2]),
+        (("--set", "decode.tensor-parallel=2", "--threads-per-worker", "3"), {}, ["1", "2"], [3, 3]),
+        (
+            ("--model", "a=tandem-small", "--model", "b=tandem-small", "--set", "b/decode.tensor-parallel=3"),
+            {},
+            ["1", "1", "1", "3"],
+            [2, 1, 2, 3],
+        ),
+    ],
+)
+def test_workers_have_ranks_and_cores_for_them(
+    planned: Planned,
+    flags: tuple[str, ...],
+    environ: dict[str, str],
+    ranks: list[str],
+    cores: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    repaired: Repaired,
+) -> None:
+    for module in ("up", "mesh_plan"):
+        monkeypatch.setattr(f"tandem_cli.{module}.available_cores", lambda: range(8))
+    monkeypatch.setattr("worker.settings.num_numa_nodes", lambda: 2)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    plan, launch = planned(*flags)
+    workers = plan.workers("127.0.0.1:1")
+    settings: list[Any] = [plan.resolve(worker, launch.environ) for worker in workers]
+    assert [each.tensor_parallel for each in settings] == ranks
+    assert [len(worker.cores) for worker in workers] == [each.num_threads for each in settings] == cores
+    pairs = zip(ranks[::2], ranks[1::2], strict=True)
+    assert [bool(each.core_table) for each in settings] == [pair == ("1", "1") for pair in pairs for _ in pair]
+    repaired("F5", "tensor_parallel_degree=2, SM_NUM_GPUS=2: each worker has two ranks, with cores for both")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "said"),
+    [
+        (("--tensor-parallel", "0"), {}, "tensor_parallel from flag --tensor-parallel"),
+        (("--set", "decode.tensor-parallel=two"), {}, "tensor_parallel from --set decode.tensor-parallel"),
+        ((), {"NUM_SHARD": "-1"}, "tensor_parallel from NUM_SHARD"),
+    ],
+)
+def test_a_wrong_degree_is_refused(
+    flags: tuple[str, ...],
+    environ: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    message = refusal(capsys, *flags)
+    assert said in message
+    assert "must be at least 1, or max" in message
+
+
 def test_rope_of_tgi_and_lmi_reaches_workers_and_router(
     planned: Planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repaired: Repaired
 ) -> None:

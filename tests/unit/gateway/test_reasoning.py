@@ -1,7 +1,7 @@
 """Reasoning and answer, however the text is cut into pieces."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.openai.messages import ReasoningReader, build_message, make_deltas
@@ -16,8 +16,12 @@ CASES = [
     (False, "", (None, "")),
     (False, "<think>still at it ", ("still at it", None)),
     (False, "<think>", (None, "")),
+    (False, "<think><think>x", ("<think>x", None)),
+    (False, "<think> <think", ("<think", None)),
     (True, "Let me see.\n</think>\n\n 5 \n", ("Let me see.", "5 \n")),
     (True, "<think>\nLet me see.</think>5", ("Let me see.", "5")),
+    (True, "<think><think>x</think>5", ("<think>x", "5")),
+    (True, "  <thi", ("<thi", None)),
     (True, "cut </thi", ("cut </thi", None)),
 ]
 
@@ -37,12 +41,19 @@ def test_reasoning(begins_within: bool, text: str, expected: tuple[str | None, s
 PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think", ">", " ", "\n", "x", "yz"]), max_size=14)
 
 
+def split(begins_within: bool, text: str) -> tuple[str | None, str | None]:
+    """What the reader finds in a whole text."""
+    first = text.lstrip()
+    if not begins_within and not first.startswith("<think>"):
+        return None, text
+    reasoning, _, content = first.removeprefix("<think>").partition("</think>")
+    return reasoning.strip() or None, content.lstrip() or (None if reasoning.strip() else "")
+
+
 @given(pieces=PIECES, begins_within=st.booleans())
+@example(pieces=["<think>", "<", "think", ">"], begins_within=False)
+@example(pieces=["<think>", "<", "think", ">"], begins_within=True)
+@example(pieces=["<think>", "<", "</think>", "think", ">"], begins_within=False)
 def test_chunking_does_not_change_the_result_and_no_text_is_lost(pieces: list[str], begins_within: bool) -> None:
     text = "".join(pieces)
-    reasoning, content = whole = read(begins_within, [text])
-    assert read(begins_within, pieces) == whole
-    found = "".join((reasoning or "") + (content or ""))
-    for mark in ("<think>", "</think>"):
-        text, found = text.replace(mark, ""), found.replace(mark, "")
-    assert found.split() == text.split() or "".join(found.split()) == "".join(text.split())
+    assert read(begins_within, [text]) == read(begins_within, pieces) == split(begins_within, text)

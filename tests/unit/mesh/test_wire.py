@@ -1,5 +1,7 @@
 """Domain nouns survive the wire."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,7 +111,11 @@ def test_worker_round_trip() -> None:
     ranks = (RankInfo("h:2", KVSpan(Span(0, 1), Span(0, 4))), RankInfo("h:3", KVSpan(Span(1, 1), Span(0, 4))))
     for role in WorkerRole:
         info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, ranks=ranks)
+        info = replace(info, tensor_parallel=4)
         assert wire.worker_from_proto(wire.worker_to_proto(info)) == info
+        older = wire.worker_to_proto(info)
+        older.ClearField("tensor_parallel")
+        assert wire.worker_from_proto(older).tensor_parallel == 1
     load = WorkerLoad(1, 2, 3, 4, 5, 6)
     assert wire.load_from_proto(wire.load_to_proto(load)) == load
     with pytest.raises(InvalidRequest, match="role"):

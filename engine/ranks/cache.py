@@ -1,0 +1,61 @@
+"""The KV cache of a worker whose heads are divided among ranks of one machine."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+from engine.kv_cache import Buffer, KVCache
+from engine.kv_memory import KVReservation
+from mesh.domain.kv import KVLayout, KVSpan
+
+
+class ShardedKVCache:
+    """The caches of all ranks as one, for the leader. Has the interface of KVCache, in all but `layer` and `elements`.
+
+    The ranks' caches lie in shared memory, so the leader copies KV in and out itself. The whole model's KV travels
+    between workers, so prefill and decode workers may differ in their number of ranks.
+    """
+
+    def __init__(self, shards: Sequence[KVCache], reservation: KVReservation | None = None) -> None:
+        self.layout: KVLayout = shards[0].layout
+        self.num_blocks = shards[0].num_blocks
+        self.span = self.layout.whole
+        self.reservation = reservation  # keeps the memory reserved as long as the cache lives
+        self._shards = tuple(shards)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The leader's part."""
+        return self._shards[0].tensor
+
+    def payload_bytes(self, num_blocks: int, span: KVSpan) -> int:
+        return self._shards[0].payload_bytes(num_blocks, span)
+
+    def copy_block(self, source: int, target: int) -> None:
+        for shard in self._shards:
+            shard.copy_block(source, target)
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        for shard in self._shards:
+            shard.clear_blocks(block_ids)
+
+    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
+        self._require(span)
+        for shard in self._shards:
+            shard.read_part(block_ids, span, out)
+
+    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
+        self._require(span)
+        for shard in self._shards:
+            shard.write_part(block_ids, span, data)
+
+    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> None:
+        """None: the heads of a block do not lie together."""
+
+    def _require(self, span: KVSpan) -> None:
+        if not span.is_inside(self.span):
+            raise IndexError(f"{span} is not completely in this cache, which has {self.span}")
+
+
+AnyKVCache: TypeAlias = KVCache | ShardedKVCache

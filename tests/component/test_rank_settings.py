@@ -1,0 +1,91 @@
+"""How many ranks a worker has: degrees that fit, degrees that are refused, and `max`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from decode_worker.settings import DecodeSettings
+from engine.load import RunnerSettings, load_model_runner
+from engine.ranks.launch import fitting_ranks, load_ranked_runner
+from engine.weights import Progress
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.worker import WorkerRole
+from tests.component.arms import load_arm, settings
+from tests.component.encoder_decoders import build_encoder_decoder
+from worker.engine_host import EngineLimits, HostedRunner, build_host
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.fixture
+def compiled(checkpoint: Checkpoint) -> Path:
+    """A model with 4 KV heads that this CPU can run over ranks; skips the test where it cannot."""
+    model_dir = checkpoint("llama")
+    assert load_arm(model_dir, "compiled").kv_cache.layout.num_kv_heads == 4
+    return model_dir
+
+
+def never(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+def refusal(wanted: RunnerSettings) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load_ranked_runner(wanted, on_lost=never)
+    return str(caught.value)
+
+
+def test_degrees_that_do_not_fit_are_refused_with_those_that_do(compiled: Path) -> None:
+    said = refusal(settings(compiled, tensor_parallel=5))
+    assert said == "tensor_parallel 5 does not fit 4 KV heads: use 4 or fewer"
+
+
+def test_models_and_devices_without_ranks_are_refused(compiled: Path, tmp_path: Path) -> None:
+    said = refusal(settings(compiled, tensor_parallel=2, enforce_eager=True))
+    assert said == "tensor_parallel 2 needs the compiled decoder, which cannot run here: enforce_eager is set"
+    assert "bfloat16 on cpu" in refusal(settings(compiled, tensor_parallel=2, dtype="bfloat16"))
+    t5 = build_encoder_decoder("t5", tmp_path)
+    assert "does not fit an encoder-decoder model: use 1" in refusal(settings(t5, tensor_parallel=2))
+
+
+def test_max_is_what_fits(compiled: Path, tmp_path: Path) -> None:
+    assert [fitting_ranks(settings(compiled, tensor_parallel=size)) for size in (1, 2, 4, 8)] == [1, 2, 4, 4]
+    assert fitting_ranks(settings(compiled, tensor_parallel=2, enforce_eager=True)) == 1
+    assert fitting_ranks(settings(compiled, tensor_parallel=2, dtype="bfloat16")) == 1
+    assert fitting_ranks(settings(build_encoder_decoder("t5", tmp_path), tensor_parallel=2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("degree", "eager", "num_ranks"), [("1", False, 1), ("3", False, 3), ("max", False, 4), ("max", True, 1)]
+)
+def test_a_worker_announces_its_ranks(
+    compiled: Path, monkeypatch: pytest.MonkeyPatch, degree: str, eager: bool, num_ranks: int
+) -> None:
+    monkeypatch.setattr("worker.settings.num_numa_nodes", lambda: 8)
+    wanted: list[RunnerSettings] = []
+
+    def load(runner_settings: RunnerSettings, on_progress: Progress | None) -> HostedRunner:
+        wanted.append(runner_settings)
+        return load_model_runner(settings(compiled))
+
+    host = build_host(
+        DecodeSettings(
+            model=str(compiled),
+            registry_address="none",
+            device="cpu",
+            tensor_parallel=degree,
+            enforce_eager=eager,
+            kv_cache_bytes=8_000_000,
+        ),
+        EngineLimits(max_batch_tokens=64, max_num_seqs=4),
+        load=load,
+    )
+    assert [each.tensor_parallel for each in wanted] == [num_ranks]
+    assert host.worker_info(WorkerRole.DECODE).tensor_parallel == num_ranks
+
+
+@pytest.mark.parametrize("degree", ["0", "-1", "two", "1.5", ""])
+def test_wrong_degrees_are_named(degree: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"tensor_parallel must be at least 1, or max, got '{degree}'"):
+        DecodeSettings(model="m", registry_address="none", tensor_parallel=degree)

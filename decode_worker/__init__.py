@@ -1,4 +1,4 @@
-"""The decode worker: receives KV, generates tokens in a continuous batch, and prefills short prompts itself.
+"""The decode worker: receives KV, generates tokens in a continuous batch, and computes prompts that come without KV.
 
 Start reading at service.py.
 """

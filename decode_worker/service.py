@@ -198,7 +198,8 @@ class DecodeService:
         """End all sequences of a router that has disconnected."""
         self._sessions.discard(session)
         for key in list(session.entries):
-            self.abort(session, key)  # ignored if the key was a fork and ended with its prompt's sequence
+            # Ignored if the key was a fork and ended with its prompt's sequence.
+            self.abort(session, key)
 
     # -- called by the engine and the receiver ----------------------------------------------------------------------
 

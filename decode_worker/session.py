@@ -81,7 +81,7 @@ class Session:
         return not self._overrun
 
     def end(self) -> None:
-        """Let `events` return once all queued events are sent. No more commands are accepted."""
+        """Let `events` return once all queued events are sent. The caller accepts no more commands."""
         with contextlib.suppress(asyncio.QueueFull):  # an overrun session ends anyway
             self._outbox.put_nowait(None)
 

@@ -1,4 +1,4 @@
-"""Builds a ModelRunner from settings (weights, KV cache, attention backend, decoder), and the Speculator beside it."""
+"""Builds a ModelRunner (weights, KV cache, attention, decoder) and a Speculator; the KV layout and its fingerprint."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

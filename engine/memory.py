@@ -21,6 +21,8 @@ import torch
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+_LOCK = "lock"
+_SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,6 @@ def _limited(memory: DeviceMemory, folder: Path, names: _Limit) -> DeviceMemory:
     used = int((folder / names.used).read_text()) - int(stat.get(names.reclaimable, 0))
     free_bytes = min(memory.free_bytes, max(0, limit - used))
     return DeviceMemory(f"cpu {folder.stat().st_ino}", limit, free_bytes, is_lazy=True)
-
-
-_LOCK = "lock"
-_SUFFIX = ".json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from mesh.domain.request import SamplingParams
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
 _DRAW_BLOCK = 256
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class ScoredTokens(NamedTuple):
@@ -265,10 +267,6 @@ def kth_largest(values: Tensor, ks: list[int]) -> Tensor:
         return torch.from_numpy(parted[np.arange(len(ks)), columns])
     largest = values.topk(max(ks), dim=1).values
     return largest.gather(1, torch.tensor(ks, device=values.device)[:, None] - 1)[:, 0]
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def uniform(seeds: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.float64]:

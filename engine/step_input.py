@@ -34,7 +34,7 @@ class StepInput:
     slots: Int64s  # [num_tokens]: block_id * block_size + offset of the token's KV
     block_tables: Int32s  # [num_seqs, max_blocks], padded with block 0, which is valid to read but never used
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, this step's included
-    prompt_lens: Int32s  # [num_seqs]: tokens of the client's prompt
+    prompt_lens: Int32s  # [num_seqs]: tokens of the prompt, with the decoder's start tokens
     query_starts: Int32s  # [num_seqs + 1]
     sample_rows: Int64s  # [num_sampled]: rows whose logits are sampled
     copies: Int64s  # [num_copies, 2]: blocks to copy (source, target) before the forward pass

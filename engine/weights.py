@@ -27,9 +27,22 @@ from engine.models.linear import Parameters
 from engine.models.parameters import ParameterSpec, Source
 from mesh.domain.errors import ConfigurationError
 
+log = structlog.get_logger(__name__)
+
 Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
 _DTYPES = ("F64", "F32", "BF16", "F16")
+# Buffers that follow from the configuration, and copies of the embedding.
+_HARMLESS = re.compile(
+    r"(^|\.)("
+    r"rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)"
+    r"|(attn|attention|self_attn|self_attention|crossattention)\.(bias|masked_bias)"
+    r"|position_ids|alibi_mask|future_mask"
+    r"|(encoder|decoder)\.embed_tokens\.weight"
+    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+    r")$"
+)
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +185,6 @@ def _rows(source: Source, tensor: Tensor) -> Tensor:
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return tensor[rows[0] : rows[-1] + 1]  # eight times as fast as index_select
     return tensor.index_select(0, torch.from_numpy(rows))
-
-
-log = structlog.get_logger(__name__)
-
-# Buffers that follow from the configuration, and copies of the embedding.
-_HARMLESS = re.compile(
-    r"(^|\.)("
-    r"rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)"
-    r"|(attn|attention|self_attn|self_attention|crossattention)\.(bias|masked_bias)"
-    r"|position_ids|alibi_mask|future_mask"
-    r"|(encoder|decoder)\.embed_tokens\.weight"
-    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
-    r")$"
-)
-_MAX_LISTED = 20
 
 
 def report_unused(

@@ -5,7 +5,7 @@ The way of one request:
     2. app.py                      check of the Host header, CORS, and the route; each route is an Endpoint
     3. exchange.py                 Endpoint: request id, span, metrics and access log around the steps 4 to 9
     4. access.py                   origin and API key; the router decides which keys are valid (401, 403)
-    5. backend.py                  body read up to its limit (413, 408), then a slot taken (429)
+    5. exchange.py                 body read up to its limit (413, 408), then a slot taken (429); backend.py counts both
     6. openai/ lmi/ tgi/           JSON to a checked body (schema.py, requests.py), body to SDK arguments
     7. feed.py                     one SDK call per prompt; token events of all calls merged into one feed
     8. answers.py                  without streaming: events collected into choices, then rendered as one JSON body

@@ -26,6 +26,9 @@ from tandem import Choice, FinishReason, Timing, Token, TokenEvent, Usage
 
 log = structlog.get_logger(__name__)
 
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_PING = b": ping\n\n"
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -137,12 +140,9 @@ def _json_line(content: Json) -> bytes:
     return encode(content) + b"\n"
 
 
-_PING = b": ping\n\n"
 SSE = Framing("text/event-stream", _sse_frame, ping=_PING)
 SSE_DONE = Framing("text/event-stream", _sse_frame, ping=_PING, last=b"data: [DONE]\n\n")
 JSON_LINES = Framing("application/jsonlines", _json_line)
-
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)

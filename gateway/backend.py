@@ -97,7 +97,7 @@ class BodyShare:
         self._num_bytes = 0
 
 
-class BodyReader:
+class BodyParser:
     """Runs parsers: inline for small bodies, on a single thread for large ones."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Backend:
     metrics: Metrics
     limiter: ConcurrencyLimiter
     bodies: BodyBudget
-    reader: BodyReader
+    parser: BodyParser
     allowed_origins: frozenset[str]
     handler: "HandlerProcess | None" = None
 
@@ -172,7 +172,7 @@ def build_backend(settings: GatewaySettings, client: tandem.AsyncClient) -> Back
         metrics=metrics,
         limiter=ConcurrencyLimiter(settings.max_open_requests, metrics.open_requests),
         bodies=BodyBudget(max(settings.max_bodies_bytes, settings.max_body_bytes)),
-        reader=BodyReader(),
+        parser=BodyParser(),
         allowed_origins=frozenset(settings.allowed_origins),
         handler=_handler(settings),
     )

@@ -15,6 +15,11 @@ from starlette.responses import JSONResponse, Response
 import tandem
 from tandem import TandemError
 
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+_UNREACHABLE = "the model cannot be reached now; try again later"
+_TGI_PREFIXES = {"validation": "Input validation error: ", "generation": "Request failed during generation: "}
+
 
 class BodyTooLarge(Exception):
     """The request's body is longer than `max_body_bytes`."""
@@ -71,10 +76,6 @@ class Row:
     tgi: TgiRow
     shown: str = ""
 
-
-_INVALID = "invalid_request_error"
-_SERVER = "server_error"
-_UNREACHABLE = "the model cannot be reached now; try again later"
 
 _BAD_REQUEST = Row(OpenAIRow(400, _INVALID), LmiRow(424), TgiRow(422, "validation"))
 
@@ -224,9 +225,6 @@ def lmi_error_body(problem: Problem) -> dict[str, object]:
         return {"code": row.status, "type": row.type, "message": problem.message}
     prefix = "Input Parsing failed. " if problem.row.tgi.error_type == "validation" else ""
     return {"code": row.status, "error": prefix + problem.message}
-
-
-_TGI_PREFIXES = {"validation": "Input validation error: ", "generation": "Request failed during generation: "}
 
 
 class TgiDialect:

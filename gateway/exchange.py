@@ -67,15 +67,15 @@ class Exchange:
 
     async def parse(self, schema: type[M]) -> M:
         """Parse and check the JSON body. Raises InvalidRequest."""
-        return await self.arrival.backend.reader.run(len(self.body), partial(parse, schema, self.body))
+        return await self.arrival.backend.parser.run(len(self.body), partial(parse, schema, self.body))
 
     async def check(self, schema: type[M], payload: object) -> M:
         """Check a payload that was read from the body already. Raises InvalidRequest."""
-        return await self.arrival.backend.reader.run(len(self.body), partial(check, schema, payload))
+        return await self.arrival.backend.parser.run(len(self.body), partial(check, schema, payload))
 
     async def read(self, function: Callable[Concatenate[bytes, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `function(body, ...)`, which runs on a thread if the body is large."""
-        return await self.arrival.backend.reader.run(len(self.body), partial(function, self.body, *args, **kwargs))
+        return await self.arrival.backend.parser.run(len(self.body), partial(function, self.body, *args, **kwargs))
 
     @property
     def request_id(self) -> str:

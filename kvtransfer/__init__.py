@@ -26,6 +26,8 @@ disconnected peer never holds blocks for longer. A reservation that no sender op
 sender.py, sending.py, push_call.py   the prefill worker's side: entry point and transfer, conversation, gRPC calls
 receiver.py, incoming.py              the decode worker's side: entry point and conversation; the rules (no I/O)
 messages.py, chunks.py                messages as values and as bytes; how KV is cut into chunks and checksummed
+store.py                              the interface of the KV cache that both sides use
+settings.py, tasks.py                 limits and leases of both sides; asyncio helpers
 transports/                           payload paths; base.py is the interface for another one
 """
 

@@ -4,6 +4,11 @@ import asyncio
 import random
 
 
+def backoff_s(num_failures: int, *, first_s: float, max_s: float) -> float:
+    """Return the seconds to wait after this many failures in a row; 0 without failures."""
+    return min(max_s, first_s * 2 ** min(num_failures - 1, 32)) if num_failures else 0.0
+
+
 class Backoff:
     """Delays that double from `first_s` to `max_s`. Each is shortened by a random share of up to `jitter`."""
 

@@ -2,7 +2,7 @@
 
 A component declares its settings with `setting(...)` and loads them with `load_settings`. Precedence: flag,
 environment, file, default. The origin of each value is kept, so that a service can log, at start, every value and where
-it came from. This module is the only place that reads the environment.
+it came from. No service reads a setting from the environment elsewhere.
 
 The TOML file has one table per component, and top-level keys that apply to all components.
 """

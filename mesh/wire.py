@@ -52,6 +52,35 @@ _PLAIN_SAMPLING = (
     "frequency_penalty",
 )
 
+_PLAIN_WORKER = (
+    "worker_id",
+    "incarnation",
+    "address",
+    "model",
+    "tokenizer_fingerprint",
+    "max_batch_tokens",
+    "max_num_seqs",
+    "num_blocks",
+    "max_model_len",
+    "device",
+    "pid",
+    "protocol_version",
+    "speculative",
+)
+
+_LOAD = (
+    "free_blocks",
+    "num_running",
+    "num_waiting",
+    "pending_tokens",
+    "generated_tokens",
+    "computed_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+)
+
+_LAYOUT = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype")
+
 
 def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     """Set all fields, text included."""
@@ -302,43 +331,12 @@ def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
     )
 
 
-_PLAIN_WORKER = (
-    "worker_id",
-    "incarnation",
-    "address",
-    "model",
-    "tokenizer_fingerprint",
-    "max_batch_tokens",
-    "max_num_seqs",
-    "num_blocks",
-    "max_model_len",
-    "device",
-    "pid",
-    "protocol_version",
-    "speculative",
-)
-
-_LOAD = (
-    "free_blocks",
-    "num_running",
-    "num_waiting",
-    "pending_tokens",
-    "generated_tokens",
-    "computed_tokens",
-    "drafted_tokens",
-    "accepted_tokens",
-)
-
-
 def load_to_proto(load: WorkerLoad) -> worker_pb2.WorkerLoad:
     return worker_pb2.WorkerLoad(**{name: getattr(load, name) for name in _LOAD})
 
 
 def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
     return WorkerLoad(**{name: getattr(message, name) for name in _LOAD})
-
-
-_LAYOUT = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype")
 
 
 def layout_to_proto(layout: KVLayout) -> kvtransfer_pb2.KvLayout:

@@ -13,5 +13,6 @@ The way of one request, in twelve files:
     answer_stream.py              choices merged into one stream of messages to the client
 
 Beside it: workers/ knows which workers there are and which are healthy, timeline.py and journal.py record what
-happened, api/operators.py shows it, model_router.py puts the parts of one model together.
+happened, api/operators.py and metrics.py show it, tenants.py knows the callers, readiness.py tells whether the models
+can be served, model_router.py puts the parts of one model together.
 """

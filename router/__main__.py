@@ -14,16 +14,19 @@ from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, until_stopped
 from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer
-from router.api.operators import MeshServicer, RouterMetrics
-from router.api.tenants import NoKeys
+from router.api.operators import MeshServicer
 from router.attempt import PrefillClient
 from router.journal import Journal
-from router.model_router import SERVICES, ModelRouter, Readiness, require_served
-from router.service import ServedModels
+from router.metrics import RouterMetrics
+from router.model_router import ModelRouter, require_served
+from router.readiness import SERVICES, Readiness
+from router.service import GenerationServices
 from router.settings import RouterSettings
-from router.workers.decode_link import Caller, Channels, DecodeLinks
+from router.tenants import NoKeys
+from router.workers.connections import Caller, Channels
+from router.workers.coordination import coordinate
+from router.workers.decode_link import DecodeLinks
 from router.workers.membership import Membership
-from router.workers.registry import coordinate
 from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -58,7 +61,7 @@ class RouterProcess:
             ModelRouter(
                 model_settings.located(_downloading),
                 self.internal.limiter_for(model_settings.served_name),
-                registry=self.membership,
+                table=self.membership,
                 links=self._links,
                 prefills=prefills,
                 journal=self.journal,
@@ -67,7 +70,7 @@ class RouterProcess:
             )
             for model_settings in settings.each_model()
         ]
-        self._services = ServedModels([model.service for model in self.models], self.journal)
+        self._services = GenerationServices([model.service for model in self.models], self.journal)
         self._readiness = Readiness(
             self.public,
             [model.mesh for model in self.models],

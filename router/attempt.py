@@ -37,8 +37,9 @@ from mesh.v1 import prefill_pb2, prefill_pb2_grpc
 from router.admission.in_flight import Reservation
 from router.choice import Choice
 from router.timeline import Timeline
-from router.workers.decode_link import Caller, Channels, DecodeLink, responses_of
-from router.workers.membership import Registry
+from router.workers.connections import Caller, Channels, responses_of
+from router.workers.decode_link import DecodeLink
+from router.workers.membership import WorkerTable
 
 log = structlog.get_logger(__name__)
 
@@ -76,8 +77,8 @@ class KVDestination:
 class PrefillClient:
     """Calls prefill workers; a call fails after `timeout_s`."""
 
-    def __init__(self, registry: Registry, channels: Channels, caller: Caller, *, timeout_s: float) -> None:
-        self._registry = registry
+    def __init__(self, table: WorkerTable, channels: Channels, caller: Caller, *, timeout_s: float) -> None:
+        self._table = table
         self._channels = channels
         self._caller = caller
         self._timeout_s = timeout_s
@@ -114,7 +115,7 @@ class PrefillClient:
         if _is_too_large(error):  # on any worker: another attempt would compute the prompt in vain
             return AttemptsFailed(f"a message about the prompt is too large: {error}")
         if _is_unreachable(error):
-            self._registry.lose(worker.worker_id, worker.incarnation)
+            self._table.lose(worker.worker_id, worker.incarnation)
             return error
         if isinstance(error, Replayable | InvalidRequest | ModelFailed) and type(error) is not WorkerLost:
             return error

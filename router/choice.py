@@ -1,5 +1,4 @@
-"""One choice: a continuation of the prompt, with its tokens, its text, and the events that the client has not read. No
-I/O.
+"""One choice: a continuation of the prompt, with its tokens, text, and events that the client has not read. No I/O.
 
     StepOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ Chunk
 
@@ -24,8 +23,8 @@ from mesh.domain.errors import AttemptsFailed
 from mesh.domain.request import Request
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
 from router.admission.fair_queue import QueueEntry
-from router.api.tenants import Tenant
 from router.api.validation import ValidRequest
+from router.tenants import Tenant
 from router.text.text_stream import TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.timeline import Timeline, Timing

@@ -33,6 +33,7 @@ from mesh.domain.errors import (
 )
 from mesh.domain.request import Fork, Request
 from mesh.domain.worker import WorkerInfo
+from mesh.retry import backoff_s
 from router.admission.in_flight import Reservation
 from router.admission.placement import Placement, PlacementQuery, PrefixChain
 from router.admission.queue import PlacementQueue
@@ -95,7 +96,7 @@ class Replay:
     def _backoff_s(self, error: Replayable) -> float:
         """The first failure is replayed at once, unless workers lacked capacity."""
         num_waits = self._num_failures - (0 if isinstance(error, WorkerBusy | SequencePreempted) else 1)
-        return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (num_waits - 1)) if num_waits else 0.0
+        return backoff_s(num_waits, first_s=_FIRST_BACKOFF_S, max_s=_MAX_BACKOFF_S)
 
     def _final(self, error: Replayable) -> MeshError:
         if isinstance(error, WorkerBusy | SequencePreempted):

@@ -1,8 +1,8 @@
 """The record of a router's requests: recent incidents and traces for operators, and the spans of choices.
 
-The journal is kept in memory only; the access log has the full history. It does no I/O; `clock` is the registry's
-monotonic clock, in seconds. A choice's span, with its phases as child spans, is created from the journal's trace when
-the choice has ended.
+The journal is kept in memory only; the access log has the full history. The journal does no I/O; `clock` is the
+registry's monotonic clock, in seconds. A ChoiceSpan begins with its choice; its child spans, the phases, are made from
+the journal's trace when the choice has ended. OpenTelemetry sends spans from a thread of its own.
 """
 
 import time

@@ -18,7 +18,6 @@ from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, r
 from mesh.domain.errors import InvalidRequest, LayoutMismatch
 from mesh.domain.request import Request, Structure
 from mesh.domain.worker import WorkerInfo
-from router.admission.fair_queue import FairSlots
 from router.text.chat import (
     ChatPrompt,
     ChatTemplate,
@@ -26,6 +25,7 @@ from router.text.chat import (
     TextPrompt,
     TokenPrompt,
 )
+from router.text.fair_slots import FairSlots
 from router.text.template_process import TemplateProcess
 from router.text.tokenizer import TextToken, Tokenizer
 

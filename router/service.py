@@ -10,7 +10,7 @@ Life of a Generate call:
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
 has its own threads and its own cap, so Tokenize and Generate never wait for each other.
 
-ServedModels finds a request's model by name.
+GenerationServices finds a request's model by name.
 """
 
 import asyncio
@@ -26,7 +26,6 @@ from mesh.domain.worker import WorkerInfo
 from router.admission.fair_queue import QueueEntry
 from router.admission.limiter import ConcurrencyLimiter, Forecast, Permit, retry_after_s
 from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, ChoiceRun, GenerationStream
-from router.api.tenants import ANONYMOUS, Tenant
 from router.api.validation import (
     GenerateParams,
     Limits,
@@ -44,6 +43,7 @@ from router.dispatch import Dispatcher
 from router.journal import ChoiceSpan, Journal
 from router.served_model import EncodedPrompt, ModelText, ServedModel
 from router.settings import RouterSettings, require_input_below_total
+from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
@@ -315,7 +315,7 @@ class GenerationService:
             self._forecast.service.end()
 
 
-class ServedModels:
+class GenerationServices:
     """All models of a router, by name. A request without a name means the only model."""
 
     def __init__(self, services: Sequence[GenerationService], journal: Journal) -> None:

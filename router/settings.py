@@ -8,7 +8,7 @@ from checkpoint.source import split_models
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.credentials import TlsIdentity
 from mesh.settings import setting
-from router.api.tenants import TRIAL, KeysFile
+from router.tenants import TRIAL, KeysFile
 
 _COUNTS = (
     "max_concurrent_requests",

@@ -4,8 +4,7 @@ import argparse
 import sys
 
 from mesh.domain.errors import ConfigurationError
-from router.admission.fair_queue import Priority
-from router.api.tenants import Tenant, digest_of, new_key
+from router.tenants import Priority, Tenant, digest_of, new_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

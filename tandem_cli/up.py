@@ -25,8 +25,8 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.line_writer import steady_output
 from mesh.settings import load_settings
-from router.api.tenants import digest_of, new_key
 from router.settings import RouterSettings
+from router.tenants import digest_of, new_key
 from tandem_cli.child import Launch, Programs, make_log_folder
 from tandem_cli.display import Display
 from tandem_cli.low_code import LowCode, read_low_code
@@ -261,7 +261,7 @@ def _require_redis(num_routers: int, url: str) -> None:
         return
     if importlib.util.find_spec("redis") is None:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]")
-    from mesh.registry import FAILURES, open_redis
+    from mesh.redis_registry import FAILURES, open_redis
 
     async def ping() -> None:
         async with open_redis(url, timeout_s=_REDIS_S) as redis:

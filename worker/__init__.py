@@ -4,5 +4,6 @@ main.py                   composition of a worker process: engine, metrics, regi
 engine_host.py            builds the engine from the settings; model download and loading timeout
 runtime.py                listen, register, serve, drain, stop; reports of the engine, and detection of a stuck one
 agent.py, redis_agent.py  registration and heartbeats, with one router or through Redis; the Worker gRPC service
-settings.py, metrics.py
+settings.py               settings of both kinds of worker
+metrics.py                figures of the engine (both roles), of sent KV (prefill) and of started sequences (decode)
 """

@@ -1,4 +1,4 @@
-"""A worker's process after its engine is built: listen, register, serve, drain, stop.
+"""A worker's process after its engine is built: listen, register, serve, drain, stop; reports of the engine; stalls.
 
 Stop order: health becomes NOT_SERVING and new work is refused; an immediate heartbeat tells the routers; running work
 finishes, or `drain_grace_s` ends; the server stops; the caller of `serve` stops the engine.

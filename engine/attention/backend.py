@@ -51,7 +51,7 @@ class ForwardMetadata:
     slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset
     block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
     context_lens: Tensor  # [num_seqs] int32: tokens of each sequence, this step's included
-    prompt_lens: Tensor  # [num_seqs] int32: tokens of the client's prompt; later tokens were generated
+    prompt_lens: Tensor  # [num_seqs] int32: tokens of the prompt; later tokens were generated
     query_starts: Tensor  # [num_seqs + 1] int32
     num_decodes: int
     chunks: tuple[Chunk, ...]

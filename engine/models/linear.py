@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.kernels.cpu.machine import INT8_LEVELS
 from engine.kernels.cpu.row_kernels import (
     ZERO_POINT,
     add_scaled_rows,
@@ -30,8 +31,11 @@ from engine.kernels.cpu.row_kernels import (
 )
 from mesh.domain.errors import ConfigurationError
 
-INT8_LEVELS = 127
 _TINY = 1e-20  # minimum scale, for rows of zeros
+# oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
+_PACKED_FOR_ROWS = 64
+# Smaller weights are not packed: a oneDNN call costs 40 microseconds.
+_MIN_PACKED_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,11 +109,6 @@ class Parameters:
             self.put("lm_head", embedding, shard_axis=0)
         return self.take_linear("lm_head")
 
-
-# oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
-_PACKED_FOR_ROWS = 64
-# Smaller weights are not packed: a oneDNN call costs 40 microseconds.
-_MIN_PACKED_ELEMENTS = 2**19
 
 Activation = Callable[[Tensor], Tensor]
 

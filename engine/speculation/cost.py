@@ -12,6 +12,15 @@ _TRIAL_DECAY = 0.9
 _IDLE_DECAY = 0.98
 # Prior: the expected chance counts like this many trials.
 _PRIOR_TRIALS = 2.0
+# Prior: 12 extra tokens double the step time.
+_PRIOR_TOKEN_SHARE = 1 / 12
+# Weight of the prior, in steps whose size differs by one token.
+_PRIOR_WEIGHT = 4.0
+_DECAY = 0.99
+# A draft must gain this much more than its cost: some costs, such as the draft model's prefill, are not modelled.
+_MARGIN = 1.15
+# Times above this multiple of the expected time are clipped: the step was probably interrupted.
+_MAX_OVERRUN = 3.0
 
 
 @dataclass(slots=True)
@@ -38,17 +47,6 @@ class Acceptance:
         """Decay the counts after a step without drafts."""
         self.right *= _IDLE_DECAY
         self.tried *= _IDLE_DECAY
-
-
-# Prior: 12 extra tokens double the step time.
-_PRIOR_TOKEN_SHARE = 1 / 12
-# Weight of the prior, in steps whose size differs by one token.
-_PRIOR_WEIGHT = 4.0
-_DECAY = 0.99
-# A draft must gain this much more than its cost: some costs, such as the draft model's prefill, are not modelled.
-_MARGIN = 1.15
-# Times above this multiple of the expected time are clipped: the step was probably interrupted.
-_MAX_OVERRUN = 3.0
 
 
 class StepCost(NamedTuple):

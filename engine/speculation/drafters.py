@@ -21,6 +21,15 @@ from engine.speculation.cost import CostFit, StepCost
 
 Drafts = tuple[int, ...]
 
+_KEY_TOKENS = 3
+"""Length of the n-grams in the index."""
+_MAX_CANDIDATES = 8
+"""Earlier occurrences that are compared, latest first."""
+_MAX_COMPARED = 16
+"""Tokens before an occurrence that are compared."""
+# Tokens that a sequence computes per round once it has caught up: the last right draft and the token sampled after it.
+_MAX_ROUND_TOKENS = 2
+
 
 class Drafter(Protocol):
     """Proposes the next tokens of sequences. Plug point: NgramDrafter, DraftModel. Used by the engine's thread only.
@@ -58,14 +67,6 @@ class Drafter(Protocol):
     def forget(self, sequence: SequenceState) -> None:
         """Drop all state of `sequence`; unknown sequences are ignored."""
         ...
-
-
-_KEY_TOKENS = 3
-"""Length of the n-grams in the index."""
-_MAX_CANDIDATES = 8
-"""Earlier occurrences that are compared, latest first."""
-_MAX_COMPARED = 16
-"""Tokens before an occurrence that are compared."""
 
 
 class NgramIndex:
@@ -151,10 +152,6 @@ def _continuation(token_ids: list[int], position: int, length: int) -> Drafts:
     """`length` tokens from `position` on; at the end of the sequence they continue at `position`, as in a loop."""
     period = len(token_ids) - position
     return tuple(token_ids[position + i % period] for i in range(length))
-
-
-# Tokens that a sequence computes per round once it has caught up: the last right draft and the token sampled after it.
-_MAX_ROUND_TOKENS = 2
 
 
 class DraftModel:

@@ -26,6 +26,7 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
 from mesh.process import handing_over
+from mesh.retry import backoff_s
 
 log = structlog.get_logger(__name__)
 
@@ -146,15 +147,16 @@ class HandlerProcess:
 
     async def _restart_forever(self, path: str) -> None:
         """Restart the process whenever it ends, with exponential backoff while it does not become ready."""
-        backoff_s = _FIRST_BACKOFF_S
+        num_failures = 1
         while True:
             assert self._process is not None
             await self._process.wait()
             self.ready.clear()
             status = await self._wait_ended(self._process)
-            log.error("the custom handler has ended", status=status, starting_again_in_s=backoff_s)
-            await asyncio.sleep(backoff_s)
-            backoff_s = _FIRST_BACKOFF_S if await self._start(path) else min(_MAX_BACKOFF_S, 2 * backoff_s)
+            delay_s = backoff_s(num_failures, first_s=_FIRST_BACKOFF_S, max_s=_MAX_BACKOFF_S)
+            log.error("the custom handler has ended", status=status, starting_again_in_s=delay_s)
+            await asyncio.sleep(delay_s)
+            num_failures = 1 if await self._start(path) else num_failures + 1
 
     async def _start(self, path: str) -> bool:
         """Start the process. True once it serves, False if it ends before or takes too long."""

@@ -15,6 +15,9 @@ from gateway.lmi.requests import InvocationBody
 from gateway.schema import Json
 from tandem import Choice, FinishReason, Token, TokenEvent, Usage
 
+_NO_TOKEN = Token(-1, "", 0.0)
+_NOTHING_YET: Json = {"generated_text": None, "details": None}
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -164,10 +167,6 @@ def _details(choice: Choice, shape: LmiShape, inputs: str) -> Json:
     if shape.body.parameters.num_top:
         details["top_tokens"] = shape.top_tokens(choice.tokens)
     return details
-
-
-_NO_TOKEN = Token(-1, "", 0.0)
-_NOTHING_YET: Json = {"generated_text": None, "details": None}
 
 
 class Lines:

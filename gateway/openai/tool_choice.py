@@ -12,6 +12,10 @@ from tandem import GenerateArguments, InvalidRequest
 
 # A bound for models that would never end the list.
 _MAX_FORCED_CALLS = 16
+# Keywords by which a schema itself, or another schema, determines the allowed properties.
+_COMBINING = frozenset(
+    {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+)
 
 
 class Function(Body):
@@ -109,12 +113,6 @@ def _calls_schema(use: ToolUse) -> Json:
     if use.is_parallel:
         call = {"type": "array", "items": call, "minItems": 1, "maxItems": _MAX_FORCED_CALLS}
     return {**call, "$defs": definitions}
-
-
-# Keywords by which a schema itself, or another schema, determines the allowed properties.
-_COMBINING = frozenset(
-    {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-)
 
 
 def _closed(schema: object) -> object:

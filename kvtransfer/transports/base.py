@@ -6,7 +6,8 @@ verifies it and writes it; the receiver's ack makes the sender release the slot.
 
 To add a transport, write one file with a `SendTransport` and a `ReceiveTransport`, and add one line for each in
 `transports/__init__.py`. `TransportOffer` carries the data that a receiver needs to connect: today the arena, its nonce
-and its size. A new field is also added to kvtransfer.proto and to both conversions in messages.py.
+and its size. A new field is also added to kvtransfer.proto and to both conversions in messages.py. So is a new field of
+`Payload`, a chunk's location: to `TransferChunk`, `_chunk_to_bytes` and `_chunk_from_proto`.
 """
 
 from collections.abc import Callable, Sequence

@@ -10,12 +10,12 @@
     ├── AttemptsFailed          several workers failed on this request; clients should not repeat it
     ├── ModelFailed             the model computed NaN or infinity for this request; do not retry
     ├── DeadlineExceeded        the request ran out of time
-    ├── LayoutMismatch          two workers disagree about KV or model; the operator must fix it
+    ├── LayoutMismatch          workers and router do not fit together; the operator must fix it
     ├── ConfigurationError      a setting, checkpoint or port is wrong; the operator must fix it
     └── Replayable              this attempt failed; the router replays the request on other workers
         ├── TransferFailed      KV did not arrive
         ├── TransferCorrupt     KV failed verification
-        ├── LeaseExpired        the reservation expired
+        ├── LeaseExpired        the sender of a transfer never came, or was silent for a lease
         ├── WorkerBusy          the worker has no free blocks
         ├── SequencePreempted   the sequence lost its blocks to older sequences
         ├── WorkerDraining      the worker accepts no new work
@@ -70,7 +70,7 @@ class DeadlineExceeded(MeshError):
 
 
 class LayoutMismatch(MeshError):
-    """Two workers disagree about KV shape, dtype or model."""
+    """A worker does not fit the router or another worker: model, tokenizer, KV layout, ranks or transports differ."""
 
 
 class ConfigurationError(MeshError):
@@ -90,7 +90,7 @@ class TransferCorrupt(Replayable):
 
 
 class LeaseExpired(Replayable):
-    """A reservation expired before it was used."""
+    """The sender of a transfer never came, or was silent for a lease."""
 
 
 class WorkerBusy(Replayable):

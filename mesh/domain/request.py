@@ -1,4 +1,5 @@
-"""Requests as workers run them (token ids, no text), with their sampling parameters and structured output.
+"""Requests as workers run them, with their sampling parameters and structured output. A prompt is token ids; stop
+strings never reach workers.
 
 The limits and checks here are those of every public API. Limits on the size of structures bound the cost of compiling
 them.
@@ -254,9 +255,10 @@ class Fork:
 class Request:
     """One attempt at a request.
 
-    `token_ids` holds the client's prompt (`num_prompt_tokens` tokens), then the tokens that earlier attempts generated;
-    so a replay is simply another Request. `sampling.max_new_tokens` and `sampling.seed` are always set, stop strings
-    never. `traceparent` is the W3C trace context, empty without tracing.
+    `token_ids` holds the prompt (`num_prompt_tokens` tokens, with the decoder's start tokens of an encoder-decoder
+    model), then the tokens that earlier attempts generated; so a replay is simply another Request.
+    `sampling.max_new_tokens` and `sampling.seed` are always set, stop strings never. `traceparent` is the W3C trace
+    context, empty without tracing.
     `forks` start on the same decode worker as soon as the prompt's KV is complete.
     """
 

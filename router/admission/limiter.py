@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mesh.domain.errors import Overloaded
-from router.api.tenants import ANONYMOUS, Tenant
+from router.tenants import ANONYMOUS, Tenant
 
 _RETRY_AFTER_S = 1.0
 

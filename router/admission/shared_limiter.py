@@ -30,11 +30,11 @@ from redis.asyncio import Redis
 
 from mesh.domain.errors import Overloaded
 from mesh.domain.request import mint_id
-from mesh.registry import FAILURES, open_redis
+from mesh.redis_registry import FAILURES, open_redis
 from mesh.retry import require_not_cancelled
 from router.admission.limiter import Permit
 from router.admission.permit_leases import Exchange, Keep, LeaseTimes, PermitStore, Take, Taken
-from router.api.tenants import ANONYMOUS, Tenant
+from router.tenants import ANONYMOUS, Tenant
 
 log = structlog.get_logger(__name__)
 

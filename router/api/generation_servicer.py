@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,14 +13,13 @@ from mesh.domain.errors import InvalidRequest
 from mesh.rpc.credentials import Metadata
 from mesh.tracing import HEADERS
 from mesh.wire import require_at_most
-from router.admission.fair_queue import Priority
 from router.answer_stream import Delta, PromptInfo
-from router.api.operators import timing_to_proto
-from router.api.tenants import CallerDirectory, Tenant
 from router.api.validation import MAX_CHAT_MESSAGES, GenerateParams
 from router.choice import TokenEvent, TopToken, Usage
-from router.service import ModelInfo, ServedModels
+from router.service import GenerationServices, ModelInfo
+from router.tenants import CallerDirectory, Priority, Tenant
 from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
+from router.timeline import AttemptTiming, Timing
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
@@ -38,7 +37,7 @@ _MAX_CONVERTED = 1024
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """The clients' API of all models."""
 
-    def __init__(self, models: ServedModels, callers: CallerDirectory) -> None:
+    def __init__(self, models: GenerationServices, callers: CallerDirectory) -> None:
         self._models = models
         self._callers = callers
 
@@ -206,3 +205,26 @@ def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:
         is_encoder_decoder=bool(model.decoder_prompt),
         max_concurrent_requests=info.max_concurrent_requests,
     )
+
+
+def timing_to_proto(timing: Timing) -> generation_pb2.Timing:
+    """Convert a timing, for clients and for operators."""
+    return generation_pb2.Timing(
+        total_ms=_ms(timing.total_s),
+        prepare_ms=_ms(timing.prepare_s),
+        first_token_ms=_ms(timing.first_token_s),
+        attempts=map(_attempt_to_proto, timing.attempts),
+    )
+
+
+def _attempt_to_proto(attempt: AttemptTiming) -> generation_pb2.AttemptTiming:
+    phases = {phase.name.removesuffix("_s"): getattr(attempt.phases, phase.name) for phase in fields(attempt.phases)}
+    return generation_pb2.AttemptTiming(
+        kv_transfer_ms=None if attempt.kv_transfer_s is None else _ms(attempt.kv_transfer_s),
+        **{f"{name}_ms": _ms(seconds) for name, seconds in phases.items()},
+    )
+
+
+def _ms(seconds: float) -> float:
+    """Milliseconds, rounded to microseconds."""
+    return round(seconds * 1000, 3)

@@ -14,8 +14,8 @@ from mesh.domain.request import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
-from router.admission.fair_queue import Priority, QueueEntry
-from router.api.tenants import ANONYMOUS, Tenant
+from router.admission.fair_queue import QueueEntry
+from router.tenants import ANONYMOUS, Priority, Tenant
 from router.text.chat import ChatPrompt, Prompt, TextPrompt
 
 MAX_CHAT_MESSAGES = 4096
@@ -66,7 +66,7 @@ class GenerateParams:
 class ValidRequest:
     """A request that has passed all checks. `sampling.max_new_tokens` and `sampling.seed` are set.
 
-    Workers append `decoder_prompt`, the decoder's start tokens, to the prompt of an encoder-decoder model.
+    `decoder_prompt`: the decoder's start tokens of an encoder-decoder model, which `worker_prompt` appends.
     `in_reasoning`: the prompt ends within the model's reasoning.
     """
 

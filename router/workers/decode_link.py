@@ -1,4 +1,4 @@
-"""Connections to workers: one channel per run of a worker, and over it, to each decode worker, one stream: the link.
+"""The link: one stream to each decode worker, over the channel to this run of the worker (connections.py).
 
     hello ─▶ welcome ─▶ start/abort ... ◀─ reserved, step outputs, failed ... ─▶ broken: every attempt on it has failed
 
@@ -9,9 +9,8 @@ deadline and lives as long as the worker; keepalive and the registry's heartbeat
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Protocol
 
 import grpc
 import structlog
@@ -32,11 +31,10 @@ from mesh.domain.errors import (
 from mesh.domain.request import Request
 from mesh.domain.tokens import SequenceFailure, StepOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
-from mesh.rpc.channel import open_channel
-from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
-from mesh.rpc.status import error_from_rpc
+from mesh.retry import backoff_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc
-from router.workers.membership import Registry, WorkerView
+from router.workers.connections import Caller, Channels, responses_of
+from router.workers.membership import WorkerTable, WorkerView
 
 log = structlog.get_logger(__name__)
 
@@ -55,68 +53,6 @@ _ERRORS: dict[SequenceFailure, type[MeshError]] = {
     SequenceFailure.INTERNAL: WorkerLost,
     SequenceFailure.DEADLINE: DeadlineExceeded,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """This router's identity towards workers."""
-
-    router_id: str
-    credentials: Credentials
-
-    @property
-    def metadata(self) -> Metadata:
-        """The metadata of every outgoing call."""
-        return self.credentials.metadata()
-
-
-class Channels:
-    """Opens channels on demand. The channel of a lost worker is closed, which ends all calls over it at once."""
-
-    def __init__(self, registry: Registry, tls: TlsIdentity | None) -> None:
-        self._registry = registry
-        self._tls = tls
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-
-    def get(self, info: WorkerInfo) -> grpc.aio.Channel:
-        """Return the channel to this run of a worker."""
-        if info.incarnation not in self._channels:
-            self._channels[info.incarnation] = open_channel(info.address, self._tls)
-        return self._channels[info.incarnation]
-
-    def reconcile(self) -> None:
-        """Close the channels of workers that are lost or unknown."""
-        alive = {v.info.incarnation for v in self._registry.workers() if v.state is not WorkerState.LOST}
-        for incarnation in self._channels.keys() - alive:
-            task = asyncio.get_running_loop().create_task(self._channels.pop(incarnation).close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
-
-
-async def responses_of(call: Any) -> AsyncGenerator[Any, None]:
-    """Yield the messages of a streaming call.
-
-    Raises its error as a MeshError; closing the generator cancels the call.
-    """
-    try:
-        async for response in call:
-            yield response
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from error
-    except asyncio.CancelledError as error:
-        # grpc.aio also raises this if the peer, or a closed channel, has ended the call.
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise WorkerLost("the call was cancelled by the other side") from error
-    finally:
-        call.cancel()
 
 
 class SequenceListener(Protocol):
@@ -242,8 +178,8 @@ def _error_of(failed: decode_pb2.SequenceFailed) -> MeshError:
 class DecodeLinks:
     """One link per decode worker's current incarnation. `on_change` is called when a link comes up or breaks."""
 
-    def __init__(self, registry: Registry, channels: Channels, caller: Caller, on_change: Callable[[], None]) -> None:
-        self._registry = registry
+    def __init__(self, table: WorkerTable, channels: Channels, caller: Caller, on_change: Callable[[], None]) -> None:
+        self._table = table
         self._channels = channels
         self._caller = caller
         self._on_change = on_change
@@ -265,8 +201,8 @@ class DecodeLinks:
         )
 
     def reconcile(self) -> None:
-        """Open links to workers that are in the registry, and close the others."""
-        views = self._registry.workers()
+        """Open links to workers that are in the table, and close the others."""
+        views = self._table.workers()
         present = {
             view.info.incarnation: view.info
             for view in views
@@ -313,9 +249,9 @@ class DecodeLinks:
             return  # reconcile has already replaced this task
         del self._tasks[info.incarnation]
         self._num_failures[info.incarnation] = self._num_failures.get(info.incarnation, 0) + 1
-        self._registry.lose(info.worker_id, info.incarnation)
+        self._table.lose(info.worker_id, info.incarnation)
         self._on_change()
 
     def _retry_delay_s(self, incarnation: str) -> float:
         num_failures = self._num_failures.get(incarnation, 0)
-        return min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (num_failures - 1)) if num_failures else 0.0
+        return backoff_s(num_failures, first_s=_FIRST_RETRY_S, max_s=_MAX_RETRY_S)

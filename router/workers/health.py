@@ -12,7 +12,8 @@ worker needs no partner for its first step, and serves as LOCAL, prefilling itse
 changes from canary to canary. A failed canary is held against no worker, because it cannot tell which end of a transfer
 was at fault: the subject merely stays where it was until its next canary.
 
-MeshView combines that trust with the registry, the links and the work in flight: the mesh as one model sees it now.
+MeshView combines that trust with the table of workers, the links and the work in flight: the mesh as one model sees it
+now.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +22,12 @@ from enum import IntEnum
 
 from mesh.domain.errors import LeaseExpired, Replayable, TransferCorrupt, TransferFailed, WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from mesh.retry import backoff_s
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement, Snapshot, healthy, usable
 from router.served_model import ServedModel
 from router.workers.decode_link import DecodeLinks
-from router.workers.membership import Registry, WorkerView
+from router.workers.membership import WorkerTable, WorkerView
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
@@ -129,7 +131,7 @@ class WorkerHealth:
         subject.is_testing = False
         subject.num_failed_canaries += 1
         subject.canary_error = error
-        subject.next_try_s = self._clock() + backoff_s(subject.num_failed_canaries)
+        subject.next_try_s = self._clock() + _backoff_s(subject.num_failed_canaries)
 
     def _pending(self, usable: Sequence[WorkerInfo]) -> Iterator[tuple[Canary, _Record]]:
         """Yield the next canary of each worker that needs one and is not being tested."""
@@ -181,7 +183,7 @@ class WorkerHealth:
         now_s = self._clock()
         is_early = now_s - record.proven_at_s < _MAX_BACKOFF_S
         record.num_trips = record.num_trips + 1 if is_early else 1
-        record.trust, record.num_failures, record.next_try_s = floor, 0, now_s + backoff_s(record.num_trips - 1)
+        record.trust, record.num_failures, record.next_try_s = floor, 0, now_s + _backoff_s(record.num_trips - 1)
         return trip
 
     def _record(self, info: WorkerInfo) -> _Record:
@@ -189,9 +191,8 @@ class WorkerHealth:
         return self._records.get(info.incarnation) or _Record()
 
 
-def backoff_s(num_failures: int) -> float:
-    """Return the seconds to wait after this many failures in a row; 0 without failures."""
-    return min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(num_failures - 1, 16)) if num_failures else 0.0
+def _backoff_s(num_failures: int) -> float:
+    return backoff_s(num_failures, first_s=_FIRST_BACKOFF_S, max_s=_MAX_BACKOFF_S)
 
 
 def _workers_of(placement: Placement) -> list[WorkerInfo]:
@@ -220,7 +221,7 @@ class MeshView:
         self,
         model: ServedModel,
         *,
-        registry: Registry,
+        table: WorkerTable,
         links: DecodeLinks,
         in_flight: InFlightTable,
         health: WorkerHealth,
@@ -228,7 +229,7 @@ class MeshView:
         prefill_overflow: int = 0,
     ) -> None:
         self._model = model
-        self._registry = registry
+        self._table = table
         self._links = links
         self._in_flight = in_flight
         self._health = health
@@ -262,7 +263,7 @@ class MeshView:
 
     def views(self) -> list[WorkerView]:
         """All known workers of the model with their load, lost ones included."""
-        return [view for view in self._registry.workers() if view.info.model == self._model.name]
+        return [view for view in self._table.workers() if view.info.model == self._model.name]
 
     def serving(self) -> frozenset[str]:
         """Incarnations of workers that get clients' requests."""

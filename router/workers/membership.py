@@ -24,8 +24,8 @@ def capacity_tokens(info: WorkerInfo) -> int:
     return min(info.max_model_len, info.num_blocks * info.layout.block_size)
 
 
-class Registry(Protocol):
-    """The workers that a router can use. Plug point: Membership, fed over gRPC or by RedisRegistry."""
+class WorkerTable(Protocol):
+    """The workers that a router can use. Implementation: Membership, fed over gRPC or by RedisRegistry."""
 
     def workers(self) -> list[WorkerView]:
         """Return all known workers, by role and id. Lost workers stay listed for a while, as LOST, for operators."""
@@ -45,7 +45,7 @@ class Registry(Protocol):
 
 
 class Membership:
-    """The in-process Registry. Used by one event loop; `clock` returns monotonic seconds.
+    """The WorkerTable of a router. Used by one event loop; `clock` returns monotonic seconds.
 
     `require_fits` is called with each worker that joins, and raises LayoutMismatch if this router cannot use it.
     """

@@ -7,6 +7,8 @@
 While Redis, or the network to it, is unavailable the Membership stays as it is, and silent workers are checked directly
 (DirectChecks). The same check keeps a worker that alone has lost its connection to Redis. Workers register again when
 Redis returns, so nothing in Redis has to survive.
+
+SharedRegistry is the Coordination of routers that share workers and permits: it runs all this and the shared limiters.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from mesh import wire
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.logs import LogLimit
-from mesh.registry import (
+from mesh.redis_registry import (
     BEATS,
     WORKERS,
     Beat,
@@ -41,9 +43,9 @@ from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter, SharedPermits
 from router.settings import RouterSettings
-from router.workers.decode_link import Caller
+from router.workers.connections import Caller
+from router.workers.coordination import FORGET_S, SILENT_S
 from router.workers.membership import Membership, WorkerView
-from router.workers.registry import FORGET_S, SILENT_S
 
 log = structlog.get_logger(__name__)
 

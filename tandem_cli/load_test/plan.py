@@ -1,5 +1,6 @@
-"""The plan of a benchmark: loads, lengths, number of runs, and the targets for good answers; and the presets of
-`tandem bench --preset NAME`, as one table. docs/benchmarking.md shows their results.
+"""The plan of a benchmark: loads, lengths, number of runs, and the latency targets.
+
+`PRESETS` is the table of ready-made plans for `tandem bench --preset NAME`. docs/benchmarking.md shows their results.
 """
 
 from collections.abc import Mapping

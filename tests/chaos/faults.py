@@ -18,7 +18,7 @@ from tests.chaos.history import Disturbance
 from tests.chaos.load import Load
 from tests.chaos.proxy import Conditions
 
-# A worker that is silent for so long counts as lost; see SILENT_S in router/workers/registry.py.
+# A worker that is silent for so long counts as lost; see SILENT_S in router/workers/coordination.py.
 LOST_AFTER_S = 5.0
 _SETTLE_S = 1.0
 

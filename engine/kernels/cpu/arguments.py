@@ -67,7 +67,7 @@ class Batch(NamedTuple):
     slots: Int64s  # [num_tokens]
     segments: Int64s  # [num_seqs, max_blocks * block_size / KEYS]: first slot of each KEYS tokens
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
-    prompt_lens: Int32s  # [num_seqs]: tokens of the client's prompt among them
+    prompt_lens: Int32s  # [num_seqs]: tokens of the prompt among them
     query_starts: Int32s  # [num_seqs + 1]
     cos: Floats  # [num_tokens, head_dim]; [0, 0] without rotary positions
     sin: Floats  # like cos; the first half is negated

@@ -38,6 +38,10 @@ AMX_QUERY_BLOCK = 32
 """Queries that share one pass over the keys, in bf16: two AMX tiles."""
 AMX_DEPTH = 32
 """bf16 numbers in a row of an AMX tile; head_dim must be a multiple of it."""
+AMX_TILE_ROWS = 16
+"""Rows of an AMX tile."""
+AMX_TILE_ROW_BYTES = 64
+"""Bytes of such a row."""
 MAX_QUERY_ROWS = 3
 """Maximum query rows that share one read of the cache in decode attention."""
 
@@ -55,8 +59,6 @@ _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
 _NUM_TILES = 8
-_TILE_ROWS = 16
-_TILE_ROW_BYTES = 64
 _VECTORS = frozenset({"avx512f", "avx512bw", "avx512vl"})
 _BYTE_VECTORS = frozenset({"avx512_vnni"})
 
@@ -104,6 +106,6 @@ def amx_shapes() -> NDArray[np.uint8]:
         return np.empty(0, np.uint8)
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1
-    shapes[16 : 16 + 2 * _NUM_TILES : 2] = _TILE_ROW_BYTES
-    shapes[48 : 48 + _NUM_TILES] = _TILE_ROWS
+    shapes[16 : 16 + 2 * _NUM_TILES : 2] = AMX_TILE_ROW_BYTES
+    shapes[48 : 48 + _NUM_TILES] = AMX_TILE_ROWS
     return shapes

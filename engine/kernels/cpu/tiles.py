@@ -39,7 +39,21 @@ from engine.kernels.cpu.compiler import (
     constant,
     emitted,
 )
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES, FLOAT_BYTES, LOG2_E, VECTOR_BYTES, knows_amx
+from engine.kernels.cpu.machine import (
+    AMX_TILE_ROW_BYTES,
+    AMX_TILE_ROWS,
+    CACHE_LINE_BYTES,
+    FLOAT_BYTES,
+    LOG2_E,
+    VECTOR_BYTES,
+    knows_amx,
+)
+
+STORE, ADD, GATE = range(3)
+FINISH_ROWS = 4
+"""Rows that are finished side by side. Sums and factors of this many rows are read, even past the last row."""
+
+_PANEL_BYTES = AMX_TILE_ROWS * AMX_TILE_ROW_BYTES
 
 
 class TileProduct(NamedTuple):
@@ -94,11 +108,6 @@ def multiply_tile(
         return context.get_dummy_value()
 
     return types.void(matrices, types.intp, rows, panels, element), generate
-
-
-STORE, ADD, GATE = range(3)
-FINISH_ROWS = 4
-"""Rows that are finished side by side. Sums and factors of this many rows are read, even past the last row."""
 
 
 class SumRows(NamedTuple):
@@ -207,11 +216,6 @@ def finish_rows(typing: TypingContext, tile: NumbaType, mode: NumbaType, element
     return types.void(tile, mode, element), generate
 
 
-_ROWS = 16
-_ROW_BYTES = 64
-_PANEL_BYTES = _ROWS * _ROW_BYTES
-
-
 class AmxProduct(NamedTuple):
     """out = a @ b of bytes. `depth` counts 64 bytes of a row; the step of `b` is from panel to panel."""
 
@@ -243,12 +247,12 @@ class _Tile:
     def multiply(self, index: Value) -> None:
         """Add the products of the 64 bytes number `index` of each row."""
         emit, builder = self._emit, self._emit.builder
-        b_row, a_column = builder.mul(index, INT64(_PANEL_BYTES)), builder.mul(index, INT64(_ROW_BYTES))
+        b_row, a_column = builder.mul(index, INT64(_PANEL_BYTES)), builder.mul(index, INT64(AMX_TILE_ROW_BYTES))
         for j in range(2):
             at = emit.at(self._b[0], builder.add(b_row, builder.mul(self._b[1], INT64(j))))
-            self._load(6 + j, at, INT64(_ROW_BYTES))
+            self._load(6 + j, at, INT64(AMX_TILE_ROW_BYTES))
         for half in range(self._halves):
-            row_at = builder.mul(self._a[1], INT64(_ROWS * half))
+            row_at = builder.mul(self._a[1], INT64(AMX_TILE_ROWS * half))
             self._load(4 + half, emit.at(self._a[0], builder.add(a_column, row_at)), self._a[1])
             for j in range(2):
                 emit.call(self._dot, VOID, INT8(2 * half + j), INT8(4 + half), INT8(6 + j))
@@ -258,7 +262,7 @@ class _Tile:
         emit, builder = self._emit, self._emit.builder
         out_at, step = self._out
         for register in range(2 * self._halves):
-            row_at = builder.mul(step, INT64(_ROWS * (register // 2)))
+            row_at = builder.mul(step, INT64(AMX_TILE_ROWS * (register // 2)))
             at = emit.at(out_at, builder.add(row_at, INT64(register % 2 * VECTOR_BYTES)))
             emit.call("llvm.x86.tilestored64", VOID, INT8(register), at, step)
 

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from mesh.domain.errors import LayoutMismatch, Overloaded
 from mesh.domain.worker import WorkerInfo, WorkerState
-from mesh.registry import open_redis
+from mesh.redis_registry import open_redis
 from router.admission.shared_limiter import SharedPermits
 from tests.evidence import Evidence
 from tests.fakes.certificates import Authority

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from mesh import wire
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerState
-from mesh.registry import BEATS, WORKERS, RecordSeal, record_key
+from mesh.redis_registry import BEATS, WORKERS, RecordSeal, record_key
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2, worker_pb2_grpc
@@ -21,7 +21,7 @@ from router.workers.membership import Membership, WorkerView
 from router.workers.redis_registry import RedisRegistry
 from tests.fakes.redis_server import RedisServer
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 from worker.agent import RegistryAgent, WorkerServicer
 from worker.redis_agent import RedisAgent
 

@@ -16,7 +16,7 @@ from router.workers.membership import Membership
 from router.workers.redis_registry import RedisRegistry
 from tests.fakes.redis_server import RedisServer
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine, Watch, start_registry
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 from worker.agent import RegistryAgent
 from worker.redis_agent import RedisAgent
 

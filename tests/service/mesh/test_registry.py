@@ -11,11 +11,11 @@ from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
+from router.workers.coordination import RegistryServicer
 from router.workers.membership import Membership
-from router.workers.registry import RegistryServicer
 from tests.defects import Repaired
 from tests.evidence import Evidence
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 from tests.waiting import LIMIT_S
 from worker.agent import RegistryAgent, Report, Snapshot
 

@@ -8,7 +8,7 @@ import structlog
 from router.workers.membership import Membership
 from tests.evidence import Evidence
 from tests.service.mesh.test_registry import MEMBER, FakeEngine, start_registry
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 from worker.agent import RegistryAgent, Report
 
 

@@ -18,7 +18,7 @@ from tests.evidence import Evidence
 from tests.fakes.requests import make_request
 from tests.service.mesh.test_registry import KEY, start_registry
 from tests.service.worker_rig import EngineRig
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 from worker import runtime as runtime_module
 from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings

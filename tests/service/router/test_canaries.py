@@ -12,7 +12,7 @@ from mesh.domain.worker import WorkerState
 from mesh.rpc.credentials import Credentials
 from router.attempt import KVDestination, PrefillClient
 from router.workers.canary import NAMESPACE
-from router.workers.decode_link import Caller
+from router.workers.connections import Caller
 from router.workers.health import Trust
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.defects import Repaired

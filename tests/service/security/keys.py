@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from router.api.tenants import digest_of
+from router.tenants import digest_of
 
 MESH_KEY = "a-mesh-key-for-tests"
 KEYS = {name: f"the-key-of-{name}" for name in ("alice", "mallory", "ops")}

@@ -36,7 +36,7 @@ from tests.fakes.runner import fake_continuation
 from tests.service.fake_router import fake_router
 from tests.service.mesh.test_registry import FakeEngine
 from tests.service.worker_rig import MESH_KEY, worker_rig
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 from worker.agent import RegistryAgent, WorkerServicer
 
 SOON_S = 5.0

@@ -18,11 +18,11 @@ from mesh.domain.tokens import SampledToken, StepOutput
 from mesh.v1 import decode_pb2, prefill_pb2, sequence_pb2, worker_pb2
 from router.admission.limiter import Forecast, LocalLimiter
 from router.api.generation_servicer import GenerationServicer
-from router.api.tenants import NoKeys
 from router.journal import Journal
 from router.served_model import ModelText, ServedModel
-from router.service import GenerationService, ServedModels
+from router.service import GenerationService, GenerationServices
 from router.settings import RouterSettings
+from router.tenants import NoKeys
 from tandem.v1 import generation_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.router_model import write_checkpoint
@@ -126,7 +126,7 @@ def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
         journal=journal,
     )
-    return GenerationServicer(ServedModels([service], journal), NoKeys())
+    return GenerationServicer(GenerationServices([service], journal), NoKeys())
 
 
 def test_generate(text: ModelText) -> None:

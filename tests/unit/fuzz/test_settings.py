@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
-from router.api.tenants import ApiKeys, digest_of
 from router.settings import RouterSettings
+from router.tenants import ApiKeys, digest_of
 from tests.unit.fuzz.mutations import fuzzed_slowly, near
 from worker.settings import WorkerSettings
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from gateway.web import judge, state_json
+from gateway.verdict import judge
+from gateway.web import state_json
 from tandem import Mesh, Worker, WorkerLoad
 
 

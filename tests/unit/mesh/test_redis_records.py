@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from mesh import wire
 from mesh.domain.worker import WorkerLoad
-from mesh.registry import MAX_AGE_S, MAX_MESSAGE_BYTES, RecordSeal, Refused, ReplayGuard
+from mesh.redis_registry import MAX_AGE_S, MAX_MESSAGE_BYTES, RecordSeal, Refused, ReplayGuard
 from mesh.rpc.credentials import MeshKey
 from mesh.v1 import worker_pb2
 from tests.defects import Repaired
-from tests.unit.mesh.test_membership import INFO
+from tests.unit.router.test_membership import INFO
 
 KEY = MeshKey("a-key-for-tests-only")
 BEAT = worker_pb2.RegisterRequest(

@@ -9,9 +9,8 @@ import structlog
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
 from mesh.domain.kv import block_hashes
-from router.admission.fair_queue import Priority
 from router.admission.limiter import LocalLimiter
-from router.api.tenants import ANONYMOUS, ApiKeys, KeysFile, NoKeys, Tenant, digest_of, new_key
+from router.tenants import ANONYMOUS, ApiKeys, KeysFile, NoKeys, Priority, Tenant, digest_of, new_key
 from tandem_cli.main import main as tandem_command
 
 DIGEST = digest_of("a")
@@ -62,7 +61,7 @@ def test_everything_else_is_refused(metadata) -> None:
 def test_every_entry_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time a refusal takes must not tell how far the search came."""
     compared = []
-    monkeypatch.setattr("router.api.tenants.hmac.compare_digest", lambda a, b: compared.append(a) or a == b)
+    monkeypatch.setattr("router.tenants.hmac.compare_digest", lambda a, b: compared.append(a) or a == b)
     keys = ApiKeys({digest_of(name): Tenant(name) for name in "abc"})
     assert keys.tenant_of((("x-api-key", "a"),)).name == "a"
     assert len(compared) == 3

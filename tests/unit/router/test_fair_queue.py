@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission.fair_queue import LOW_PRIORITY_INTERVAL, FairQueue, Priority, QueueEntry
+from router.admission.fair_queue import LOW_PRIORITY_INTERVAL, FairQueue, QueueEntry
+from router.tenants import Priority
 
 BATCH, STANDARD, INTERACTIVE = Priority
 TENANTS = ("a", "b", "c")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.errors import Overloaded
-from router.admission.fair_queue import FairSlots
+from router.text.fair_slots import FairSlots
 from tests.defects import Repaired
 
 

@@ -16,8 +16,9 @@ from mesh.domain.errors import (
     WorkerLost,
 )
 from mesh.domain.worker import WorkerInfo
+from mesh.retry import backoff_s
 from router.admission.placement import Placement
-from router.workers.health import Canary, Trust, WorkerHealth, backoff_s
+from router.workers.health import Canary, Trust, WorkerHealth
 from tests.evidence import Evidence
 from tests.fakes.router_views import decode, prefill
 
@@ -250,4 +251,4 @@ def test_a_canary_does_not_undo_a_trip_that_came_while_it_ran() -> None:
 
 
 def test_backoff() -> None:
-    assert [backoff_s(n) for n in (0, 1, 2, 3, 6, 100)] == [0.0, 0.5, 1.0, 2.0, 10.0, 10.0]
+    assert [backoff_s(n, first_s=0.5, max_s=10.0) for n in (0, 1, 2, 3, 6, 100)] == [0.0, 0.5, 1.0, 2.0, 10.0, 10.0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mesh.domain.kv import KVLayout, block_hashes
 from mesh.domain.worker import WorkerState
 from router.admission.placement import InFlight, NoPlacement, Placement, PrefixChain, place
-from router.api.tenants import Tenant
+from router.tenants import Tenant
 from tests.fakes.router_views import BLOCK, decode, prefill, query, snapshot
 
 

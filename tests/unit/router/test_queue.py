@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
-from router.admission.fair_queue import Priority, QueueEntry
+from router.admission.fair_queue import QueueEntry
 from router.admission.in_flight import InFlightTable, Reservation
 from router.admission.limiter import Forecast, LocalLimiter, Permit
 from router.admission.placement import InFlight, Placement, Snapshot
 from router.admission.queue import PlacementQueue
+from router.tenants import Priority
 from router.workers.membership import WorkerView
 from tests.fakes.router_views import decode, prefill, query, snapshot
 

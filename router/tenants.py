@@ -19,6 +19,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +28,6 @@ import structlog
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest, PermissionDenied, Unauthenticated
 from mesh.rpc.credentials import Metadata
-from router.admission.fair_queue import Priority
 
 log = structlog.get_logger(__name__)
 
@@ -37,9 +37,23 @@ _PREFIX = "tandem-"
 _BEARER = "bearer "
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TYPES = {"tenant": str, "operator": bool, "max_concurrent_requests": int, "priority": str}
-_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 # Minimum time between two checks of the file.
 _CHECK_INTERVAL_S = 1.0
+
+
+class Priority(IntEnum):
+    """A request's priority in the queue; higher priorities go first."""
+
+    BATCH = 1
+    STANDARD = 2
+    INTERACTIVE = 3
+
+    def share_of(self, total: int) -> int:
+        """Return how many of `total` slots requests of this priority may fill: batch leaves a quarter to others."""
+        return max(1, total * 3 // 4) if self is Priority.BATCH else total
+
+
+_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
 
 
 @dataclass(frozen=True, slots=True)

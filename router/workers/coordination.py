@@ -19,7 +19,7 @@ from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter, LocalLimiter
 from router.settings import RouterSettings
-from router.workers.decode_link import Caller
+from router.workers.connections import Caller
 from router.workers.membership import Membership
 
 log = structlog.get_logger(__name__)

@@ -1,0 +1,77 @@
+"""Connections to workers: one channel per run of a worker, for its link, its prefill calls and its checks."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from mesh.domain.errors import WorkerLost
+from mesh.domain.worker import WorkerInfo, WorkerState
+from mesh.rpc.channel import open_channel
+from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
+from mesh.rpc.status import error_from_rpc
+from router.workers.membership import WorkerTable
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """This router's identity towards workers."""
+
+    router_id: str
+    credentials: Credentials
+
+    @property
+    def metadata(self) -> Metadata:
+        """The metadata of every outgoing call."""
+        return self.credentials.metadata()
+
+
+class Channels:
+    """Opens channels on demand. The channel of a lost worker is closed, which ends all calls over it at once."""
+
+    def __init__(self, table: WorkerTable, tls: TlsIdentity | None) -> None:
+        self._table = table
+        self._tls = tls
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, info: WorkerInfo) -> grpc.aio.Channel:
+        """Return the channel to this run of a worker."""
+        if info.incarnation not in self._channels:
+            self._channels[info.incarnation] = open_channel(info.address, self._tls)
+        return self._channels[info.incarnation]
+
+    def reconcile(self) -> None:
+        """Close the channels of workers that are lost or unknown."""
+        alive = {v.info.incarnation for v in self._table.workers() if v.state is not WorkerState.LOST}
+        for incarnation in self._channels.keys() - alive:
+            task = asyncio.get_running_loop().create_task(self._channels.pop(incarnation).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+async def responses_of(call: Any) -> AsyncGenerator[Any, None]:
+    """Yield the messages of a streaming call.
+
+    Raises its error as a MeshError; closing the generator cancels the call.
+    """
+    try:
+        async for response in call:
+            yield response
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+    except asyncio.CancelledError as error:
+        # grpc.aio also raises this if the peer, or a closed channel, has ended the call.
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise WorkerLost("the call was cancelled by the other side") from error
+    finally:
+        call.cancel()

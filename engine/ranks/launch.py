@@ -137,7 +137,7 @@ def _load(
     config = _require_divisible(settings, config, size)
     layout = kv_layout(config, settings)
     reservation = KVReservation.enter(torch.device("cpu"), settings.kv_memory, weights_bytes(settings, config))
-    max_blocks = config.max_model_len // settings.block_size + 2
+    max_blocks = max_sequence_blocks(settings, config)
     processes = RankProcesses(settings, max_blocks, log_level)
     try:
         memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=max_blocks, fd=processes.memory_fd)
@@ -154,6 +154,15 @@ def _load(
     except BaseException:
         processes.close()
         raise
+
+
+def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
+    """Blocks of a sequence for which steps need memory. Rope settings may allow more than the model's own limit; then a
+    step's sequences have at most `settings.max_blocks` together, and each has at least one of the step's tokens.
+    """
+    return max(
+        config.max_model_len // settings.block_size + 2, (settings.max_blocks or 0) // settings.max_batch_tokens + 1
+    )
 
 
 def _require_divisible(settings: RunnerSettings, config: object, size: int) -> ModelConfig:

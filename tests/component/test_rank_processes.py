@@ -12,16 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.load import RunnerSettings
+from engine.load import RunnerSettings, resolve
 from engine.model_runner import ModelRunner
+from engine.models.facts import ModelConfig
 from engine.ranks import launch
-from engine.ranks.launch import RankProcesses, load_ranked_runner, ranked_runner
-from engine.ranks.shared import Forward, Logits, decode_command, encode_command
+from engine.ranks.launch import RankProcesses, load_ranked_runner, max_sequence_blocks, ranked_runner
+from engine.ranks.shared import Forward, Logits, StepMemory, decode_command, encode_command
 from engine.sequence import SequenceState
 from engine.speculation.drafters import NgramDrafter
 from mesh.domain.errors import ConfigurationError, WorkerLost
@@ -177,6 +179,16 @@ def test_garbled_command_ends_the_rank_with_its_reason(checkpoint: Checkpoint, m
 def test_impossible_commands_are_refused(message: bytes) -> None:
     with pytest.raises(ValueError, match="command"):
         decode_command(message)
+
+
+def test_steps_have_memory_for_sequences_beyond_the_models_limit(checkpoint: Checkpoint) -> None:
+    num_seqs, blocks_of_each = 32, 500  # the model's limit is 32 blocks
+    wanted = settings(checkpoint("llama"), max_batch_tokens=33, max_blocks=num_seqs * blocks_of_each)
+    resolved, config = resolve(wanted)
+    assert isinstance(config, ModelConfig)
+    memory = StepMemory(config, max_rows=33, max_blocks=max_sequence_blocks(resolved, config))
+    tables = num_seqs * blocks_of_each
+    assert memory.get("sequences", tables + 3 * num_seqs + 1, np.int32).size >= tables
 
 
 class Leader:

@@ -1,11 +1,12 @@
 """Time of one engine step without a mesh, and of its phases: a prompt, and decode steps of several sizes.
 
-    python -m bench.step [--quantize none int8] [--kv-dtype auto] [--threads 1 2] [--batch 1 8 32] [--parts]
+    python -m bench.step [--quantize none int8] [--kv-dtype auto] [--threads 1 2] [--ranks 2] [--batch 1 8 32] [--parts]
 
 Weights are random. Variants take turns, and medians are printed. With one thread, times are CPU times of the engine's
 thread, which other load on the machine disturbs less than wall-clock time. A step of one sequence reads all weights, so
-its bandwidth is printed beside the memory bandwidth in the same rounds. `--parts` adds a table with the phases of a
-step.
+its bandwidth is printed beside the memory bandwidth in the same rounds. `--ranks` measures tensor-parallel ranks of one
+thread beside as many threads of one process, and prints the ratio of their times. `--parts` adds a table with the
+phases of a step.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -32,15 +33,17 @@ _ONE = 1
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One configuration of the engine: quantization, type of the KV cache, and number of threads."""
+    """One configuration of the engine: quantization, type of the KV cache, and numbers of threads and ranks."""
 
     quantize: str
     kv_dtype: str
     num_threads: int
+    num_ranks: int = 1
 
     def __str__(self) -> str:
         kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
         threads = "" if self.num_threads == 1 else f", {self.num_threads} threads"
+        threads = threads if self.num_ranks == 1 else f", {self.num_ranks} ranks"
         return f"{'fp32' if self.quantize == 'none' else self.quantize}{kv}{threads}"
 
 
@@ -49,11 +52,9 @@ Times = Mapping[tuple[Variant, int], Sequence[float]]
 
 def main() -> None:
     options = _options()
-    variants = [
-        Variant(*combination) for combination in itertools.product(options.quantize, options.kv_dtype, options.threads)
-    ]
+    variants = _variants(options)
     available = sorted(os.sched_getaffinity(0))
-    if max(options.threads) == 1:
+    if max(variant.num_threads for variant in variants) == 1:
         os.sched_setaffinity(0, {available[-1]})
     times: dict[tuple[Variant, int], list[float]] = {}
     read: dict[Variant, list[float]] = {variant: [] for variant in variants}
@@ -72,6 +73,9 @@ def main() -> None:
                     phases_ms[variant, batch] = steps.take_phases_ms()
     console = Console(width=140)
     console.print(_times_table(variants, options.batch, times))
+    for variant in variants:
+        if variant.num_ranks > 1:
+            console.print(_ratios(variant, options.batch, times))
     for variant in variants if _ONE in options.batch else ():
         console.print(
             _speed_of_one(variant, size, statistics.median(times[variant, _ONE]), statistics.median(read[variant]))
@@ -87,10 +91,21 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quantize", nargs="+", default=["none", "int8"])
     parser.add_argument("--kv-dtype", nargs="+", default=["auto"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", action="store_true", help="also print the phases of a step")
     return parser.parse_args()
+
+
+def _variants(options: argparse.Namespace) -> list[Variant]:
+    """Every combination. Beside so many ranks stand as many threads."""
+    arms = [(threads, 1) for threads in (*options.threads, *options.ranks)]
+    arms += [(ranks, ranks) for ranks in options.ranks]
+    return [
+        Variant(quantize, kv_dtype, *arm)
+        for quantize, kv_dtype, arm in itertools.product(options.quantize, options.kv_dtype, dict.fromkeys(arms))
+    ]
 
 
 def _plan(model_dir: Path, variant: Variant, max_batch: int) -> StepPlan:
@@ -101,6 +116,7 @@ def _plan(model_dir: Path, variant: Variant, max_batch: int) -> StepPlan:
         prompt_tokens=_PROMPT_TOKENS,
         num_threads=variant.num_threads,
         kv_dtype=variant.kv_dtype,
+        num_ranks=variant.num_ranks,
     )
 
 
@@ -110,6 +126,19 @@ def _times_table(variants: Sequence[Variant], batches: Sequence[int], times: Tim
         cells = (times[variant, batch] for batch in (_PROMPT, *batches))
         table.add_row(str(variant), *(f"{statistics.median(ms):.1f} ({min(ms):.1f}..{max(ms):.1f})" for ms in cells))
     return table
+
+
+def _ratios(variant: Variant, batches: Sequence[int], times: Times) -> str:
+    """The ranks' times as a multiple of those of the threads: medians of the rounds' ratios."""
+    threads = replace(variant, num_ranks=1)
+    ratios = [
+        statistics.median(a / b for a, b in zip(times[variant, column], times[threads, column], strict=True))
+        for column in (_PROMPT, *batches)
+    ]
+    names = (f"prompt of {_PROMPT_TOKENS}", *(f"step of {n}" for n in batches))
+    return f"{variant} / {threads}: " + ", ".join(
+        f"{name} {ratio:.2f}" for name, ratio in zip(names, ratios, strict=True)
+    )
 
 
 def _speed_of_one(variant: Variant, size: ModelSize, step_ms: float, bytes_per_s: float) -> str:

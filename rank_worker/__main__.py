@@ -13,14 +13,6 @@ import signal
 import socket
 import sys
 
-import structlog
-
-from engine.ranks.launch import RankSetup, serve_rank
-from mesh.domain.errors import ConfigurationError
-from mesh.logs import configure_logging, flush_outputs
-
-log = structlog.get_logger(__name__)
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,25 +25,11 @@ def main() -> int:
     _die_with(arguments.parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # Imported now because it takes seconds, and the worker may end meanwhile.
+    from rank_worker.serving import serve
+
     with socket.socket(fileno=arguments.socket_fd) as leader:
-        setup = RankSetup.receive(leader)
-        configure_logging("rank_worker", level=setup.log_level)
-        try:
-            serve_rank(setup, leader)
-        except ConfigurationError as error:
-            return _fail(leader, str(error))
-        except OSError:  # the worker has ended
-            return 1
-        except Exception as error:
-            log.critical("unexpected error, exiting", rank=setup.rank, exc_info=error)
-            return _fail(leader, f"{type(error).__name__}: {error}; its log has the details")
-    return 0
-
-
-def _fail(leader: socket.socket, reason: str) -> int:
-    RankSetup.send_failure(leader, reason)
-    flush_outputs()
-    return 1
+        return serve(leader)
 
 
 def _die_with(parent: int) -> None:

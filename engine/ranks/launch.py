@@ -8,15 +8,15 @@ router replays the worker's sequences elsewhere.
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,13 @@ from engine.ranks.rank import Rank, kv_bytes, map_kv
 from engine.ranks.share import rank_share
 from engine.ranks.shared import Command, SharedGroup, StepMemory, decode_command, encode_command
 from engine.weights import Progress
-from mesh.domain.errors import ConfigurationError, WorkerLost
+from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 
 log = structlog.get_logger(__name__)
 
 _MAX_MESSAGE_BYTES = 1 << 16
-
+_MAX_REASON_CHARS = 4000
+_EXIT_WAIT_S = 5.0  # between the end of a rank's socket and that of its process
 
 OnLost = Callable[[str], None]
 """Called on a thread with what has happened to a rank. It should end the process."""
@@ -67,7 +68,7 @@ class RankSetup:
 
     @classmethod
     def receive(cls, leader: socket.socket) -> "RankSetup":
-        """Raises OSError if the leader has ended."""
+        """Raises ConnectionError if the leader has ended."""
         message = _receive(leader)
         settings = message.pop("settings")
         del settings["kv_memory"]
@@ -76,14 +77,18 @@ class RankSetup:
         return cls(settings=RunnerSettings(model_dir, rope=rope, **settings), cores=cores, **message)
 
     @staticmethod
-    def send_failure(leader: socket.socket, reason: str) -> None:
+    def send_failure(leader: socket.socket, error: Exception) -> None:
+        """Tell the leader why this rank ends. Only a ConfigurationError is one in the leader, too."""
+        kind, reason = "failed", f"{type(error).__name__}: {error}; its log has the details"
+        if isinstance(error, ConfigurationError):
+            kind, reason = "refused", str(error)
         with suppress(OSError):
-            _send(leader, failed=reason)
+            _send(leader, **{kind: reason[:_MAX_REASON_CHARS]})
 
 
 def serve_rank(setup: RankSetup, leader: socket.socket) -> None:
-    """Load the rank's share, then execute commands until the leader is gone. Raises ConfigurationError, and OSError if
-    the leader ends before the rank is ready.
+    """Load the rank's share, then execute commands until the leader is gone. Raises ConfigurationError, and
+    ConnectionError if the leader ends before the rank is ready.
     """
     os.sched_setaffinity(0, setup.cores)
     torch.set_num_threads(setup.num_threads)
@@ -104,8 +109,8 @@ def serve_rank(setup: RankSetup, leader: socket.socket) -> None:
 
 
 def fitting_ranks(settings: RunnerSettings) -> int:
-    """The most ranks, up to `settings.tensor_parallel`, among which the model can be divided here; 1 for a model or
-    device that has no ranks. Raises ConfigurationError.
+    """The most ranks, up to `settings.tensor_parallel`, that are of use: 1 where the decoder is not compiled. Raises
+    ConfigurationError.
     """
     size = settings.tensor_parallel
     if size == 1:
@@ -122,16 +127,36 @@ def load_ranked_runner(
     settings: RunnerSettings, on_progress: Progress | None = None, *, on_lost: OnLost, log_level: str = "info"
 ) -> ModelRunner:
     """As `load_model_runner`, over `settings.tensor_parallel` ranks. Must be called on a thread that lives as long as
-    the process, because the system ends the ranks with it. Raises ConfigurationError.
+    the process, because the system ends the ranks with it. Raises ConfigurationError, and WorkerLost if a rank ends.
     """
-    size = settings.tensor_parallel
-    if size == 1:
+    if settings.tensor_parallel == 1:
         return load_model_runner(settings, on_progress)
+    runner, _ = _load(settings, on_progress, on_lost, log_level)
+    return runner
+
+
+@contextmanager
+def ranked_runner(settings: RunnerSettings, *, on_lost: OnLost, log_level: str = "info") -> Iterator[ModelRunner]:
+    """As `load_ranked_runner`, for a process that outlives its ranks: they end with the block."""
+    if settings.tensor_parallel == 1:
+        yield load_model_runner(settings)
+        return
+    runner, processes = _load(settings, None, on_lost, log_level)
+    try:
+        yield runner
+    finally:
+        processes.close()
+
+
+def _load(
+    settings: RunnerSettings, on_progress: Progress | None, on_lost: OnLost, log_level: str
+) -> "tuple[ModelRunner, RankProcesses]":
+    size = settings.tensor_parallel
     settings, config = resolve(settings)
     config = _require_divisible(settings, config, size)
     layout = kv_layout(config, settings)
     reservation = KVReservation.enter(torch.device("cpu"), settings.kv_memory, weights_bytes(settings, config))
-    max_blocks = config.max_model_len // settings.block_size + 2
+    max_blocks = max_sequence_blocks(settings, config)
     processes = RankProcesses(settings, max_blocks, log_level)
     try:
         memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=max_blocks, fd=processes.memory_fd)
@@ -145,12 +170,20 @@ def load_ranked_runner(
         processes.tell(num_blocks=num_blocks, kv_bytes=num_bytes)
         leader.connect()
         processes.wait("ready")
-        runner = leader.lead(caches, reservation)
+        processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
+        return leader.lead(caches, reservation), processes
     except BaseException:
-        processes.kill()
+        processes.close()
         raise
-    processes.watch(on_lost)
-    return runner
+
+
+def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
+    """Blocks of a sequence for which steps need memory. Rope settings may allow more than the model's own limit; then a
+    step's sequences have at most `settings.max_blocks` together, and each has at least one of the step's tokens.
+    """
+    return max(
+        config.max_model_len // settings.block_size + 2, (settings.max_blocks or 0) // settings.max_batch_tokens + 1
+    )
 
 
 def _require_divisible(settings: RunnerSettings, config: object, size: int) -> ModelConfig:
@@ -162,92 +195,138 @@ def _require_divisible(settings: RunnerSettings, config: object, size: int) -> M
     if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
         if settings.quantize == "int8":
             raise ConfigurationError(
-                f"tensor_parallel {size} with quantize=int8 needs the compiled decoder, which cannot run here: {reason}"
+                f"tensor_parallel {size} in int8 needs the compiled decoder, which cannot run here ({reason}): use 1"
             )
         log.warning("decoder not compiled; its ranks sum by gloo, which is slow on CPU", ranks=size, reason=reason)
     return config
 
 
 class RankProcesses:
-    """The processes of ranks 1 and up, seen by rank 0. The constructor starts them and divides the process's cores."""
+    """The processes of ranks 1 and up, seen by rank 0. The constructor starts them and divides the process's cores.
+    Raises WorkerLost if the system cannot start them.
+    """
 
     def __init__(self, settings: RunnerSettings, max_blocks: int, log_level: str) -> None:
         size = settings.tensor_parallel
-        cores, num_threads = _divide_cores(size), max(1, torch.get_num_threads() // size)
+        self._cores, self._num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+        cores, num_threads = _divide_cores(size), max(1, self._num_threads // size)
         self.memory_fd = os.memfd_create("tandem-steps")
         self.kv_fd = os.memfd_create("tandem-kv")
         self.store_fd = os.memfd_create("tandem-store")
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(1, size):
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                self._processes.append(self._start(theirs))
-            self._sockets.append(ours)
-            fds = (self.memory_fd, self.kv_fd, self.store_fd)
-            RankSetup(rank, size, settings, max_blocks, num_threads, cores[rank], *fds, log_level).send(ours)
+        self._watcher: threading.Thread | None = None
+        self._is_closing = False
+        try:
+            for rank in range(1, size):
+                fds = (self.memory_fd, self.kv_fd, self.store_fd)
+                self._start(RankSetup(rank, size, settings, max_blocks, num_threads, cores[rank], *fds, log_level))
+        except OSError as error:
+            self.close()
+            raise WorkerLost(f"rank {len(self._sockets)} cannot be started: {error}") from error
         os.sched_setaffinity(0, cores[0])
         torch.set_num_threads(num_threads)
         log.info("ranks started", pids=[process.pid for process in self._processes], threads_per_rank=num_threads)
 
-    def _start(self, leader: socket.socket) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "rank_worker"]
-        command += ["--socket-fd", str(leader.fileno()), "--parent", str(os.getpid())]
-        fds = (leader.fileno(), self.memory_fd, self.kv_fd, self.store_fd)
-        # Settings come over the socket, and keys, which the environment may hold, are not for ranks.
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
-        # Announcements to the supervisor are the leader's: a rank prints to stderr.
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environ)
+    def _start(self, setup: RankSetup) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._sockets.append(ours)
+        with theirs:
+            setup.send(ours)  # before the process starts: it cannot have closed the socket yet
+            command = [sys.executable, "-m", "rank_worker"]
+            command += ["--socket-fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+            fds = (theirs.fileno(), self.memory_fd, self.kv_fd, self.store_fd)
+            # Settings come over the socket, and keys, which the environment may hold, are not for ranks.
+            environ = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+            # Announcements to the supervisor are the leader's: a rank prints to stderr.
+            self._processes.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environ)
+            )
 
     def wait(self, event: str) -> None:
-        """Return when every rank has reported `event`. Raises ConfigurationError if one has failed instead."""
-        for rank, channel in enumerate(self._sockets, 1):
-            try:
-                message = _receive(channel)
-            except OSError:
-                raise ConfigurationError(f"rank {rank} {self._ending(rank)}; its log has the details") from None
-            if "failed" in message:
-                raise ConfigurationError(f"rank {rank}: {message['failed']}")
-            if event not in message:
-                raise ConfigurationError(f"rank {rank} reported {sorted(message)}, not {event}")
+        """Return when every rank has reported `event`. Raises ConfigurationError if one cannot load its share, and
+        WorkerLost if one has ended.
+        """
+        missing = list(self._sockets)
+        while missing:
+            for channel in connection.wait(missing):
+                assert isinstance(channel, socket.socket)
+                rank = self._sockets.index(channel) + 1
+                message = self._receive(rank)
+                if event not in message:
+                    raise WorkerLost(f"rank {rank} reported {sorted(message)}, not {event}")
+                missing.remove(channel)
 
     def tell(self, **message: Any) -> None:
-        for channel in self._sockets:
-            _send(channel, **message)
+        """Send a message to all ranks. Raises WorkerLost if one has ended."""
+        self._send_all(json.dumps(message).encode())
 
     def post(self, command: Command) -> None:
         """Send a command to all ranks. Raises WorkerLost if one has ended."""
-        message = encode_command(command)
+        self._send_all(encode_command(command))
+
+    def watch(self, on_lost: OnLost) -> None:
+        """From now on call `on_lost` as soon as a rank ends."""
+        self._watcher = threading.Thread(target=self._watch, args=(on_lost,), name="rank-watch", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """End all ranks, and give the process its cores and threads back. For the thread that has started them."""
+        self._is_closing = True
+        self._kill()
+        if self._watcher is not None:
+            self._watcher.join()
+        for channel in self._sockets:
+            channel.close()
+        for fd in (self.memory_fd, self.kv_fd, self.store_fd):
+            os.close(fd)
+        os.sched_setaffinity(0, self._cores)
+        torch.set_num_threads(self._num_threads)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+    def _send_all(self, message: bytes) -> None:
         for rank, channel in enumerate(self._sockets, 1):
             try:
                 channel.send(message)
             except OSError:
                 raise WorkerLost(f"rank {rank} {self._ending(rank)}") from None
 
-    def watch(self, on_lost: OnLost) -> None:
-        """From now on call `on_lost` as soon as a rank ends."""
-        threading.Thread(target=self._watch, args=(on_lost,), name="rank-watch", daemon=True).start()
-
-    def kill(self) -> None:
-        """End all ranks."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
+    def _receive(self, rank: int) -> dict[str, Any]:
+        """The rank's next message. Raises ConfigurationError if it cannot load its share, WorkerLost if it is gone."""
+        try:
+            message = _receive(self._sockets[rank - 1])
+        except OSError:
+            raise WorkerLost(f"rank {rank} {self._ending(rank)}") from None
+        if "refused" in message:
+            raise ConfigurationError(f"rank {rank}: {message['refused']}")
+        if "failed" in message:
+            raise WorkerLost(f"rank {rank}: {message['failed']}")
+        return message
 
     def _watch(self, on_lost: OnLost) -> None:
-        poll = select.poll()
-        for channel in self._sockets:
-            poll.register(channel, select.POLLIN)
-        fd, _ = poll.poll()[0]
-        rank = next(rank for rank, channel in enumerate(self._sockets, 1) if channel.fileno() == fd)
-        message = self._sockets[rank - 1].recv(_MAX_MESSAGE_BYTES)
-        reason = json.loads(message)["failed"] if message else self._ending(rank)
-        self.kill()
-        on_lost(f"rank {rank} {reason}")
+        channel = connection.wait(self._sockets)[0]
+        if self._is_closing:
+            return
+        assert isinstance(channel, socket.socket)
+        rank = self._sockets.index(channel) + 1
+        try:
+            reason = f"rank {rank} sent a message that nobody expects: {sorted(self._receive(rank))}"
+        except (MeshError, ValueError) as error:
+            reason = str(error)
+        self._kill()
+        on_lost(reason)
 
     def _ending(self, rank: int) -> str:
         """How a rank's process has ended."""
-        status = self._processes[rank - 1].wait()
+        try:
+            status = self._processes[rank - 1].wait(_EXIT_WAIT_S)
+        except subprocess.TimeoutExpired:
+            return "has closed its socket"
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
@@ -265,7 +344,7 @@ def _send(channel: socket.socket, **message: Any) -> None:
 
 
 def _receive(channel: socket.socket) -> dict[str, Any]:
-    """Raises OSError if the other side has ended."""
+    """Raises ConnectionError if the other side has ended."""
     message = channel.recv(_MAX_MESSAGE_BYTES)
     if not message:
         raise ConnectionResetError("the other side has closed the socket")

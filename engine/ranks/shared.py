@@ -61,10 +61,13 @@ def decode_command(message: bytes) -> Command:
         raise ValueError(f"a command has {_COMMAND.size} bytes, not {len(message)}")
     kind, *fields = _COMMAND.unpack(message)
     if kind == 1:
-        return Forward(*fields)
-    if kind == 2:
+        command = Forward(*fields)
+        if not (0 <= command.num_decodes <= command.num_seqs <= command.num_tokens and command.max_blocks >= 0):
+            raise ValueError(f"impossible command: {command}")
+        return command
+    if kind == 2 and fields[0] >= 0:
         return Logits(fields[0])
-    raise ValueError(f"command {kind} is not known")
+    raise ValueError(f"command {kind} of {fields} is not known")
 
 
 class StepMemory:

@@ -9,6 +9,7 @@ none, which does not affect the time. Prompts are distinct, so that no KV is sha
 """
 
 import json
+import os
 import random
 import shutil
 import statistics
@@ -22,6 +23,7 @@ import psutil
 import torch
 
 from decode_worker.settings import DecodeSettings
+from engine.cores import threads_born_on
 from engine.kernels.cpu.step import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
 from engine.models.config import load_decoder_config
@@ -29,7 +31,7 @@ from engine.sequence import SequenceState
 from mesh.domain.request import Request, SamplingParams, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
 from tandem_cli.mesh_plan import BUNDLED_MODELS
-from worker.engine_host import EngineHost, EngineLimits, build_host
+from worker.engine_host import EngineHost, EngineLimits, build_host, load_runner
 
 _NUM_STEPS = 16
 _ARRAY_BYTES = 256 * 2**20  # several times the largest cache
@@ -58,7 +60,7 @@ def clock_for(num_threads: int) -> Callable[[], float]:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """The steps to measure: prompts of `prompt_tokens` tokens, and decode steps of up to `max_batch` sequences, each of
-    which starts with `context_tokens` tokens. The engine has `num_threads` threads."""
+    which starts with `context_tokens` tokens. The engine has `num_threads` threads, in `num_ranks` ranks."""
 
     model_dir: Path
     quantize: str
@@ -67,6 +69,7 @@ class StepPlan:
     context_tokens: int = 256
     num_threads: int = 1
     kv_dtype: str = "auto"
+    num_ranks: int = 1
 
     @property
     def max_context_tokens(self) -> int:
@@ -108,10 +111,14 @@ class EngineSteps:
             prefix_caching=False,
             num_threads=plan.num_threads,
             kv_dtype=plan.kv_dtype,
+            tensor_parallel=str(plan.num_ranks),
         )
         kv_tokens = (plan.max_batch + 1) * (plan.max_context_tokens + 2 * settings.block_size)
         max_batch_tokens = max(512, plan.prompt_tokens + plan.max_batch)
-        self._host: EngineHost = build_host(settings, EngineLimits(max_batch_tokens, plan.max_batch, kv_tokens))
+        limits = EngineLimits(max_batch_tokens, plan.max_batch, kv_tokens)
+        with threads_born_on(tuple(os.sched_getaffinity(0))):  # several ranks divide the process's cores
+            self._host: EngineHost = build_host(settings, limits, load=load_runner)
+            self._cores = tuple(os.sched_getaffinity(0))
         self._engine = self._host.engine()
         self._clock = clock_for(plan.num_threads)
         self._rng = random.Random(0)
@@ -120,6 +127,20 @@ class EngineSteps:
 
     def prompt_ms(self) -> float:
         """Milliseconds of the prefill of one prompt."""
+        with threads_born_on(self._cores):
+            return self._prompt_ms()
+
+    def decode_ms(self, batch: int) -> float:
+        """Median milliseconds of a decode step with `batch` sequences."""
+        with threads_born_on(self._cores):
+            return self._decode_ms(batch)
+
+    def take_phases_ms(self) -> dict[str, float]:
+        """Milliseconds of each phase of the last prompt, or of the mean decode step, since the previous call."""
+        self._phases_ms, phases_ms = {}, self._phases_ms
+        return phases_ms
+
+    def _prompt_ms(self) -> float:
         self._host.runner.prepare_thread()
         self._add(1, self._plan.prompt_tokens, num_new=1)
         self._phase_clock.start()
@@ -127,8 +148,7 @@ class EngineSteps:
         self._phases_ms = self._phase_clock.phases_ms(total, 1)
         return total
 
-    def decode_ms(self, batch: int) -> float:
-        """Median milliseconds of a decode step with `batch` sequences."""
+    def _decode_ms(self, batch: int) -> float:
         self._host.runner.prepare_thread()
         started: set[str] = set()
         self._add(batch, self._plan.context_tokens, num_new=2 * _NUM_STEPS + batch)
@@ -139,11 +159,6 @@ class EngineSteps:
         self._phases_ms = self._phase_clock.phases_ms(statistics.mean(times), _NUM_STEPS)
         self._finish()
         return statistics.median(times)
-
-    def take_phases_ms(self) -> dict[str, float]:
-        """Milliseconds of each phase of the last prompt, or of the mean decode step, since the previous call."""
-        self._phases_ms, phases_ms = {}, self._phases_ms
-        return phases_ms
 
     def _add(self, count: int, num_tokens: int, *, num_new: int) -> None:
         for _ in range(count):

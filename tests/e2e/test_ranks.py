@@ -1,0 +1,176 @@
+"""Meshes whose workers have tensor-parallel ranks answer as a mesh without, to the bit, also when ranks are killed."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import tandem
+from tests.e2e.in_middle import stream_and_hit
+from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
+from tests.evidence import Evidence
+from tests.waiting import until
+
+NUM_STREAMS = 6
+NUM_TOKENS = 200
+NUM_KILLS = 40
+RESTART_S = 240.0  # a busy machine takes a minute for two workers of two ranks
+
+Request = dict[str, Any]
+Ranked = tuple[MeshProcess, tandem.AsyncClient]
+
+
+def requests(num_tokens: int = NUM_TOKENS) -> list[Request]:
+    """Greedy and seeded, with penalties, all with log-probs."""
+    return [
+        {
+            "token_ids": [(7 * i + j) % 256 for j in range(20 + 9 * i)],
+            "temperature": 0.8 if i % 2 else 0.0,
+            "seed": i,
+            "frequency_penalty": 0.3 if i % 3 == 0 else 0.0,
+            "top_logprobs": 2,
+            "max_new_tokens": num_tokens,
+            "ignore_eos": True,
+        }
+        for i in range(NUM_STREAMS)
+    ]
+
+
+def long_prompts() -> list[Request]:
+    return [
+        {"token_ids": [(11 * i + j) % 256 for j in range(330)], "max_new_tokens": 8, "ignore_eos": True}
+        for i in range(12)
+    ]
+
+
+async def ask(client: tandem.AsyncClient, requests: Sequence[Request]) -> list[tuple[tandem.Token, ...]]:
+    """The tokens of each answer, with log-probs and alternatives."""
+    return [result.tokens for result in await asyncio.gather(*(client.generate(**request) for request in requests))]
+
+
+@asynccontextmanager
+async def ranked_mesh(model: Path, log_dir: Path, prefill: int, decode: int, *flags: str) -> AsyncIterator[Ranked]:
+    """A mesh of one prefill and one decode worker with so many ranks. Requests wait while the only worker restarts."""
+    settings = {
+        "prefill.tensor_parallel": prefill,
+        "decode.tensor_parallel": decode,
+        "prefill.max_batch_prefill_tokens": 64,
+        "router.no_worker_timeout_s": RESTART_S,
+    }
+    sets = [flag for name, value in settings.items() for flag in ("--set", f"{name}={value}")]
+    async with mesh(model, log_dir, *sets, *flags) as running, tandem.AsyncClient(running.address) as client:
+        yield running, client
+
+
+def ranks_of(running: MeshProcess, role: str) -> list[int]:
+    """Process ids of the ranks 1 and up of the role's worker; empty while it restarts."""
+    workers = [psutil.Process(pid) for pid in running.pids(f"{role}_worker")]
+    ranks = running.pids("rank_worker")
+    return [child.pid for worker in workers for child in worker.children() if child.pid in ranks]
+
+
+def hit_rank(running: MeshProcess, role: str, number: signal.Signals = signal.SIGKILL) -> int:
+    """Send a signal to a rank of the role's worker. Returns the process id of the worker."""
+    pid = ranks_of(running, role)[0]
+    parent = psutil.Process(pid).ppid()
+    os.kill(pid, number)
+    return parent
+
+
+async def wait_back(running: MeshProcess, client: tandem.AsyncClient, role: str, pid: int) -> None:
+    """Return once another process than `pid` serves in the role, and nothing of `pid` is left."""
+    async with asyncio.timeout(RESTART_S):
+        while not any(w.role == role and w.serving and w.pid != pid for w in await client.workers()):  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    assert not psutil.pid_exists(pid)
+    assert len(running.pids("rank_worker")) == 2
+    await pools_are_whole(client)
+
+
+def check_exact(hit: Sequence[Sequence[tandem.TokenEvent]], expected: Sequence[tuple[tandem.Token, ...]]) -> None:
+    """No token is wrong, missing or doubled, and every log-prob is the same, to the bit."""
+    for events, tokens in zip(hit, expected, strict=True):
+        assert [event.token for event in events] == list(tokens)
+        assert events[-1].finish_reason == "length"
+
+
+def degrees() -> list[Any]:
+    """One pair of degrees and one transport; the others in `make chaos`."""
+    pairs = [(2, 1), (1, 2), (2, 2)]
+    every = [(*pair, transport) for pair in pairs for transport in ("grpc", "shm")]
+    return [each if each == (2, 1, "grpc") else pytest.param(*each, marks=pytest.mark.soak) for each in every]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("prefill", "decode", "transport"), degrees())
+async def test_ranks_answer_as_one(
+    checkpoint: Callable[[str], Path], tmp_path: Path, prefill: int, decode: int, transport: str
+) -> None:
+    model, asked = checkpoint("llama-tied"), [*requests(40), *long_prompts()[:3]]
+    async with ranked_mesh(model, tmp_path / "alone", 1, 1) as (_, client):
+        expected = await ask(client, asked)
+    transports = ("--set", f"prefill.kv_transports={transport}", "--log-level", "debug")
+    async with ranked_mesh(model, tmp_path / "ranks", prefill, decode, *transports) as (running, client):
+        assert (len(ranks_of(running, "prefill")), len(ranks_of(running, "decode"))) == (prefill - 1, decode - 1)
+        assert await ask(client, asked) == expected
+        await pools_are_whole(client)
+        logs = "".join(path.read_text() for path in running.log_dir.glob("*.log"))
+    assert f'"transport": "{transport}"' in logs
+    assert '"event": "replay"' not in logs
+
+
+@pytest.mark.timeout(900)
+async def test_killed_ranks_are_not_noticed(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, 2, 2) as (running, client):
+        streams, prompts = await ask(client, requests()), await ask(client, long_prompts())
+        hit, pid = await stream_and_hit(client, requests(), lambda: hit_rank(running, "decode"))
+        check_exact(hit, streams)
+        await wait_back(running, client, "decode", pid)
+
+        tasks = [asyncio.create_task(client.generate(**request)) for request in long_prompts()]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        pid = hit_rank(running, "prefill")
+        assert [result.tokens for result in await asyncio.gather(*tasks)] == prompts
+        await wait_back(running, client, "prefill", pid)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+async def test_a_stopped_rank_is_a_stall_and_ends_its_worker(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    limits = ("--set", "decode.stall_after_s=5", "--set", "decode.wedged_exit_s=15")
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, 1, 2, *limits) as (running, client):
+        expected = await ask(client, requests())
+        hit, pid = await stream_and_hit(client, requests(), lambda: hit_rank(running, "decode", signal.SIGSTOP))
+        check_exact(hit, expected)
+        await until(lambda: not psutil.pid_exists(pid))
+        logs = "".join(path.read_text() for path in running.log_dir.glob("decode*.log"))
+    for event in ("engine stalled", "engine wedged, exiting"):
+        assert f'"event": "{event}"' in logs
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+async def test_many_killed_ranks_are_not_noticed(
+    checkpoint: Callable[[str], Path], tmp_path: Path, evidence: Evidence
+) -> None:
+    rng = random.Random(5)
+    num_wrong = num_tokens = 0
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, 2, 2) as (running, client):
+        expected = await ask(client, requests())
+        for _ in range(NUM_KILLS):
+            role = rng.choice(("prefill", "decode"))
+            hit, pid = await stream_and_hit(client, requests(), partial(hit_rank, running, role))
+            for events, tokens in zip(hit, expected, strict=True):
+                num_tokens += len(tokens)
+                num_wrong += [event.token for event in events] != list(tokens)
+            await wait_back(running, client, role, pid)
+    measured = f"{num_wrong} of {NUM_KILLS * NUM_STREAMS}, {num_tokens} tokens"
+    evidence("R6", f"streams not exact over {NUM_KILLS} killed ranks", measured, target="0", ok=num_wrong == 0)

@@ -7,7 +7,7 @@ import pytest
 
 from decode_worker.settings import DecodeSettings
 from engine.load import RunnerSettings, load_model_runner
-from engine.ranks.launch import fitting_ranks, load_ranked_runner
+from engine.ranks.launch import fitting_ranks
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerRole
@@ -24,29 +24,6 @@ def compiled(checkpoint: Checkpoint) -> Path:
     model_dir = checkpoint("llama")
     assert load_arm(model_dir, "compiled").kv_cache.layout.num_kv_heads == 4
     return model_dir
-
-
-def never(reason: str) -> None:
-    raise AssertionError(reason)
-
-
-def refusal(wanted: RunnerSettings) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        load_ranked_runner(wanted, on_lost=never)
-    return str(caught.value)
-
-
-def test_degrees_that_do_not_fit_are_refused_with_those_that_do(compiled: Path) -> None:
-    said = refusal(settings(compiled, tensor_parallel=5))
-    assert said == "tensor_parallel 5 does not fit 4 KV heads: use 4 or fewer"
-
-
-def test_models_and_devices_without_ranks_are_refused(compiled: Path, tmp_path: Path) -> None:
-    said = refusal(settings(compiled, tensor_parallel=2, enforce_eager=True))
-    assert said == "tensor_parallel 2 needs the compiled decoder, which cannot run here: enforce_eager is set"
-    assert "bfloat16 on cpu" in refusal(settings(compiled, tensor_parallel=2, dtype="bfloat16"))
-    t5 = build_encoder_decoder("t5", tmp_path)
-    assert "does not fit an encoder-decoder model: use 1" in refusal(settings(t5, tensor_parallel=2))
 
 
 def test_max_is_what_fits(compiled: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from engine.ranks.share import rank_share
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
-from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity, expect_prompts, half_tolerance, require_prompt_logprobs, run_mixed
 from tests.component.ranked import ranked_runner
 
@@ -76,24 +75,6 @@ def test_processes(checkpoint: Checkpoint) -> None:
     command = [sys.executable, "-m", "tests.component.ranked", str(model_dir)]
     answer = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=300).stdout
     assert json.loads(answer) == [expected.token_ids for expected in expect_prompts(model_dir)]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"quantize": "int8", "enforce_eager": True}, "quantize=int8 needs the compiled decoder"),
-        ({"tensor_parallel": 5}, "tensor_parallel 5 does not fit 4 KV heads"),
-    ],
-)
-def test_refusals(checkpoint: Checkpoint, changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        load_ranked_runner(settings(checkpoint("llama"), **{"tensor_parallel": 2} | changes), on_lost=pytest.fail)
-
-
-def test_encoder_decoders_are_refused(tmp_path: Path) -> None:
-    model_dir = build_encoder_decoder("t5", tmp_path)
-    with pytest.raises(ConfigurationError, match="does not fit an encoder-decoder model"):
-        load_ranked_runner(settings(model_dir, tensor_parallel=2), on_lost=pytest.fail)
 
 
 def test_cuda_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

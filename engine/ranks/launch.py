@@ -47,7 +47,7 @@ OnLost = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """What a rank is told at its start. `cores`: those it runs on."""
+    """The first message to a rank. `cores`: those it runs on."""
 
     rank: int
     size: int

@@ -1,4 +1,4 @@
-"""What every rank does: load its share of the weights, hold its share of the KV, and compute its share of a step."""
+"""The work of every rank: load its share of the weights, hold its share of the KV, and compute its share of a step."""
 
 import mmap
 from collections.abc import Callable, Sequence

@@ -28,7 +28,7 @@ _UNIT = 32
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What rank `rank` of `size` computes: KV heads with their query heads, spans of outputs, and experts.
+    """The work of rank `rank` of `size`: KV heads with their query heads, spans of outputs, and experts.
     `shared_inner` is the rank's part of the shared expert's inner width.
     """
 

@@ -1,4 +1,4 @@
-"""What drafts are worth: the share of them that are right (Acceptance), and a cost model of steps (CostFit, Prices).
+"""The worth of drafts: the share of them that are right (Acceptance), and a cost model of steps (CostFit, Prices).
 
 A step has a fixed time, to read the weights, and a time per token. If the time per token is small, drafts are nearly
 free; in a large batch, or on a slow device, only drafts with a high chance pay off.

@@ -84,7 +84,7 @@ def test_six_real_workers(checkpoint: Callable[[str], Path], ledger: str, repair
         memory = DeviceMemory("cpu", 2 * free_bytes, free_bytes, is_lazy=True)
         patch.setattr("engine.kv_memory.device_memory", lambda _: memory)
         # Their weights, which are not in this made-up memory.
-        patch.setattr("engine.load._weights_bytes", lambda *_: 0)
+        patch.setattr("engine.load.weights_bytes", lambda *_: 0)
         with ThreadPoolExecutor(NUM_WORKERS) as threads:
             runners = list(threads.map(lambda _: load_model_runner(settings), range(NUM_WORKERS)))
     blocks = [runner.kv_cache.num_blocks for runner in runners]

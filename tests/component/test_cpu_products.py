@@ -3,17 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.kernels.cpu.arguments import Share, Span
+from engine.kernels.cpu.arguments import Address, Matrix, Share, Span
+from engine.kernels.cpu.compiler import OPTIONS
 from engine.kernels.cpu.machine import TILE_ROWS, UNIT, amx_shapes, cpu_flags, has_amx
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
-from engine.kernels.cpu.tiles import ADD, GATE, STORE
+from engine.kernels.cpu.tiles import ADD, GATE, STORE, TileProduct, multiply_tile
 from engine.models.linear import SCHEMES
 
 Array = NDArray[Any]
@@ -152,3 +154,16 @@ def test_rows_are_put_and_normed(kind: str, width: int) -> None:
         found = (q - (128 if kind == "int8" else 0)) * operand.factors[:, None]
         level = operand.factors[:, None] if kind == "int8" else 0
         assert (np.abs(found - expected) <= 0.501 * level + 2e-6 * np.abs(expected)).all()
+
+
+def test_spilled_vectors_are_aligned() -> None:
+    """The function that contains a tile aligns its stack frame to vectors."""
+    tile: Any = multiply_tile
+
+    def multiply(a: Address, b: Address, sums: Address, depth: int) -> None:
+        tile(TileProduct(Matrix(a, 256), Matrix(b, 256), Matrix(sums, 128)), depth, 12, 2, np.float32(0))
+
+    untyped: Any = numba
+    compiled = untyped.njit(**OPTIONS)(multiply)
+    compiled.compile("void(intp, intp, intp, intp)")
+    assert "andq\t$-64, %rsp" in next(iter(compiled.inspect_asm().values()))

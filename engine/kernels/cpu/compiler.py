@@ -240,12 +240,24 @@ class Emitter:
         scale = "llvm.x86.avx512.mask.scalef.ps.512"
         return self.call(scale, FLOATS, power, integer, power, ALL_LANES, INT32(_CURRENT_ROUNDING))
 
+    def align_stack(self) -> None:
+        """Align the stack frame of the function, and of any function it is inlined into, to whole vectors.
+
+        LLVM aligns a frame for a variable that asks for it, but not for registers that it spills. Without this, spilled
+        vectors cross cache lines or not by chance, with the address of the thread's stack.
+        """
+        with self.builder.goto_entry_block():
+            slot = self.builder.alloca(INT8)
+            slot.align = VECTOR_BYTES
+        self.builder.asm(ir.FunctionType(VOID, [BYTE_POINTER]), "", "r", [slot], True)
+
     @contextmanager
     def loop(self, count: Value, carried: list[Value]) -> Iterator["Loop"]:
         """A loop of `count` passes, at least one. The body appends the next values of `carried` to `loop.next`, which
         holds the last pass's values after the loop.
         """
         builder = self.builder
+        self.align_stack()
         before = builder.block
         body, after = builder.append_basic_block("body"), builder.append_basic_block("after")
         builder.branch(body)

@@ -15,11 +15,13 @@ without AMX no code is written, because LLVM cannot select the instructions ther
 
 from typing import NamedTuple
 
+from llvmlite import ir
 from numba import types
 
 from engine.kernels.cpu.arguments import Address, Matrix
 from engine.kernels.cpu.compiler import (
     ALL_LANES,
+    BYTE_POINTER,
     FLOAT,
     FLOATS,
     INT8,
@@ -84,7 +86,7 @@ def multiply_tile(
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(args[0], 3))
-        scalar, vector = (INT32, INTS) if is_int8 else (FLOAT, FLOATS)
+        vector = INTS if is_int8 else FLOATS
         totals = [constant(vector, 0)] * (num_rows * num_panels)
         with emit.loop(args[1], totals) as loop:
             b_row = builder.mul(loop.index, INT64(VECTOR_BYTES))
@@ -94,20 +96,42 @@ def multiply_tile(
                 for j in range(num_panels)
             ]
             for row in range(num_rows):
-                at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(row))))
-                left = emit.splat(emit.load(at, scalar))
-                for j, right in enumerate(columns):
-                    total = loop.carried[row * num_panels + j]
-                    if is_int8:  # the left operand's bytes are unsigned: 4 products in each lane
-                        loop.next.append(emit.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, left, right))
-                    else:
-                        loop.next.append(emit.multiply_add(left, right, total))
+                first = row - row % 3  # x86 addresses reach rows 0, 1 and 2 from one pointer
+                at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(first))))
+                totals = loop.carried[row * num_panels : (row + 1) * num_panels]
+                loop.next += _multiply_row(emit, at, a_step, row - first, columns, totals, is_int8=is_int8)
         for i, total in enumerate(loop.next):
             row_at = builder.mul(out_step, INT64(i // num_panels))
             emit.store(total, emit.at(out_at, builder.add(row_at, INT64(i % num_panels * VECTOR_BYTES))))
         return context.get_dummy_value()
 
     return types.void(matrices, types.intp, rows, panels, element), generate
+
+
+def _multiply_row(
+    emit: Emitter, a: Value, a_step: Value, row: int, columns: list[Value], totals: list[Value], *, is_int8: bool
+) -> list[Value]:
+    """totals + a[row] * columns, for `row` 0 to 2. `a` points at a number (int8: 4 bytes) of row 0.
+
+    It is assembly because LLVM would read the numbers of many rows first, and spill them in the innermost loop.
+    """
+    vector, read, multiply = (INTS, "vpbroadcastd", "vpdpbusd") if is_int8 else (FLOATS, "vbroadcastss", "vfmadd231ps")
+    count = len(columns)
+    pointer, step = f"${2 * count + 1}", f"${2 * count + 2}"
+    at = (f"({pointer})", f"({pointer},{step})", f"({pointer},{step},2)")[row]
+    code = [f"{read} {at}, ${count}"]
+    code += [f"{multiply} ${count + 1 + i}, ${count}, ${i}" for i in range(count)]
+    outputs = ["=&v"] * (count + 1)
+    inputs = ["v"] * count + ["r", "r"] + [str(i) for i in range(count)]
+    kinds = [vector] * count + [BYTE_POINTER, INT64] + [vector] * count
+    results = emit.builder.asm(
+        ir.FunctionType(ir.LiteralStructType([vector] * (count + 1)), kinds),
+        "\n".join(code),
+        ",".join([*outputs, *inputs, "~{memory}"]),
+        [*columns, a, a_step, *totals],
+        True,
+    )
+    return emit.members(results, count)
 
 
 class SumRows(NamedTuple):

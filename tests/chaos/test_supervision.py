@@ -16,7 +16,7 @@ import pytest
 
 import tandem
 from tests.chaos.attack import attack, listening, service
-from tests.chaos.neighbours import Neighbours
+from tests.chaos.neighbours import Neighbours, Period
 from tests.e2e.mesh_process import MeshProcess, is_alive, mesh, pools_are_whole, started
 from tests.evidence import Evidence
 
@@ -44,7 +44,7 @@ async def up(log_dir: Path, *, prefix: tuple[str, ...] = ()) -> AsyncIterator[tu
 async def test_log_disk_is_full(tmp_path: Path, evidence: Evidence) -> None:
     """The disk of all logs, that of `tandem up` too."""
     async with up(tmp_path, prefix=on_small_disk(tmp_path)) as (running, neighbours):
-        calm = await neighbours.calm()
+        calm = await loaded(running, neighbours)
         disk = Path(f"/proc/{running.process.pid}/root{tmp_path}")
         filler = disk / "filler"
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -75,7 +75,7 @@ def on_small_disk(folder: Path) -> tuple[str, ...]:
 
 async def test_up_is_stopped(tmp_path: Path, evidence: Evidence) -> None:
     async with up(tmp_path) as (running, neighbours):
-        calm = await neighbours.calm()
+        calm = await loaded(running, neighbours)
         running.process.send_signal(signal.SIGSTOP)
         try:
             async with neighbours.period(STOPPED_S) as hit:
@@ -187,6 +187,13 @@ async def gone(running: MeshProcess, module: str, number: signal.Signals) -> Non
     while is_alive(process):
         assert time.monotonic() < deadline_s, f"{module} is still there {END_S:g} s after {number.name}"
         await asyncio.sleep(0.02)
+
+
+async def loaded(running: MeshProcess, neighbours: Neighbours) -> Period:
+    """A time in which requests are asked, and nothing else is done."""
+    async with neighbours.period() as period:
+        await ask_much(running, REQUESTS // 4)
+    return period
 
 
 async def ask_much(running: MeshProcess, count: int, at_a_time: int = 16) -> int:

@@ -26,6 +26,8 @@ _WORKER_ROLES = ("prefill", "decode")
 _COUNTS = ("prefill", "decode", "colocated")
 _ANY_DEVICE = "auto"
 _DEVICES = {"cuda": "cuda:0"}
+_STOP_MARGIN_S = 50.0
+"""A service on a busy machine may need this long to stop besides the time for running work."""
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 
@@ -186,6 +188,12 @@ class MeshPlan:
     def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
         """The settings that `service` will load. Raises the same ConfigurationError that the service would raise."""
         return self._load(service, environ).values
+
+    def stop_limit_s(self, service: Service, environ: Mapping[str, str]) -> float:
+        """Seconds after SIGTERM in which `service` should exit: the time for running work, and some more."""
+        settings = self.resolve(service, environ)
+        grace_s: float = settings.drain_grace_s if service.role in ("prefill", "decode") else settings.grace_s
+        return grace_s + _STOP_MARGIN_S
 
     def origins(self, service: Service, environ: Mapping[str, str]) -> Mapping[str, str]:
         """The origin of each setting of `service`, by name. Raises ConfigurationError as `resolve` does."""

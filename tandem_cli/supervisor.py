@@ -22,7 +22,6 @@ from tandem_cli.cores import format_cores
 from tandem_cli.display import Display
 from tandem_cli.mesh_plan import MeshPlan, Service
 
-_STOP_LIMIT_S = 60.0
 _CONFIGURATION_STATUS = 2
 
 Trial = Callable[[str], Awaitable[None]]
@@ -275,9 +274,10 @@ class Supervisor:
     async def _stop(self) -> None:
         """Stop gateway and routers, then all workers. Returns when all children have exited."""
         self._is_stopping = True
-        front = [child for child in self._children.values() if child.service.role in ("gateway", "router")]
-        await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in front))
-        await asyncio.gather(*(child.stop(_STOP_LIMIT_S) for child in self._children.values()))
+        children = list(self._children.values())
+        for some in ([child for child in children if child.service.role in ("gateway", "router")], children):
+            limits_s = [self._plan.stop_limit_s(child.service, self._launch.environ) for child in some]
+            await asyncio.gather(*map(Child.stop, some, limits_s))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -88,6 +88,17 @@ def test_the_gateway_knows_where_its_router_is(tmp_path: Path) -> None:
     assert plan_of(UpSettings(), str(tmp_path)).gateway(["0.0.0.0:7"], router) is None
 
 
+def test_services_are_not_killed_while_running_work_may_still_end(tmp_path: Path) -> None:
+    settings = {"router": {"grace_s": "100"}, "gateway": {"grace_s": "200"}, "decode": {"drain_grace_s": "300"}}
+    plan = plan_of(UpSettings(http_port=0), str(tmp_path), **settings)
+    gateway = plan.gateway(["h:7"], plan.resolve(plan.router(), {}))
+    assert gateway is not None
+    services = [plan.router(), gateway, plan.workers("h:1")[-1]]
+    assert [
+        plan.stop_limit_s(service, {}) - grace_s for service, grace_s in zip(services, (100, 200, 300), strict=True)
+    ] == [50] * 3
+
+
 def test_where_cores_cannot_be_had_workers_are_not_pinned(tmp_path: Path) -> None:
     plan = MeshPlan(UpSettings(), (ModelPlan("m", str(tmp_path), CorePlan(((0,),), ((1,),))),), pin=False)
     for worker in plan.workers("h:1"):

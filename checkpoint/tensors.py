@@ -32,7 +32,7 @@ def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:
     model_dir = Path(model_dir)
     index_path = model_dir / INDEX_FILE
     if (model_dir / SINGLE_FILE).exists():
-        return _read_header(model_dir / SINGLE_FILE)
+        return read_header(model_dir / SINGLE_FILE)
     if not index_path.exists():
         pickled = sorted(path.name for path in model_dir.glob("*.bin"))
         hint = f"; {pickled[0]} is in a format that can run code: convert it to safetensors" if pickled else ""
@@ -58,14 +58,15 @@ def _read_sharded(model_dir: Path, index_path: Path) -> dict[str, StoredTensor]:
             raise ConfigurationError(f"{index_path} names a file outside its folder: {file_name!r}")
         if not (model_dir / file_name).is_file():
             raise ConfigurationError(f"{model_dir / file_name} is missing: it has tensor {name}, {INDEX_FILE} says")
-        tensors.update(_read_header(model_dir / file_name))
+        tensors.update(read_header(model_dir / file_name))
     for name, file_name in weight_map.items():
         if name not in tensors:
             raise ConfigurationError(f"{model_dir / file_name}: tensor {name} is in the index but not in the file")
     return tensors
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file by name. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

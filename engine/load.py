@@ -1,6 +1,6 @@
 """Builds a ModelRunner (weights, KV cache, attention, decoder) and a Speculator; the KV layout and its fingerprint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -12,7 +12,7 @@ import torch
 
 from checkpoint.grammar import GrammarCompiler
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_model_facts
-from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
+from checkpoint.tensors import open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
@@ -30,8 +30,11 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.model import EncoderDecoder, encoder_decoder_specs
 from engine.models.facts import ModelConfig
 from engine.models.linear import Parameters
+from engine.models.packed_decoder import PackedDecoder, pack_decoder
 from engine.models.parameters import ParameterSpec, parameter_specs
+from engine.partition import read_partition
 from engine.ranks.cache import AnyKVCache
+from engine.ranks.share import RankShare, rank_share, share_specs
 from engine.settings import Speculation, require_known
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
@@ -90,10 +93,10 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     device = torch.device(settings.device)
     layout = kv_layout(config, settings)
     reservation = KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, config))
-    parameters = load_parameters(settings, config, _parameter_specs(settings, config), on_progress)
+    build = _load_model(settings, config, layout, on_progress)
     with reserve_blocks(layout, settings, reservation) as num_blocks:
         cache = KVCache(layout, num_blocks, device, reservation=reservation)
-    return model_runner(settings, _model(settings, config, parameters, cache), cache)
+    return model_runner(settings, build(cache), cache)
 
 
 def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
@@ -113,14 +116,33 @@ def model_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> M
     )
 
 
-def _model(settings: RunnerSettings, config: AnyConfig, parameters: Parameters, cache: KVCache) -> Model:
+def _load_model(
+    settings: RunnerSettings, config: AnyConfig, layout: KVLayout, on_progress: Progress | None
+) -> Callable[[KVCache], Model]:
+    """Load the weights. Returns the function that builds the model on its cache."""
     if isinstance(config, EncoderDecoderConfig):
-        return EncoderDecoder(config, parameters, decoder_memory(settings, config, cache))
-    reason = why_eager(settings, config, cache.layout)
+        parameters = load_parameters(settings, config, _parameter_specs(settings, config), on_progress)
+        return lambda cache: EncoderDecoder(config, parameters, decoder_memory(settings, config, cache))
+    reason = why_eager(settings, config, layout)
     if reason is None:
-        return CompiledDecoder(config, parameters, cache)
+        packed = load_packed(settings, config, rank_share(config), on_progress)
+        return lambda cache: CompiledDecoder(config, packed, cache)
     log.info("decoder not compiled", reason=reason)
-    return Decoder(config, parameters, decoder_memory(settings, config, cache))
+    parameters = load_parameters(settings, config, parameter_specs(config), on_progress)
+    return lambda cache: Decoder(config, parameters, decoder_memory(settings, config, cache))
+
+
+def load_packed(
+    settings: RunnerSettings, config: ModelConfig, share: RankShare, on_progress: Progress | None = None
+) -> PackedDecoder:
+    """The weights of a rank of the compiled decoder: mapped if the model is partitioned, else read and packed one by
+    one. Raises ConfigurationError.
+    """
+    partition = read_partition(settings.model_dir)
+    if partition is not None:
+        return partition.read(share.rank, share.size, settings.quantize)
+    specs = share_specs(parameter_specs(config), config, share, "columns")
+    return pack_decoder(config, _parameters(settings, config, specs, on_progress), share)
 
 
 def decoder_memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) -> DecoderMemory:
@@ -170,6 +192,20 @@ def load_parameters(
     settings: RunnerSettings, config: AnyConfig, specs: list[ParameterSpec], on_progress: Progress | None = None
 ) -> Parameters:
     """Load these parameters of the model. Raises ConfigurationError."""
+    if read_partition(settings.model_dir) is not None:
+        raise ConfigurationError(
+            f"{settings.model_dir} is partitioned for the compiled decoder, which cannot run with these settings or on "
+            "this machine: serve the original checkpoint"
+        )
+    parameters = _parameters(settings, config, specs, on_progress)
+    parameters.read_all()
+    return parameters
+
+
+def _parameters(
+    settings: RunnerSettings, config: AnyConfig, specs: list[ParameterSpec], on_progress: Progress | None
+) -> Parameters:
+    """The parameters, read when they are taken."""
     scheme = "float" if settings.quantize == "none" else settings.quantize
     target = WeightsTarget(torch.device(settings.device), getattr(torch, settings.dtype), scheme)
     if settings.load_format == "dummy":
@@ -228,7 +264,9 @@ def reserve_blocks(
 
 
 def weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
-    """Memory of the weights in the dtype of the model, before quantisation."""
+    """Memory of the weights: of a partition's files, or in the dtype of the model, before quantisation."""
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return partition.num_bytes
     itemsize = getattr(torch, settings.dtype).itemsize
     return sum(prod(spec.shape) for spec in _parameter_specs(settings, config)) * int(itemsize)
 
@@ -245,8 +283,7 @@ def fingerprint(
     It covers the name, dtype and shape of each tensor and a sample from its middle, so it takes milliseconds.
     """
     config = load_config(model_dir, rope)
-    weights = f"dummy:{seed}".encode() if load_format == "dummy" else _sample(open_checkpoint(model_dir))
-    digest = _digest(config, weights)
+    digest = _digest(config, f"dummy:{seed}".encode() if load_format == "dummy" else weights_digest(model_dir))
     return digest if quantize == "none" else f"{digest}-{quantize}"  # readable in messages about differing workers
 
 
@@ -254,8 +291,11 @@ def _digest(config: AnyConfig, weights: bytes) -> str:
     return blake2b(repr(config).encode() + weights, digest_size=16, person=b"tandem-model").hexdigest()
 
 
-def _sample(stored: Mapping[str, StoredTensor]) -> bytes:
-    digest = blake2b(digest_size=16)
+def weights_digest(model_dir: Path) -> bytes:
+    """A digest of a checkpoint's weights; a partition knows that of its checkpoint. Raises ConfigurationError."""
+    if (partition := read_partition(model_dir)) is not None:
+        return bytes.fromhex(partition.weights_digest)
+    stored, digest = open_checkpoint(model_dir), blake2b(digest_size=16)
     for name in sorted(stored):
         tensor = stored[name]
         digest.update(f"{name}:{tensor.dtype}:{tensor.shape}".encode())

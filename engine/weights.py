@@ -1,13 +1,13 @@
 """Loading of weights: memory-mapped safetensors become merged parameters; tests and benchmarks use random ones.
 
-Every parameter is allocated once and filled from the map, and matrices are converted to their scheme one by one, so
-besides the model itself only the page cache grows. Checkpoint tensors that the model does not use are listed in the
-log, and refused if they are biases.
+Every parameter is allocated once and filled from the map when the model takes it, and matrices are converted to their
+scheme one by one, so besides the model itself only the page cache grows. Checkpoint tensors that the model does not use
+are listed in the log, and refused if they are biases.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
 from engine.finite import is_finite
-from engine.models.linear import Parameters
+from engine.models.linear import Parameters, Values
 from engine.models.parameters import ParameterSpec, Source
 from mesh.domain.errors import ConfigurationError
 
@@ -65,55 +65,71 @@ def load_weights(
     *,
     tied: tuple[str, str] | None = None,
 ) -> Parameters:
-    """Load all parameters from a checkpoint. `tied`: see report_unused.
+    """The parameters of a checkpoint, which are read when they are taken. `tied`: see report_unused.
 
-    `on_progress` receives the fraction of loaded elements, up to 1.0. Raises ConfigurationError with the file and the
-    tensor that is missing, has the wrong shape or dtype, or is not finite.
+    `on_progress` receives the fraction of read elements, up to 1.0. Raises ConfigurationError with the file and the
+    tensor that is missing or has the wrong shape or dtype; taking a parameter raises it if a number is not finite.
     """
     stored = open_checkpoint(model_dir)
     _check(model_dir, specs, stored)
     used = {stored_name(source.name, stored) for spec in specs for source in spec.sources}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
-    parameters = Parameters(target.scheme)
-    specs = [spec for spec in specs if spec.is_held]
-    total, done = sum(prod(spec.held_shape) for spec in specs), 0
-    with ExitStack() as stack:
-        files: dict[Path, Any] = {}
-        for spec in specs:
-            names = [stored_name(source.name, stored) for source in spec.sources]
-            for name in names:
-                path = stored[name].path
-                if path not in files:
-                    files[path] = stack.enter_context(_open(path))
-            values = _fill(spec, target, [(name, files[stored[name].path]) for name in names])
-            parameters.put(spec.name, values, spec.shard_axis)
-            done += values.numel()
-            if on_progress is not None:
-                on_progress(done / total)
-    return parameters
+    return _parameters(specs, target, _stored_values(specs, target, stored), on_progress)
 
 
 def dummy_weights(
     specs: list[ParameterSpec], target: WeightsTarget, seed: int = 0, on_progress: Progress | None = None
 ) -> Parameters:
     """Random parameters that depend on the seed, not on the device: norms are 1, biases and matrices small."""
-    parameters = Parameters(target.scheme)
-    specs = [spec for spec in specs if spec.is_held]
-    for i, spec in enumerate(specs):
-        if spec.is_scale:
-            values = torch.ones(spec.shape)
-        else:
-            digest = blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-            values = torch.empty(spec.shape).normal_(0.0, _DUMMY_STD, generator=generator)
-        if spec.held_rows is not None:
-            values = values[torch.from_numpy(spec.held_rows)]
-        values = values[..., spec.input_slice].contiguous()
-        parameters.put(spec.name, values.to(target.device, target.dtype_of(spec)), spec.shard_axis)
-        if on_progress is not None:
-            on_progress((i + 1) / len(specs))
-    return parameters
+    return _parameters(specs, target, (_dummy_values(spec, target, seed) for spec in _held(specs)), on_progress)
+
+
+def _held(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+    return [spec for spec in specs if spec.is_held]
+
+
+def _parameters(
+    specs: list[ParameterSpec], target: WeightsTarget, values: Iterable[Tensor], on_progress: Progress | None
+) -> Parameters:
+    """Parameters with these values of the specs that are held, in their order."""
+    specs = _held(specs)
+
+    def source() -> Iterator[Values]:
+        total, done = sum(prod(spec.held_shape) for spec in specs), 0
+        for spec, tensor in zip(specs, values, strict=True):
+            done += tensor.numel()
+            if on_progress is not None:
+                on_progress(done / total)
+            yield spec.name, tensor, spec.shard_axis
+
+    return Parameters(target.scheme, (spec.name for spec in specs), source())
+
+
+def _stored_values(
+    specs: list[ParameterSpec], target: WeightsTarget, stored: Mapping[str, StoredTensor]
+) -> Iterator[Tensor]:
+    with ExitStack() as stack:
+        files: dict[Path, Any] = {}
+        for spec in _held(specs):
+            names = [stored_name(source.name, stored) for source in spec.sources]
+            for name in names:
+                path = stored[name].path
+                if path not in files:
+                    files[path] = stack.enter_context(_open(path))
+            yield _fill(spec, target, [(name, files[stored[name].path]) for name in names])
+
+
+def _dummy_values(spec: ParameterSpec, target: WeightsTarget, seed: int) -> Tensor:
+    if spec.is_scale:
+        values = torch.ones(spec.shape)
+    else:
+        digest = blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        values = torch.empty(spec.shape).normal_(0.0, _DUMMY_STD, generator=generator)
+    if spec.held_rows is not None:
+        values = values[torch.from_numpy(spec.held_rows)]
+    return values[..., spec.input_slice].contiguous().to(target.device, target.dtype_of(spec))
 
 
 def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:

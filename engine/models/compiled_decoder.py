@@ -13,19 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape, ForwardMetadata, attention_shape, one_token
+from engine.attention.backend import ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch, why_not_paged
 from engine.cores import threads_born_on
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Span
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx, why_no_loops
 from engine.kernels.cpu.matmul import Operand
-from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.models.facts import ModelConfig
-from engine.models.linear import LinearParameters, Parameters
+from engine.models.packed_decoder import PackedDecoder, qkv_width
 from engine.models.rope import RotaryEmbedding
 from engine.ranks.group import Alone, RankGroup
 from engine.ranks.share import rank_share
@@ -93,7 +92,6 @@ class LoopThreads:
 
 
 _NO_AMX: Bytes = np.empty(0, np.uint8)
-_MATRIX_NAMES = ("qkv", "o", "gate_up", "down")
 _REQUIRED_FACTS = {
     "activation": "silu",
     "norm": "rms",
@@ -127,15 +125,12 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> st
 
 
 class CompiledDecoder:
-    """A decoder-only transformer on CPU, or the share of it that one rank of `group` computes.
-
-    The constructor takes every parameter out of `parameters`. Only rank 0 holds the whole embedding.
-    """
+    """A decoder-only transformer on CPU, or the share of it that one rank of `group` computes."""
 
     def __init__(
-        self, config: ModelConfig, parameters: Parameters, cache: KVCache, group: RankGroup | None = None
+        self, config: ModelConfig, packed: PackedDecoder, cache: KVCache, group: RankGroup | None = None
     ) -> None:
-        int8 = parameters.scheme == "int8"
+        int8 = packed.weights.packed.dtype == np.int8
         self.config = config
         self.attention_backend = "compiled"
         self._group = group or Alone()
@@ -147,10 +142,19 @@ class CompiledDecoder:
         self._int8 = int8
         self._bf16 = int8 and has_amx() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
-        self._embed = parameters.take("embed")
+        self._embed = torch.from_numpy(packed.embed)
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
         self._cache = cache.elements
-        self._model = self._build(parameters, cache)
+        self._model = Model(
+            weights=packed.weights,
+            input_norms=packed.input_norms,
+            post_norms=packed.post_norms,
+            final_norm=packed.final_norm,
+            head_norms=packed.head_norms,
+            windows=np.array([NO_WINDOW if window is None else window for window in config.windows], np.int64),
+            eps=np.float32(config.norm_eps),
+            shape=head_shape(self._heads, cache.layer(0)),
+        )
         self._buffers = Buffers()
         if self._group.rank == 0:
             self._compile()
@@ -207,49 +211,6 @@ class CompiledDecoder:
         hidden = self.forward(torch.zeros(1, dtype=torch.int64), one_token(), [(0, num_layers)])
         summarise(self.logits(hidden).numpy())
 
-    def _build(self, parameters: Parameters, cache: KVCache) -> Model:
-        config = self.config
-        packer = Packer(self._matrix_shapes(), int8=self._int8)
-        layers = [f"layers.{layer}" for layer in range(config.num_layers)]
-        for index, name in enumerate(f"{layer}.{matrix}" for layer in layers for matrix in _MATRIX_NAMES):
-            _pack(packer, index, parameters.take_linear(name))
-        _pack(packer, len(layers) * len(_MATRIX_NAMES), self._take_output(parameters))
-        head_norms = np.empty((config.num_layers, 2 if config.qk_norm else 0, config.head_dim), np.float32)
-        if config.qk_norm:
-            for i, layer in enumerate(layers):
-                head_norms[i, 0], head_norms[i, 1] = (
-                    parameters.take(f"{layer}.q_norm"),
-                    parameters.take(f"{layer}.k_norm"),
-                )
-        return Model(
-            weights=packer.weights,
-            input_norms=np.stack([parameters.take(f"{layer}.input_norm").numpy() for layer in layers]),
-            post_norms=np.stack([parameters.take(f"{layer}.post_norm").numpy() for layer in layers]),
-            final_norm=parameters.take("final_norm").numpy(),
-            head_norms=head_norms,
-            windows=np.array([NO_WINDOW if window is None else window for window in config.windows], np.int64),
-            eps=np.float32(config.norm_eps),
-            shape=head_shape(self._heads, cache.layer(0)),
-        )
-
-    def _take_output(self, parameters: Parameters) -> LinearParameters:
-        """The rank's rows of the output matrix; if it is tied, those of the embedding."""
-        vocab = self._share.vocab
-        if self._group.rank == 0:
-            return parameters.take_output(self._embed[: vocab.count])
-        output, self._embed = parameters.take_output(self._embed), self._embed[:0]
-        return output
-
-    def _matrix_shapes(self) -> list[MatrixShape]:
-        config, share = self.config, self._share
-        layer = [
-            MatrixShape(_qkv_width(self._heads), config.hidden_size),
-            MatrixShape(share.hidden.count, config.num_heads * config.head_dim),
-            MatrixShape(2 * share.inner.count, config.hidden_size, gated=True),
-            MatrixShape(share.hidden.count, config.intermediate_size),
-        ]
-        return layer * config.num_layers + [MatrixShape(share.vocab.count, config.hidden_size)]
-
     @property
     def _logits_width(self) -> int:
         return -(-self.config.vocab_size // PANEL) * PANEL
@@ -264,8 +225,8 @@ class CompiledDecoder:
     def _activations(self, rows: int) -> Activations:
         config, share = self.config, self._share
         q_width = config.num_heads * config.head_dim
-        qkv_width = _qkv_width(self._heads)
-        qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * qkv_width)
+        width = qkv_width(self._heads)
+        qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.group_size * config.head_dim
         own_mixed = self._rows("mixed", rows, q_width, first_query)
         return Activations(
@@ -274,8 +235,8 @@ class CompiledDecoder:
             inner=self._rows("inner", rows, config.intermediate_size),
             own_inner=self._rows("inner", rows, config.intermediate_size, share.inner.first),
             mixed=self._rows("mixed", rows, q_width),
-            qkv=qkv[: rows * qkv_width].reshape(rows, -1),
-            queries=Queries(qkv, qkv_width, own_mixed.reshape(-1), q_width),
+            qkv=qkv[: rows * width].reshape(rows, -1),
+            queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
         )
 
     def _operands(self, rows: int) -> list[Operand]:
@@ -297,12 +258,3 @@ def _run_layers(model: Model, work: list[Work], layers: Span, team: Team) -> Non
 
 def _output_rows(model: Model, rows: Floats, out: Floats, operands: list[Operand], team: Team) -> None:
     output_rows(model, rows, out, operands[team.thread], team)
-
-
-def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
-    packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
-
-
-def _qkv_width(heads: AttentionShape) -> int:
-    """Width of a layer's queries, keys and values together."""
-    return (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim

@@ -10,7 +10,7 @@ A new scheme needs an entry in SCHEMES, one in _LAYERS, its name in engine/setti
 compiled loop for a scheme that the loop lacks, check device and dtype, and choose the dtype of KV.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -72,39 +72,59 @@ SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {"float": _keep, "
 """Conversions of floating-point weights [outputs, inputs] to each scheme."""
 
 
-class Parameters:
-    """The parameters of a model by name, with all matrices in one scheme.
+Values = tuple[str, Tensor, int | None]
+"""Name, values and `shard_axis` of a parameter; it is a matrix if `shard_axis` is not None."""
 
-    A model takes each parameter once. A taken parameter is removed here, so that its memory can be freed as soon as the
-    model has copied it to its own layout.
+
+class Parameters:
+    """The parameters of a model by name, with all matrices converted to one scheme.
+
+    `source` yields the parameters `names`. It is read as far as a taken parameter demands, so that a model that copies
+    each parameter to its own layout never holds all of them twice. A parameter can be taken once.
     """
 
-    def __init__(self, scheme: str = "float") -> None:
+    def __init__(self, scheme: str = "float", names: Iterable[str] = (), source: Iterable[Values] = ()) -> None:
         self.scheme = scheme
+        self._source = iter(source)
+        self._unread = set(names)
         self._tensors: dict[str, Tensor] = {}
         self._linears: dict[str, LinearParameters] = {}
 
     def put(self, name: str, values: Tensor, shard_axis: int | None) -> None:
         """Add a parameter. It is a matrix, and converted to the scheme, if `shard_axis` is not None."""
+        self._unread.discard(name)
         if shard_axis is None:
             self._tensors[name] = values
         else:
             self._linears[name] = replace(SCHEMES[self.scheme](values), shard_axis=shard_axis)
 
+    def read_all(self) -> None:
+        """Read what is left of the source. Raises ConfigurationError."""
+        for name, values, shard_axis in self._source:
+            self.put(name, values, shard_axis)
+
+    def _read(self, name: str) -> None:
+        while name in self._unread:
+            self.put(*next(self._source))
+
     def take(self, name: str) -> Tensor:
         """Remove and return a parameter that is not a matrix. Raises KeyError if it does not exist."""
+        self._read(name)
         return self._tensors.pop(name)
 
     def take_optional(self, name: str) -> Tensor | None:
         """As `take`, but returns None if the parameter does not exist."""
+        self._read(name)
         return self._tensors.pop(name, None)
 
     def take_linear(self, name: str) -> LinearParameters:
         """Remove and return a matrix with its bias, `{name}_bias`, if any. Raises KeyError if it does not exist."""
+        self._read(name)
         return replace(self._linears.pop(name), bias=self.take_optional(f"{name}_bias"))
 
     def take_output(self, embedding: Tensor) -> LinearParameters:
         """Remove and return the output matrix "lm_head"; if absent, it is `embedding` [vocab_size, hidden_size]."""
+        self._read("lm_head")
         if "lm_head" not in self._linears:
             self.put("lm_head", embedding, shard_axis=0)
         return self.take_linear("lm_head")

@@ -11,16 +11,25 @@ import torch
 from engine.kernels.cpu.arguments import Bytes
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
-from engine.load import RunnerSettings, decoder_memory, kv_layout, load_parameters, model_runner, why_eager
+from engine.load import (
+    RunnerSettings,
+    decoder_memory,
+    kv_layout,
+    load_packed,
+    load_parameters,
+    model_runner,
+    why_eager,
+)
 from engine.model import LayerGroups
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
 from engine.models.facts import ModelConfig
+from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
 from engine.ranks.cache import ShardedKVCache
 from engine.ranks.collectives import SummingGroup, gloo
-from engine.ranks.share import Cut, rank_share, share_specs
+from engine.ranks.share import rank_share, share_specs
 from engine.ranks.shared import Command, Forward, SharedGroup, read_metadata
 from engine.weights import Progress
 from mesh.domain.kv import KVSpan
@@ -56,11 +65,14 @@ class Rank:
         self._group = group
         self._store = store
         self._layout = kv_layout(config, settings)
-        self._cut: Cut = "columns" if why_eager(settings, config, self._layout) is None else "rows"
         self._summing: SummingGroup | None = None
+        self._packed: PackedDecoder | None = None
         share = rank_share(config, group.rank, group.size)
-        specs = share_specs(parameter_specs(config), config, share, self._cut)
-        self._parameters = load_parameters(settings, config, specs, on_progress)
+        if why_eager(settings, config, self._layout) is None:
+            self._packed = load_packed(settings, config, share, on_progress)
+        else:
+            specs = share_specs(parameter_specs(config), config, share, "rows")
+            self._parameters = load_parameters(settings, config, specs, on_progress)
 
     def caches(self, num_blocks: int, memory: Bytes) -> list[KVCache]:
         """The KV caches of all ranks, in memory that all of them map."""
@@ -75,7 +87,7 @@ class Rank:
 
     def connect(self) -> None:
         """Meet the other ranks if the decoder sums over them. Returns when all have called it."""
-        if self._cut == "rows":
+        if self._packed is None:
             group = self._group
             self._summing = SummingGroup(group, gloo(self._store, group.rank, group.size))
 
@@ -94,7 +106,8 @@ class Rank:
         return model_runner(self._settings, decoder, cache)
 
     def _compiled(self, cache: KVCache) -> CompiledDecoder:
-        return CompiledDecoder(self._config, self._parameters, cache, self._group)
+        assert self._packed is not None
+        return CompiledDecoder(self._config, self._packed, cache, self._group)
 
     def _eager(self, cache: KVCache, summing: SummingGroup) -> Decoder:
         return Decoder(self._config, self._parameters, decoder_memory(self._settings, self._config, cache), summing)

@@ -1,0 +1,122 @@
+"""The weights of a CompiledDecoder as its loop reads them: packed from parameters, or mapped from a file.
+
+A file is in the safetensors format. Its arrays begin at multiples of a cache line, as the loop's vector loads need.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from checkpoint.tensors import StoredTensor, read_header
+from engine.attention.backend import AttentionShape, attention_shape
+from engine.kernels.cpu.arguments import Floats
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES
+from engine.kernels.cpu.matmul import Weights
+from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.models.facts import ModelConfig
+from engine.models.linear import LinearParameters, Parameters
+from engine.ranks.share import RankShare
+from mesh.domain.errors import ConfigurationError
+
+_MATRIX_NAMES = ("qkv", "o", "gate_up", "down")
+_DATA_BOUNDARY = 4096
+_DTYPES = {"F32": np.float32, "I8": np.int8, "I32": np.int32, "I64": np.int64}
+_NAMES_OF_DTYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+
+class PackedDecoder(NamedTuple):
+    """The weights that one rank holds."""
+
+    embed: Floats  # [vocab_size, hidden]; [0, hidden] in other ranks than 0
+    weights: Weights
+    input_norms: Floats  # [num_layers, hidden]
+    post_norms: Floats  # [num_layers, hidden]
+    final_norm: Floats  # [hidden]
+    head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
+
+
+def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
+    """Take every parameter out of `parameters`, one after the other, and pack it."""
+    embed = parameters.take("embed")
+    packer = Packer(_matrix_shapes(config, share), int8=parameters.scheme == "int8")
+    layers = [f"layers.{layer}" for layer in range(config.num_layers)]
+    input_norms, post_norms = (np.empty((len(layers), config.hidden_size), np.float32) for _ in range(2))
+    head_norms = np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
+    for i, layer in enumerate(layers):
+        for number, name in enumerate(_MATRIX_NAMES, i * len(_MATRIX_NAMES)):
+            _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
+        input_norms[i], post_norms[i] = parameters.take(f"{layer}.input_norm"), parameters.take(f"{layer}.post_norm")
+        if config.qk_norm:
+            head_norms[i] = np.stack((parameters.take(f"{layer}.q_norm"), parameters.take(f"{layer}.k_norm")))
+    # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
+    tied = embed[: share.vocab.count]
+    _pack(packer, len(layers) * len(_MATRIX_NAMES), parameters.take_output(tied))
+    if share.rank > 0:
+        embed = embed[:0]
+    final_norm = parameters.take("final_norm").numpy()
+    return PackedDecoder(embed.numpy(), packer.weights, input_norms, post_norms, final_norm, head_norms)
+
+
+def qkv_width(heads: AttentionShape) -> int:
+    """Width of a layer's queries, keys and values together."""
+    return (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+
+
+def _matrix_shapes(config: ModelConfig, share: RankShare) -> list[MatrixShape]:
+    layer = [
+        MatrixShape(qkv_width(attention_shape(config).shard(share.heads)), config.hidden_size),
+        MatrixShape(share.hidden.count, config.num_heads * config.head_dim),
+        MatrixShape(2 * share.inner.count, config.hidden_size, gated=True),
+        MatrixShape(share.hidden.count, config.intermediate_size),
+    ]
+    return layer * config.num_layers + [MatrixShape(share.vocab.count, config.hidden_size)]
+
+
+def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
+    packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
+
+
+def write_packed(path: Path, packed: PackedDecoder) -> None:
+    """Write a file that `read_packed` reads. Raises OSError."""
+    arrays = _arrays(packed)
+    header, end = {}, 0
+    for name, array in arrays.items():
+        assert end % CACHE_LINE_BYTES == 0, f"{name} would not begin at a cache line"
+        dtype, first, end = _NAMES_OF_DTYPES[array.dtype], end, end + array.nbytes
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [first, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(len(text) + 8) % _DATA_BOUNDARY)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            np.ascontiguousarray(array).tofile(file)
+
+
+def read_packed(path: Path) -> PackedDecoder:
+    """Read a file of `write_packed`. Raises ConfigurationError."""
+    stored = read_header(path)
+    try:
+        arrays = {name: _map(stored[name]) for name in (*PackedDecoder._fields, *Weights._fields) if name != "weights"}
+    except (KeyError, ValueError, OSError) as error:
+        raise ConfigurationError(f"{path} is not a file of a partitioned model: {error!r}") from error
+    weights = Weights(*(arrays.pop(name) for name in Weights._fields))
+    return PackedDecoder(weights=weights, **arrays)
+
+
+def _arrays(packed: PackedDecoder) -> Mapping[str, NDArray[Any]]:
+    """All arrays by name. `matrices` comes last because its size is not a multiple of a cache line."""
+    arrays = packed._asdict() | packed.weights._asdict()
+    del arrays["weights"]
+    return arrays | {"matrices": arrays.pop("matrices")}
+
+
+def _map(tensor: StoredTensor) -> NDArray[Any]:
+    """Map an array privately: its pages are those of the page cache, which all processes share."""
+    dtype = _DTYPES[tensor.dtype]
+    if 0 in tensor.shape:
+        return np.empty(tensor.shape, dtype)
+    return np.memmap(tensor.path, dtype, "c", tensor.offset, tensor.shape).view(np.ndarray)

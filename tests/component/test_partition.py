@@ -1,0 +1,138 @@
+"""Models partitioned ahead of time: bits equal to the checkpoint's, and what is refused."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.load import load_model_runner
+from engine.model_runner import ModelRunner
+from engine.partition import MANIFEST, read_partition
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.main import main
+from tests.component.arms import load_arm, settings
+from tests.component.encoder_decoders import build_encoder_decoder
+from tests.component.parity import run_mixed
+from tests.component.ranked import ranked_runner
+
+
+def partitioned(model_dir: Path, out: Path, size: int = 1, quantize: str = "none") -> Path:
+    assert main(["partition", str(model_dir), str(out), f"--tensor-parallel={size}", f"--quantize={quantize}"]) == 0
+    return out
+
+
+@contextmanager
+def runner_of(model_dir: Path, size: int, quantize: str) -> Iterator[ModelRunner]:
+    if size == 1:
+        yield load_model_runner(settings(model_dir, quantize=quantize))
+        return
+    with ranked_runner(model_dir, size, quantize=quantize) as runner:
+        yield runner
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("family", ["llama-tied", "llama-biases", "qwen3"])
+def test_equals_the_checkpoint(
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str, quantize: str, size: int
+) -> None:
+    model_dir = checkpoint(family)
+    alone = load_arm(model_dir, "compiled", quantize=quantize)
+    out = partitioned(model_dir, tmp_path / "out", size, quantize)
+    assert not list(out.glob("model*.safetensors"))
+    with runner_of(out, size, quantize) as runner:
+        assert runner.attention_backend == "compiled"
+        assert runner.kv_cache.layout == alone.kv_cache.layout, "workers of both could not exchange KV"
+        for run, expected in zip(run_mixed(runner), run_mixed(alone), strict=True):
+            assert (run.tokens, run.prompt_logprobs) == (expected.tokens, expected.prompt_logprobs)
+
+
+def test_files_are_read_only_and_nothing_else_is_left(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    out = partitioned(checkpoint("llama"), tmp_path / "out", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    names = {path.name for path in checkpoint("llama").iterdir() if ".safetensors" not in path.name}
+    ranks = {f"rank-{rank}-of-2.safetensors" for rank in range(2)}
+    assert {path.name for path in out.iterdir()} == names | ranks | {MANIFEST}
+    assert {(out / name).stat().st_mode & 0o777 for name in ranks} == {0o444}
+
+
+def refusal(out: Path, **changes: object) -> str:
+    with pytest.raises(ConfigurationError) as refused:
+        load_model_runner(settings(out, **changes))
+    return str(refused.value)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+def test_damaged_files_are_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    out = partitioned(checkpoint("llama"), tmp_path / "out")
+    (file,) = out.glob("rank-*")
+    file.chmod(0o600)
+    damage(file)
+    assert "missing, truncated or changed" in refusal(out)
+    assert file.name in refusal(out)
+
+
+def test_other_settings_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    out = partitioned(checkpoint("llama"), tmp_path / "out", 2)
+    expected = "partitioned for tensor_parallel 2 and quantize none, not 1 and"
+    assert f"{expected} none" in refusal(out)
+    assert f"{expected} int8" in refusal(out, quantize="int8")
+    assert "serve the original checkpoint" in refusal(out, enforce_eager=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"version": 99}, "partitioned in version 99"),
+        ({"files": [{"name": "../a", "num_bytes": 1, "xxh3": ""}]}, "outside its folder"),
+        ({"files": 7}, "not the manifest"),
+        (None, "cannot read"),
+    ],
+)
+def test_manifests_of_others_are_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path, change: dict[str, object] | None, expected: str
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    path = partitioned(checkpoint("llama"), tmp_path / "out") / MANIFEST
+    path.write_text("{" if change is None else json.dumps(json.loads(path.read_text()) | change))
+    assert expected in refusal(path.parent)
+
+
+def test_what_cannot_be_partitioned(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    out = partitioned(checkpoint("llama"), tmp_path / "out")
+    for model_dir, target, flags, expected in (
+        (out, tmp_path / "again", (), "is partitioned already"),
+        (checkpoint("llama"), out, (), "exists already"),
+        (checkpoint("gpt2"), tmp_path / "other", (), "only models of the compiled decoder"),
+        (build_encoder_decoder("t5", tmp_path_factory.mktemp("t5")), tmp_path / "other", (), "encoder-decoder"),
+        (checkpoint("llama"), tmp_path / "other", ("--tensor-parallel=9",), "KV heads"),
+        (checkpoint("llama"), tmp_path / "other", ("--tensor-parallel=0",), "at least 1"),
+    ):
+        capsys.readouterr()
+        assert main(["partition", str(model_dir), str(target), *flags]) == 2
+        assert expected in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert read_partition(checkpoint("llama")) is None

@@ -54,10 +54,13 @@ class Budget:
     settings: KVMemory
     own_weights_bytes: int
     other_entries: Sequence[Entry]
+    own_mapped_bytes: int = 0
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that is free or filled by KV, minus memory for weights that are still to be loaded."""
+        """Memory that is free or filled by KV, minus memory for weights that are still to be loaded, and for weights in
+        mapped files, which the system counts as free.
+        """
         touched = sum(entry.touched_kv_bytes(self.memory) for entry in self.other_entries)
         with_touched = self.memory.free_bytes + touched
         if self.memory.is_lazy:  # a process may have grown for other reasons than KV
@@ -65,7 +68,7 @@ class Budget:
             with_touched = max(self.memory.free_bytes, min(with_touched, limit))
         loading = sum(entry.missing_weights_bytes(self.memory) for entry in self.other_entries)
         not_started = max(0, self.settings.shares - 1 - len(self.other_entries)) * self.own_weights_bytes
-        return max(0, with_touched - loading - not_started)
+        return max(0, with_touched - loading - not_started - self.own_mapped_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -129,14 +132,19 @@ class KVReservation:
     device: torch.device
     settings: KVMemory
     weights_bytes: int
+    mapped_bytes: int = 0
     summary: str = ""
     _ledger: MemoryLedger | None = field(default=None, repr=False)
     _held: HeldEntry | None = field(default=None, repr=False)
 
     @classmethod
-    def enter(cls, device: torch.device, settings: KVMemory, weights_bytes: int) -> "KVReservation":
-        """Announce the worker before it loads weights. If the folder is not usable, log a warning and use no ledger."""
-        reservation = cls(device, settings, weights_bytes)
+    def enter(
+        cls, device: torch.device, settings: KVMemory, weights_bytes: int, mapped_bytes: int = 0
+    ) -> "KVReservation":
+        """Announce the worker before it loads weights, of which `mapped_bytes` stay in files. If the folder is not
+        usable, log a warning and use no ledger.
+        """
+        reservation = cls(device, settings, weights_bytes, mapped_bytes)
         if settings.ledger is not None:
             try:
                 reservation._ledger = open_ledger(settings.ledger)
@@ -154,7 +162,8 @@ class KVReservation:
         ConfigurationError if there is not enough memory.
         """
         with self._locked() as other_entries:
-            budget = Budget(device_memory(self.device), self.settings, self.weights_bytes, other_entries)
+            memory = device_memory(self.device)
+            budget = Budget(memory, self.settings, self.weights_bytes, other_entries, self.mapped_bytes)
             if num_blocks is None:
                 num_blocks = min(budget.share_bytes // block_bytes, max_blocks or budget.share_bytes)
                 if num_blocks < 1:

@@ -92,7 +92,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     settings, config = resolve(settings)
     device = torch.device(settings.device)
     layout = kv_layout(config, settings)
-    reservation = KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, config))
+    reservation = reserve_memory(settings, config)
     build = _load_model(settings, config, layout, on_progress)
     with reserve_blocks(layout, settings, reservation) as num_blocks:
         cache = KVCache(layout, num_blocks, device, reservation=reservation)
@@ -263,10 +263,16 @@ def reserve_blocks(
     return reservation.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks)
 
 
-def weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
-    """Memory of the weights: of a partition's files, or in the dtype of the model, before quantisation."""
+def reserve_memory(settings: RunnerSettings, config: AnyConfig) -> KVReservation:
+    """Announce a worker that loads the model."""
+    device = torch.device(settings.device)
     if (partition := read_partition(settings.model_dir)) is not None:
-        return partition.num_bytes
+        return KVReservation.enter(device, settings.kv_memory, partition.num_bytes, mapped_bytes=partition.num_bytes)
+    return KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, config))
+
+
+def weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
+    """Memory of the weights in the dtype of the model, before quantisation."""
     itemsize = getattr(torch, settings.dtype).itemsize
     return sum(prod(spec.shape) for spec in _parameter_specs(settings, config)) * int(itemsize)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from checkpoint.source import FILES
 from engine.models.packed_decoder import PackedDecoder, read_packed, write_packed
 from mesh.domain.errors import ConfigurationError
 
@@ -106,8 +107,8 @@ def write_partition(
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     partial.mkdir()
     try:
-        for path in sorted(model_dir.iterdir()):
-            if path.is_file() and ".safetensors" not in path.name and not path.name.endswith((".bin", ".pt", ".pth")):
+        for path in sorted({path for pattern in FILES for path in model_dir.glob(pattern)}):
+            if ".safetensors" not in path.name:
                 shutil.copyfile(path, partial / path.name)
         files = tuple(_write(partial / f"rank-{rank}-of-{size}.safetensors", next(ranks)) for rank in range(size))
         partition = Partition(out, weights_digest, quantize, files)

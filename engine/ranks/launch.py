@@ -24,8 +24,7 @@ import structlog
 import torch
 
 from checkpoint.model_files import RopeOverride
-from engine.kv_memory import KVReservation
-from engine.load import RunnerSettings, kv_layout, load_model_runner, reserve_blocks, resolve, weights_bytes, why_eager
+from engine.load import RunnerSettings, kv_layout, load_model_runner, reserve_blocks, reserve_memory, resolve, why_eager
 from engine.model_runner import ModelRunner
 from engine.models.facts import ModelConfig
 from engine.ranks.collectives import shared_store
@@ -155,7 +154,7 @@ def _load(
     settings, config = resolve(settings)
     config = _require_divisible(settings, config, size)
     layout = kv_layout(config, settings)
-    reservation = KVReservation.enter(torch.device("cpu"), settings.kv_memory, weights_bytes(settings, config))
+    reservation = reserve_memory(settings, config)
     max_blocks = max_sequence_blocks(settings, config)
     processes = RankProcesses(settings, max_blocks, log_level)
     try:

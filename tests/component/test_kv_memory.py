@@ -134,6 +134,7 @@ def test_what_kv_has_filled_counts_as_its_own() -> None:
     assert Budget(cpu, wanted, 0, [replace(filled, anonymous_bytes_before=10 * own_bytes)]).usable_bytes == 60
     # Its process has grown by something else: KV cannot have filled what was not free.
     assert Budget(cpu, wanted, 0, [replace(filled, usable_bytes=70)]).usable_bytes == 70
+    assert Budget(cpu, wanted, 0, [filled], own_mapped_bytes=30).usable_bytes == 60
 
 
 def test_other_devices_have_other_memory(ledger: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ Sibling choices of one prompt start together: the prompt is computed and sent on
     first choice    waits for its siblings ─▶ is placed, with capacity for all ─▶ starts them as forks ─▶ computed
     other choices   wait for a fork ─────────────▶ an attempt on the same decode worker ──▶ fork from the prompt there
 
-Only the first attempts of choices are started together. A choice that replays later is placed alone. So is a choice
-that asks for a fork after the first choice has its first token: the prompt is in prefix caches by then.
+A choice that replays before the first choice has its first token asks for a fork again, and starts with the first
+choice's next attempt. A choice is placed alone if it has tokens of its own, or if the first choice has its first token:
+the prompt is in prefix caches by then.
 """
 
 import asyncio

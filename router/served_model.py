@@ -75,7 +75,8 @@ class ServedModel:
 class ModelText:
     """Owns the threads and the template process. Call `start` once, and `close` at the end.
 
-    Tokenize calls have an encoder of their own, so that they and generation never wait for each other.
+    Tokenize calls have an encoder of their own, so that they and generation do not wait for each other's tokenizer
+    threads. Both encoders share the template process, one rendering at a time.
     """
 
     def __init__(self, model: ServedModel, model_dir: Path, *, disable_grammars: bool = False) -> None:

@@ -8,7 +8,7 @@ Life of a Generate call:
         ─▶ finished, failed or cancelled: attempts aborted, reservations and permits released
 
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
-has its own threads and its own cap, so Tokenize and Generate never wait for each other.
+has its own threads and its own cap. Tokenize and Generate share the template process, one rendering at a time.
 
 GenerationServices finds a request's model by name.
 """

@@ -76,7 +76,10 @@ class BeatSink(Protocol):
 
 
 class RegistryAgent:
-    """Keeps one worker registered with one router. Heartbeats report `state`, which the owner may change."""
+    """Makes one worker's heartbeats, and sends them to one router (`run`) or to another sink (`beat`; RedisAgent).
+
+    Heartbeats report `state`, which the owner may change.
+    """
 
     def __init__(self, info: WorkerInfo, source: ReportSource, credentials: Credentials) -> None:
         self.state = WorkerState.READY

@@ -6,8 +6,7 @@ one way. A LinearLayer multiplies with a matrix; the Ops of its scheme make its 
 activation needs no separate pass over memory. On CPU the scheme "int8" has weights scaled per output, activations
 scaled per row, and integer products by oneDNN. Integer sums are exact, so a row's result does not depend on its batch.
 
-A new scheme needs an entry in SCHEMES, one in _LAYERS, its name in engine/settings.py. engine/load.py must refuse the
-compiled loop for a scheme that the loop lacks, check device and dtype, and choose the dtype of KV.
+CONTRIBUTING.md has the recipe for a new scheme.
 """
 
 from collections.abc import Callable, Mapping

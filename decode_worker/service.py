@@ -47,7 +47,17 @@ class _Owner:
 
 class DecodeService:
     """Runs the sequences of all routers on the engine. All methods run on the event loop. Connect the callbacks of the
-    engine and of the receiver before the engine starts."""
+    engine and of the receiver before the engine starts.
+
+    How a sequence ends:
+
+        abort, end_session   the router has asked for it, or has gone: no event follows
+        _fail                the worker gives it up: a Failed event tells the router
+        on_step              its last token goes out; the engine has freed its blocks already
+    All of them _forget it: from then on its key is unknown, its spans and its timer have ended. The first two do so by
+    _end, which also fails the forks that wait for it, and spawns _release: the task that frees its blocks once nothing
+    writes to them.
+    """
 
     def __init__(
         self,
@@ -194,8 +204,8 @@ class DecodeService:
             await self._receiver.abort(entry.transfer_id)
         self._engine.abort(entry.sequence)
 
-    def close(self, session: Session) -> None:
-        """End all sequences of a router that has disconnected."""
+    def end_session(self, session: Session) -> None:
+        """End all sequences of a router that has disconnected, or reads too slowly."""
         self._sessions.discard(session)
         for key in list(session.entries):
             # Ignored if the key was a fork and ended with its prompt's sequence.
@@ -220,12 +230,11 @@ class DecodeService:
                 self._forget(key)
         for session, step in steps.values():
             self._send(session, step)
-        self._metrics.preempted(len(result.preempted))
+        self._metrics.preempted(len(result.preempted))  # a fork that never began has lost no blocks: see _reason_of
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
         for sequence, error in result.refused:
-            is_model = isinstance(error, ModelFailed)
-            self._fail(sequence.key, SequenceFailure.MODEL_FAILED if is_model else SequenceFailure.REFUSED, str(error))
+            self._fail(sequence.key, _reason_of(error), str(error))
 
     def on_committed(self, transfer_id: str, first_token: SampledToken) -> None:
         """The KV is complete: the sequence runs from the next step on."""
@@ -260,7 +269,7 @@ class DecodeService:
     def _send(self, session: Session, event: Event) -> None:
         """Queue an event. If the router reads too slowly, end its sequences at once."""
         if not session.send(event):
-            self.close(session)
+            self.end_session(session)
 
     def _forget(self, key: SequenceKey) -> _Owner:
         owner = self._owners.pop(key)
@@ -302,3 +311,14 @@ class DecodeService:
             _, unsent = await asyncio.wait(sent, timeout=_SEND_S)
             for task in unsent:
                 task.cancel()
+
+
+def _reason_of(error: MeshError) -> SequenceFailure:
+    """The status of a sequence that the engine has refused.
+
+    A fork that finds no slot or block is reported as PREEMPTED, like one whose origin has ended: for the router both
+    mean a replay on its own, and no fault of this worker. It is not a preemption of the engine, which takes blocks.
+    """
+    if isinstance(error, WorkerBusy):
+        return SequenceFailure.PREEMPTED
+    return SequenceFailure.MODEL_FAILED if isinstance(error, ModelFailed) else SequenceFailure.REFUSED

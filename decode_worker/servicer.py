@@ -35,7 +35,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         finally:
             session.sent_all.set()
             commands.cancel()
-            self._service.close(session)
+            self._service.end_session(session)
 
     async def _welcome(self, requests: AsyncIterator[decode_pb2.AttachRequest]) -> Session:
         first = await anext(aiter(requests), None)

@@ -122,7 +122,8 @@ class Scheduler:
         return preempted
 
     def take_refused(self) -> list[tuple[SequenceState, MeshError]]:
-        """Sequences that the runner could not continue since the last call, each with its error."""
+        """Sequences that ended with an error since the last call: the runner's, or WorkerBusy for a fork that found no
+        slot or block."""
         refused, self._counters.refused = self._counters.refused, []
         return refused
 
@@ -301,7 +302,7 @@ class Scheduler:
                 self._slots[fork.key] = fork
             else:
                 fork.status = SequenceStatus.FINISHED
-                self._counters.preempted.append(fork)
+                self._counters.refused.append((fork, WorkerBusy("no slot or block is free for a fork")))
 
     def _headroom(self) -> int:
         """Blocks kept free for running sequences to grow into, so that a newcomer is not preempted at once."""

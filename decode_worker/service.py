@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from decode_worker.session import Entry, Event, Failed, Reserved, Session, Step
+from decode_worker.session import SessionEntry, Event, Failed, Reserved, Session, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import KVReceiver, Reservation
@@ -42,7 +42,7 @@ _NO_ORIGIN = "the sequence that computes its prompt has ended"
 @dataclass(frozen=True, slots=True)
 class _Owner:
     session: Session
-    entry: Entry
+    entry: SessionEntry
 
 
 class DecodeService:
@@ -108,10 +108,10 @@ class DecodeService:
             self._metrics.started(fork.sequence.num_tokens, "shared")
             fork.starting = entry.starting
 
-    def _enter(self, session: Session, request: Request, endings: "list[asyncio.Task[None]]") -> Entry | None:
+    def _enter(self, session: Session, request: Request, endings: "list[asyncio.Task[None]]") -> SessionEntry | None:
         """Register an attempt and end earlier attempts of the request, appending their tasks to `endings`. Return None
         if the attempt is refused."""
-        entry = Entry(SequenceState(request))
+        entry = SessionEntry(SequenceState(request))
         key = entry.sequence.key
         attempts = [owned for owned in self._owners if owned[0] == request.request_id]
         if self._is_draining():
@@ -132,7 +132,7 @@ class DecodeService:
         return entry
 
     async def _start(
-        self, session: Session, entry: Entry, transfer_id: str, endings: "list[asyncio.Task[None]]"
+        self, session: Session, entry: SessionEntry, transfer_id: str, endings: "list[asyncio.Task[None]]"
     ) -> None:
         """Start the sequence once older attempts have freed their blocks."""
         key = entry.sequence.key
@@ -163,7 +163,7 @@ class DecodeService:
             return False
         return True
 
-    async def _reserve(self, session: Session, entry: Entry, transfer_id: str) -> None:
+    async def _reserve(self, session: Session, entry: SessionEntry, transfer_id: str) -> None:
         sequence = entry.sequence
         ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
         if sequence.key not in self._owners:
@@ -196,7 +196,7 @@ class DecodeService:
             self._fail(fork, SequenceFailure.PREEMPTED, _NO_ORIGIN)
         return self._spawn(self._release(entry))
 
-    async def _release(self, entry: Entry) -> None:
+    async def _release(self, entry: SessionEntry) -> None:
         """Free an ended sequence's blocks once the receiver no longer writes to them."""
         if entry.starting is not None:
             await asyncio.wait([entry.starting])

@@ -44,7 +44,7 @@ Event = Reserved | Step | Failed
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class SessionEntry:
     """A sequence of a session. While the sequence waits for a transfer, `transfer_id` names it; `reserved_s` is the
     time of the reservation on the event loop's clock. The timer `deadline` ends the sequence. `forks` wait for the KV
     of the prompt; they fail if the sequence ends before."""
@@ -66,7 +66,7 @@ class Session:
     router_id: str
     sent_all: asyncio.Event = field(default_factory=asyncio.Event)
     """The sender of the events sets it once the last event is sent, or once the router has disconnected."""
-    entries: dict[SequenceKey, Entry] = field(default_factory=dict)
+    entries: dict[SequenceKey, SessionEntry] = field(default_factory=dict)
     _outbox: asyncio.Queue[Event | None] = field(default_factory=lambda: asyncio.Queue(MAX_UNSENT_EVENTS))
     _overrun: bool = False
     _in_parts: dict[SequenceKey, deque[StepOutput]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, Request, SamplingParams, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
-from mesh.domain.worker import RankInfo, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
 
@@ -129,7 +129,7 @@ def _require_counts(message: sampling_pb2.SamplingParams) -> None:
     require_at_most("bad_word_ids", message.bad_word_ids, limits.MAX_BAD_WORD_RUNS)
     for sequence in message.bad_word_ids:
         require_at_most("one of bad_word_ids", sequence.ids, limits.MAX_BAD_WORD_TOKENS)
-    require_at_most("choice", message.structure.choice.texts, limits.MAX_CHOICE_TEXTS)
+    require_at_most("choice", message.structure.choice.texts, limits.MAX_OPTIONS)
 
 
 def require_at_most(name: str, items: Sized, limit: int) -> None:
@@ -312,7 +312,7 @@ def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
     return worker_pb2.WorkerRecord(
         role=_ROLE[info.role],
         layout=layout_to_proto(info.layout),
-        ranks=ranks_to_proto(info.ranks),
+        ranks=kv_endpoints_to_proto(info.kv_endpoints),
         tensor_parallel=info.tensor_parallel,
         **{name: getattr(info, name) for name in _PLAIN_WORKER},
     )
@@ -325,7 +325,7 @@ def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
     return WorkerInfo(
         role=_ROLE_BACK[message.role],
         layout=layout_from_proto(message.layout),
-        ranks=ranks_from_proto(message.ranks),
+        kv_endpoints=kv_endpoints_from_proto(message.ranks),
         tensor_parallel=message.tensor_parallel or 1,
         **{name: getattr(message, name) for name in _PLAIN_WORKER},
     )
@@ -358,12 +358,14 @@ def span_from_proto(message: kvtransfer_pb2.KvSpan) -> KVSpan:
     return KVSpan(Span(message.first_layer, message.num_layers), Span(message.first_head, message.num_heads))
 
 
-def ranks_to_proto(ranks: Iterable[RankInfo]) -> list[kvtransfer_pb2.KvRank]:
-    return [kvtransfer_pb2.KvRank(address=rank.address, span=span_to_proto(rank.span)) for rank in ranks]
+def kv_endpoints_to_proto(endpoints: Iterable[KVEndpoint]) -> list[kvtransfer_pb2.KvRank]:
+    return [
+        kvtransfer_pb2.KvRank(address=endpoint.address, span=span_to_proto(endpoint.span)) for endpoint in endpoints
+    ]
 
 
-def ranks_from_proto(messages: Iterable[kvtransfer_pb2.KvRank]) -> tuple[RankInfo, ...]:
-    return tuple(RankInfo(message.address, span_from_proto(message.span)) for message in messages)
+def kv_endpoints_from_proto(messages: Iterable[kvtransfer_pb2.KvRank]) -> tuple[KVEndpoint, ...]:
+    return tuple(KVEndpoint(message.address, span_from_proto(message.span)) for message in messages)
 
 
 def state_to_proto(state: WorkerState) -> worker_pb2.WorkerState:

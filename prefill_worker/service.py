@@ -29,7 +29,7 @@ from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, WorkerDraining
 from mesh.domain.request import Request
 from mesh.domain.tokens import StepOutput
-from mesh.domain.worker import RankInfo
+from mesh.domain.worker import KVEndpoint
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import PrefillMetrics, begin_span
 
@@ -41,15 +41,15 @@ _REFUSAL_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The decode worker that the router has chosen for the KV. If `ranks` is empty, one process at `address` takes all
-    KV. The decode worker already holds the KV of the first `ready_tokens` tokens."""
+    """The decode worker that the router has chosen for the KV. If `kv_endpoints` is empty, one process at `address`
+    takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens."""
 
     address: str
     worker_id: str
     incarnation: str
     transfer_id: str
     ready_tokens: int
-    ranks: tuple[RankInfo, ...] = ()
+    kv_endpoints: tuple[KVEndpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Prompt:
 
     sequence: SequenceState
     destination: Destination
-    receiver: RankInfo
+    receiver: KVEndpoint
     first_token: asyncio.Future[StepOutput]
     started: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: OutgoingTransfer | None = None
@@ -187,15 +187,15 @@ class PrefillService:
             self._releases.add(release)
             release.add_done_callback(self._on_released)
 
-    def _receiver_of(self, destination: Destination) -> RankInfo:
+    def _receiver_of(self, destination: Destination) -> KVEndpoint:
         """Return the rank that takes this worker's KV, and the part to send. Raises LayoutMismatch unless it is exactly
         one rank."""
         span = self._sender.span
-        ranks = destination.ranks or (RankInfo(destination.address, span),)
-        flows = kv.flows((span,), [rank.span for rank in ranks])
+        endpoints = destination.kv_endpoints or (KVEndpoint(destination.address, span),)
+        flows = kv.flows((span,), [endpoint.span for endpoint in endpoints])
         if len(flows) != 1:
-            raise LayoutMismatch(f"this worker sends KV to one rank; the decode worker has {len(ranks)}")
-        return RankInfo(ranks[flows[0].target].address, flows[0].span)
+            raise LayoutMismatch(f"this worker sends KV to one rank; the decode worker has {len(endpoints)}")
+        return KVEndpoint(endpoints[flows[0].target].address, flows[0].span)
 
     async def _release(self, prompt: _Prompt) -> None:
         """Stop the computation, and free the prompt's blocks once no thread reads them."""

@@ -31,7 +31,7 @@ def _destination(message: prefill_pb2.KvDestination) -> Destination:
         message.incarnation,
         message.transfer_id,
         message.ready_tokens,
-        wire.ranks_from_proto(message.ranks),
+        wire.kv_endpoints_from_proto(message.ranks),
     )
 
 

@@ -34,7 +34,7 @@ from mesh.domain.tokens import StepOutput
 from mesh.domain.worker import WorkerInfo
 from mesh.rpc.status import ERROR_KEY
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
-from router.admission.in_flight import Reservation
+from router.admission.in_flight import CapacityReservation
 from router.choice import Choice
 from router.timeline import Timeline
 from router.workers.connections import Caller, Channels, responses_of
@@ -154,7 +154,7 @@ def _message(request: Request, destination: KVDestination) -> prefill_pb2.Prefil
         incarnation=destination.decode.incarnation,
         transfer_id=destination.transfer_id,
         ready_tokens=destination.ready_tokens,
-        ranks=wire.ranks_to_proto(destination.decode.ranks),
+        ranks=wire.kv_endpoints_to_proto(destination.decode.kv_endpoints),
     )
     return prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=proto)
 
@@ -182,7 +182,7 @@ class AttemptTimeouts:
 
 
 class Attempt:
-    """Call `run` once, or `close`. A SequenceListener of its decode link.
+    """One attempt at a choice, and the SequenceListener of its decode link. Call `run` once, or `close`.
 
     The attempt owns the reservation. `forks` are attempts that start together with this one and share its prompt.
     """
@@ -191,10 +191,10 @@ class Attempt:
         self,
         choice: Choice,
         request: Request,
-        reservation: Reservation,
+        reservation: CapacityReservation,
         *,
         link: DecodeLink,
-        prefills: PrefillClient,
+        prefill_client: PrefillClient,
         timeline: Timeline,
         timeouts: AttemptTimeouts,
         forks: "Sequence[Attempt]" = (),
@@ -209,9 +209,9 @@ class Attempt:
         self._link = link
         self._timeline = timeline
         self._forks = forks
-        self._prefills = prefills
+        self._prefill_client = prefill_client
         self._timeouts = timeouts
-        self._prefill: asyncio.Task[None] | None = None
+        self._prefill_call: asyncio.Task[None] | None = None
         self._has_first_token = False
         self._is_transferred = False
         self._is_decoding = False
@@ -230,8 +230,8 @@ class Attempt:
             if not self._reservation.is_fork:
                 await self._start()
             await self._wait_ended()
-            if self._forks and self._prefill is not None:  # forks need its KV, even if it ended with its first token
-                await asyncio.wait({self._prefill})
+            if self._forks and self._prefill_call is not None:  # forks need its KV, even if it ended with its first token
+                await asyncio.wait({self._prefill_call})
         finally:
             self.close()
 
@@ -324,14 +324,14 @@ class Attempt:
 
     def _prefill_runs(self) -> bool:
         """True while the prefill call runs: the call has a deadline of its own."""
-        return self._prefill is not None and not self._prefill.done()
+        return self._prefill_call is not None and not self._prefill_call.done()
 
     def _start_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
-        self._prefill = asyncio.get_running_loop().create_task(self._run_prefill(worker, destination))
-        self._prefill.add_done_callback(self._prefill_ended)
+        self._prefill_call = asyncio.get_running_loop().create_task(self._run_prefill(worker, destination))
+        self._prefill_call.add_done_callback(self._prefill_ended)
 
     async def _run_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
-        async with aclosing(self._prefills.run(worker, self._request, destination)) as events:
+        async with aclosing(self._prefill_client.run(worker, self._request, destination)) as events:
             async for event in events:
                 self._on_prefill(event)
 
@@ -373,7 +373,7 @@ class Attempt:
         `run` calls this; callers only need it if `run` never ran.
         """
         self._link.abort((self._request.request_id, self._request.attempt))
-        if self._prefill is not None:
-            self._prefill.cancel()
+        if self._prefill_call is not None:
+            self._prefill_call.cancel()
         self._reservation.release()
         self._end(None, None)

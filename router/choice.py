@@ -1,6 +1,6 @@
 """One choice: a continuation of the prompt, with its tokens, text, and events that the client has not read. No I/O.
 
-    StepOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ Chunk
+    StepOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ ChoiceEvents
 
 Every token makes exactly one event, in order and at once; its text is empty while it is held back. Text that is
 released only at the end is added to the last token, so that the joined texts of all events are the result.
@@ -178,7 +178,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChoiceEvents:
     """New events of one choice; `finish_reason`, `usage` and `timing` come with its last one."""
 
     index: int
@@ -295,13 +295,13 @@ class Choice:
         """Record how many prompt tokens the first attempt found in a prefix cache."""
         self.cached_tokens = max(num_tokens, self.cached_tokens or 0)
 
-    def take(self) -> Chunk | None:
+    def take(self) -> ChoiceEvents | None:
         """Return the unread events, or None without any. The last chunk has the finish reason."""
         if not self._pending and self.finish_reason is None:
             return None
         tokens, self._pending = self._pending, []
         usage = self.usage() if self.finish_reason is not None else None
-        return Chunk(self.index, tokens, self.finish_reason, usage, self.timing)
+        return ChoiceEvents(self.index, tokens, self.finish_reason, usage, self.timing)
 
     def usage(self) -> Usage:
         """Token counts so far."""

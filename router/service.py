@@ -47,7 +47,7 @@ from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
-from router.workers.health import MeshView
+from router.workers.mesh_view import MeshView
 from router.workers.membership import capacity_tokens
 
 log = structlog.get_logger(__name__)
@@ -97,7 +97,7 @@ class ModelInfo:
 
 
 class GenerationService:
-    """One instance per model. Raises ConfigurationError if the settings' limits do not fit the model.
+    """Serves the calls of one model. Raises ConfigurationError if the settings' limits do not fit the model.
 
     `on_gap` is called with the seconds between two tokens of a choice.
     """

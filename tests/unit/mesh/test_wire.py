@@ -11,7 +11,7 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
-from mesh.domain.worker import RankInfo, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
 from tests.fakes.requests import make_request
@@ -108,9 +108,9 @@ def test_output_round_trip() -> None:
 
 def test_worker_round_trip() -> None:
     layout = KVLayout("fp", 2, 4, 8, 16, "float32")
-    ranks = (RankInfo("h:2", KVSpan(Span(0, 1), Span(0, 4))), RankInfo("h:3", KVSpan(Span(1, 1), Span(0, 4))))
+    endpoints = (KVEndpoint("h:2", KVSpan(Span(0, 1), Span(0, 4))), KVEndpoint("h:3", KVSpan(Span(1, 1), Span(0, 4))))
     for role in WorkerRole:
-        info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, ranks=ranks)
+        info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, kv_endpoints=endpoints)
         info = replace(info, tensor_parallel=4)
         assert wire.worker_from_proto(wire.worker_to_proto(info)) == info
         older = wire.worker_to_proto(info)

@@ -9,7 +9,7 @@ from mesh.domain.errors import DeadlineExceeded, NoWorkers
 from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
 from router.admission.limiter import LocalLimiter
 from router.answer_stream import ChoiceRun, GenerationStream
-from router.choice import Choice, Chunk
+from router.choice import Choice, ChoiceEvents
 from tests.unit.router.test_choice import make_choice, output
 
 Run = Callable[[Choice], Awaitable[None]]
@@ -25,7 +25,7 @@ class Driver:
         choice_runs = [ChoiceRun(*fields) for fields in zip(self.choices, permits, runs, strict=True)]
         self.stream = GenerationStream(choice_runs, slow_reader_s=slow_reader_s, num_best=num_best)
 
-    async def read(self) -> list[Chunk]:
+    async def read(self) -> list[ChoiceEvents]:
         return [chunk async for chunk in self.stream.chunks()]
 
 

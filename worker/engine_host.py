@@ -82,7 +82,7 @@ class EngineHost:
     num_ranks: int = 1
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
-        """Scheduler, runner and guesses, joined."""
+        """Scheduler, runner and speculator, joined."""
         return Engine(self.scheduler, self.runner, on_layers, self.settings.compute_cores(), self.speculator)
 
     def worker_info(self, role: WorkerRole) -> WorkerInfo:

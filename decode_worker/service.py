@@ -27,7 +27,7 @@ from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import KVReceiver, Reservation
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
-from mesh.domain.request import Request
+from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken, SequenceFailure
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import DecodeMetrics, begin_span
@@ -87,7 +87,7 @@ class DecodeService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    def start(self, session: Session, request: Request, transfer_id: str) -> None:
+    def start(self, session: Session, request: SequenceSpec, transfer_id: str) -> None:
         """Start one attempt and its forks. Their progress is reported as events of the session."""
         self._sessions.add(session)
         endings: list[asyncio.Task[None]] = []
@@ -108,7 +108,7 @@ class DecodeService:
             self._metrics.started(fork.sequence.num_tokens, "shared")
             fork.starting = entry.starting
 
-    def _enter(self, session: Session, request: Request, endings: "list[asyncio.Task[None]]") -> SessionEntry | None:
+    def _enter(self, session: Session, request: SequenceSpec, endings: "list[asyncio.Task[None]]") -> SessionEntry | None:
         """Register an attempt and end earlier attempts of the request, appending their tasks to `endings`. Return None
         if the attempt is refused."""
         entry = SessionEntry(SequenceState(request))

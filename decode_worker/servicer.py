@@ -54,7 +54,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     def _start(self, session: Session, start: decode_pb2.StartSequence) -> None:
         try:
-            request = wire.request_from_proto(start.sequence)
+            request = wire.spec_from_proto(start.sequence)
         except InvalidRequest as error:  # fail this sequence only; other sequences share the stream
             keys = [(fork.request_id, fork.attempt) for fork in start.sequence.forks]
             for key in ((start.sequence.request_id, start.sequence.attempt), *keys):

@@ -10,7 +10,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from engine.sequence import SequenceKey, SequenceState
 from mesh.domain.errors import Overloaded
-from mesh.domain.tokens import SequenceFailure, StepOutput
+from mesh.domain.tokens import SequenceFailure, SequenceOutput
 
 # Steps that a router may lag behind before its session ends: half a minute and more at tens of milliseconds a step.
 MAX_UNSENT_EVENTS = 1024
@@ -28,7 +28,7 @@ class Reserved:
 class Step:
     """All tokens of one engine step for this router."""
 
-    outputs: list[StepOutput]
+    outputs: list[SequenceOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Session:
     entries: dict[SequenceKey, SessionEntry] = field(default_factory=dict)
     _outbox: asyncio.Queue[Event | None] = field(default_factory=lambda: asyncio.Queue(MAX_UNSENT_EVENTS))
     _overrun: bool = False
-    _in_parts: dict[SequenceKey, deque[StepOutput]] = field(default_factory=dict)
+    _in_parts: dict[SequenceKey, deque[SequenceOutput]] = field(default_factory=dict)
     """Outputs per sequence that wait until the parts of a long prompt's log-probs before them have been sent."""
 
     def send(self, event: Event) -> bool:
@@ -107,7 +107,7 @@ class Session:
 
     def _with_part(self, step: Step) -> Step:
         """Return the outputs to send now: one waiting output, and the step's outputs that need not wait."""
-        outputs: list[StepOutput] = []
+        outputs: list[SequenceOutput] = []
         if self._in_parts:
             key = next(iter(self._in_parts))
             waiting = self._in_parts.pop(key)

@@ -25,7 +25,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import MeshError, WorkerLost
-from mesh.domain.tokens import StepOutput
+from mesh.domain.tokens import SequenceOutput
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class Busy:
 class StepResult:
     """The result of one step: tokens, and sequences that ended without one."""
 
-    outputs: list[StepOutput]
+    outputs: list[SequenceOutput]
     preempted: list[SequenceState]
     is_idle: bool
     """True if the step computed no tokens."""
@@ -85,7 +85,7 @@ class Engine:
     def step(self) -> StepResult:
         """Schedule a batch, run the model on it, and update the scheduler with the outputs."""
         batch = self.scheduler.schedule()
-        outputs: list[StepOutput] = []
+        outputs: list[SequenceOutput] = []
         if batch.items:
             outputs = self._compute(batch)
         else:
@@ -104,7 +104,7 @@ class Engine:
             refused=self.scheduler.take_refused(),
         )
 
-    def _compute(self, batch: ScheduledBatch) -> list[StepOutput]:
+    def _compute(self, batch: ScheduledBatch) -> list[SequenceOutput]:
         self.num_step_tokens = batch.num_tokens
         lent = self._cores.begin_step()
         self._runner.use_cores(lent)

@@ -33,7 +33,7 @@ from engine.sequence import SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
 from mesh.domain.kv import BlockHash
-from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
+from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerLoad
 
 
@@ -329,12 +329,12 @@ class Scheduler:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def update(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> list[StepOutput]:
-        """Apply the outputs of a step, one per item; returns a StepOutput for each sequence that got tokens.
+    def update(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> list[SequenceOutput]:
+        """Apply the outputs of a step, one per item; returns a SequenceOutput for each sequence that got tokens.
 
         Batches may be updated in any order. Raises ValueError if this batch is not in flight.
         """
-        results: list[StepOutput] = []
+        results: list[SequenceOutput] = []
         if not batch.items:
             return results
         aborted = self._in_flight.end(batch.number)
@@ -364,13 +364,13 @@ class Scheduler:
         counters.drafted_tokens += len(item.drafts)
         counters.accepted_tokens += len(output.tokens) - 1 if item.drafts else 0
 
-    def _append(self, sequence: SequenceState, sampled: tuple[SampledToken, ...]) -> StepOutput:
+    def _append(self, sequence: SequenceState, sampled: tuple[SampledToken, ...]) -> SequenceOutput:
         index = sequence.num_generated
         is_first = index == sequence.request.num_generated
         tokens, reason = self._extend(sequence, sampled)
         sequence.num_computed_tokens = sequence.num_tokens - 1
         self._prefixes.publish(sequence)
-        result = StepOutput(
+        result = SequenceOutput(
             *sequence.key,
             first_index=index,
             tokens=tokens,

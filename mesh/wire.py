@@ -12,8 +12,8 @@ from google.protobuf.duration_pb2 import Duration
 from mesh.domain import request as limits
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
-from mesh.domain.request import Fork, Request, SamplingParams, Structure, StructureKind
-from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
+from mesh.domain.request import Fork, SequenceSpec, SamplingParams, Structure, StructureKind
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
@@ -164,7 +164,7 @@ def _structure_from_proto(message: sampling_pb2.Structure) -> Structure | None:
     return Structure(StructureKind(kind), source=getattr(message, kind))
 
 
-def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
+def spec_to_proto(request: SequenceSpec) -> sequence_pb2.SequenceSpec:
     """Convert a request for a worker. Text (stop strings, bad words) is left out."""
     sampling = sampling_to_proto(request.sampling)
     sampling.ClearField("stop")
@@ -191,9 +191,9 @@ def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
     )
 
 
-def request_from_proto(spec: sequence_pb2.SequenceSpec) -> Request:
+def spec_from_proto(spec: sequence_pb2.SequenceSpec) -> SequenceSpec:
     """Raises InvalidRequest if the request could not be run."""
-    request = Request(
+    request = SequenceSpec(
         request_id=spec.request_id,
         attempt=spec.attempt,
         token_ids=tuple(spec.token_ids),
@@ -229,13 +229,13 @@ def token_from_proto(message: sampling_pb2.SampledToken) -> SampledToken:
     return SampledToken(message.id, message.logprob, _top_from_proto(top) if top else ())
 
 
-def output_to_proto(output: StepOutput) -> sequence_pb2.SequenceOutput:
+def output_to_proto(output: SequenceOutput) -> sequence_pb2.SequenceOutput:
     message = sequence_pb2.SequenceOutput()
     write_output(output, message)
     return message
 
 
-def write_output(output: StepOutput, message: sequence_pb2.SequenceOutput) -> None:
+def write_output(output: SequenceOutput, message: sequence_pb2.SequenceOutput) -> None:
     """Fill an empty message. This runs for every token, so it writes in place, field by field: protobuf copies messages
     that are assigned to a field, and keyword arguments take three times as long."""
     message.request_id = output.request_id
@@ -258,9 +258,9 @@ def _write_token(token: SampledToken, message: sampling_pb2.SampledToken) -> Non
         message.top.extend(_top_to_proto(token.top))
 
 
-def output_from_proto(message: sequence_pb2.SequenceOutput) -> StepOutput:
+def output_from_proto(message: sequence_pb2.SequenceOutput) -> SequenceOutput:
     prompt_logprobs = message.prompt_logprobs
-    return StepOutput(
+    return SequenceOutput(
         message.request_id,
         message.attempt,
         message.first_index,

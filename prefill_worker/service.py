@@ -27,8 +27,8 @@ from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import KVSender, OutgoingTransfer, TransferSpec
 from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, WorkerDraining
-from mesh.domain.request import Request
-from mesh.domain.tokens import StepOutput
+from mesh.domain.request import SequenceSpec
+from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import KVEndpoint
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import PrefillMetrics, begin_span
@@ -63,7 +63,7 @@ class Started:
 class FirstToken:
     """The first token, with prompt log-probs if requested."""
 
-    output: StepOutput
+    output: SequenceOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class _Prompt:
     sequence: SequenceState
     destination: Destination
     receiver: KVEndpoint
-    first_token: asyncio.Future[StepOutput]
+    first_token: asyncio.Future[SequenceOutput]
     started: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: OutgoingTransfer | None = None
     begun_s: float = 0.0
@@ -140,7 +140,7 @@ class PrefillService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    async def prefill(self, request: Request, destination: Destination) -> AsyncGenerator[PrefillEvent, None]:
+    async def prefill(self, request: SequenceSpec, destination: Destination) -> AsyncGenerator[PrefillEvent, None]:
         """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
@@ -285,7 +285,7 @@ def final_blocks(item: ScheduledSequence, block_size: int) -> range:
     return range(start, max(start, end))
 
 
-async def _first_token(first_token: asyncio.Future[StepOutput], transfer: OutgoingTransfer) -> StepOutput:
+async def _first_token(first_token: asyncio.Future[SequenceOutput], transfer: OutgoingTransfer) -> SequenceOutput:
     """Wait for the first token. If the transfer fails first, raise its error: further computation would be useless."""
     ended = asyncio.ensure_future(transfer.ended())
     either: list[asyncio.Future[Any]] = [first_token, ended]

@@ -17,7 +17,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        events = self._service.prefill(wire.request_from_proto(request.sequence), _destination(request.destination))
+        events = self._service.prefill(wire.spec_from_proto(request.sequence), _destination(request.destination))
         async with contextlib.aclosing(events):
             async for event in events:
                 for message in _messages(event):

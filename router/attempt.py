@@ -29,8 +29,8 @@ from mesh.domain.errors import (
     TransferFailed,
     WorkerLost,
 )
-from mesh.domain.request import Request, mint_id
-from mesh.domain.tokens import StepOutput
+from mesh.domain.request import SequenceSpec, mint_id
+from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import WorkerInfo
 from mesh.rpc.status import ERROR_KEY
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
@@ -62,7 +62,7 @@ class TransferFinished:
     duration_s: float | None
 
 
-PrefillEvent = PrefillStarted | StepOutput | TransferFinished
+PrefillEvent = PrefillStarted | SequenceOutput | TransferFinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class PrefillClient:
         self._timeout_s = timeout_s
 
     async def run(
-        self, worker: WorkerInfo, request: Request, destination: KVDestination
+        self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yield the events of one prefill. Closing the generator cancels the call.
 
@@ -147,7 +147,7 @@ def _is_too_large(error: MeshError) -> bool:
     )
 
 
-def _message(request: Request, destination: KVDestination) -> prefill_pb2.PrefillRequest:
+def _message(request: SequenceSpec, destination: KVDestination) -> prefill_pb2.PrefillRequest:
     proto = prefill_pb2.KvDestination(
         address=destination.decode.address,
         worker_id=destination.decode.worker_id,
@@ -156,7 +156,7 @@ def _message(request: Request, destination: KVDestination) -> prefill_pb2.Prefil
         ready_tokens=destination.ready_tokens,
         ranks=wire.kv_endpoints_to_proto(destination.decode.kv_endpoints),
     )
-    return prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=proto)
+    return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=proto)
 
 
 def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:
@@ -190,7 +190,7 @@ class Attempt:
     def __init__(
         self,
         choice: Choice,
-        request: Request,
+        request: SequenceSpec,
         reservation: CapacityReservation,
         *,
         link: DecodeLink,
@@ -253,7 +253,7 @@ class Attempt:
         if not self._reserved.done():
             self._reserved.set_result(ready_tokens)
 
-    def on_output(self, output: StepOutput) -> None:
+    def on_output(self, output: SequenceOutput) -> None:
         if not self._is_decoding:
             self._is_decoding = True
             self._timeline.mark("decode_started")
@@ -270,7 +270,7 @@ class Attempt:
         """A worker has stalled, and other workers can take over."""
         self._end(WorkerLost(f"worker {worker.worker_id} has stalled"), worker)
 
-    def _accept(self, output: StepOutput) -> None:
+    def _accept(self, output: SequenceOutput) -> None:
         self._last_event_s = self._clock()
         try:
             if self._request.attempt == 0 and output.cached_tokens:
@@ -336,7 +336,7 @@ class Attempt:
                 self._on_prefill(event)
 
     def _on_prefill(self, event: PrefillEvent) -> None:
-        if isinstance(event, StepOutput):
+        if isinstance(event, SequenceOutput):
             if (event.request_id, event.attempt) != (self._request.request_id, self._request.attempt):
                 return
             if event.tokens:  # events without tokens carry log-probs of the prompt

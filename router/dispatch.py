@@ -31,7 +31,7 @@ from mesh.domain.errors import (
     WorkerBusy,
     WorkerLost,
 )
-from mesh.domain.request import Fork, Request
+from mesh.domain.request import Fork, SequenceSpec
 from mesh.domain.worker import WorkerInfo
 from mesh.retry import backoff_s
 from router.admission.in_flight import CapacityReservation
@@ -280,7 +280,7 @@ class Dispatcher:
         fork.attempt.set_result(attempt)
         return attempt
 
-    def _query(self, choice: Choice, request: Request, failures: FailureHistory) -> PlacementQuery:
+    def _query(self, choice: Choice, request: SequenceSpec, failures: FailureHistory) -> PlacementQuery:
         return PlacementQuery(
             num_tokens=len(request.token_ids),
             max_total_tokens=request.max_total_tokens,
@@ -291,7 +291,7 @@ class Dispatcher:
         )
 
 
-def _fork_of(request: Request) -> Fork:
+def _fork_of(request: SequenceSpec) -> Fork:
     return Fork(request.request_id, request.attempt, request.sampling.seed or 0, request.traceparent)
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from checkpoint.grammar import GrammarCompiler
 from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
 from mesh.domain.errors import InvalidRequest, LayoutMismatch
-from mesh.domain.request import Request, Structure
+from mesh.domain.request import SequenceSpec, Structure
 from mesh.domain.worker import WorkerInfo
 from router.text.chat import (
     ChatPrompt,
@@ -53,7 +53,7 @@ class ServedModel:
         start = self.facts.decoder_start_token_id
         return () if start is None else (start,)
 
-    def whole_prompt(self, request: Request) -> tuple[int, ...]:
+    def whole_prompt(self, request: SequenceSpec) -> tuple[int, ...]:
         """Return the tokens that all KV depends on: the prompt that an encoder reads; empty for other models."""
         return request.token_ids[: request.num_prompt_tokens] if self.decoder_prompt else ()
 

@@ -252,11 +252,11 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SequenceSpec:
     """One attempt at a request.
 
     `token_ids` holds the prompt (`num_prompt_tokens` tokens, with the decoder's start tokens of an encoder-decoder
-    model), then the tokens that earlier attempts generated; so a replay is simply another Request.
+    model), then the tokens that earlier attempts generated; so a replay is simply another SequenceSpec.
     `sampling.max_new_tokens` and `sampling.seed` are always set, stop strings never. `traceparent` is the W3C trace
     context, empty without tracing.
     `forks` start on the same decode worker as soon as the prompt's KV is complete.
@@ -275,8 +275,8 @@ class Request:
     traceparent: str = ""
     forks: tuple[Fork, ...] = ()
 
-    def forked(self) -> list["Request"]:
-        """Return one complete Request for each fork."""
+    def forked(self) -> list["SequenceSpec"]:
+        """Return one complete SequenceSpec for each fork."""
         return [
             replace(
                 self,

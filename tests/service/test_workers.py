@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from decode_worker.session import Event, Session, Step
 from kvtransfer import TransferSettings
-from mesh.domain.request import Fork, Request
+from mesh.domain.request import Fork, SequenceSpec
 from mesh.rpc.channel import open_channel
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from tandem.v1 import sampling_pb2
@@ -222,7 +222,7 @@ async def test_stop_token_ends_the_sequence() -> None:
         assert last.tokens[-1].id == expected[4]
 
 
-def forking(prompt: list[int], *, num_forks: int = 2, **changes: object) -> Request:
+def forking(prompt: list[int], *, num_forks: int = 2, **changes: object) -> SequenceSpec:
     forks = tuple(Fork(f"f{place}", 0, place) for place in range(num_forks))
     return make_request("a", prompt, forks=forks, **changes)
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mesh.domain.errors import DeadlineExceeded, NoWorkers
-from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
+from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from router.admission.limiter import LocalLimiter
 from router.answer_stream import ChoiceRun, GenerationStream
 from router.choice import Choice, ChoiceEvents
@@ -68,7 +68,7 @@ def with_logprobs(*logprobs: float) -> Run:
         for index, logprob in enumerate(logprobs):
             await asyncio.sleep(0)
             reason = FinishReason.LENGTH if index == len(logprobs) - 1 else None
-            choice.accept(StepOutput("r", 0, index, (SampledToken(40 + len(logprobs), logprob),), reason))
+            choice.accept(SequenceOutput("r", 0, index, (SampledToken(40 + len(logprobs), logprob),), reason))
 
     return run
 

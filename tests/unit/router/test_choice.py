@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mesh.domain.errors import AttemptsFailed
 from mesh.domain.request import SamplingParams
-from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceOutput, TokenLogprob
 from router.api.validation import GenerateParams, ValidRequest
 from router.choice import Choice, TokenEvent, TokenOrder
 from router.text.chat import TokenPrompt
@@ -34,9 +34,9 @@ def make_choice(
     )
 
 
-def output(first_index: int, ids: list[int], finish: FinishReason | None = None, **changes: Any) -> StepOutput:
+def output(first_index: int, ids: list[int], finish: FinishReason | None = None, **changes: Any) -> SequenceOutput:
     tokens = tuple(SampledToken(id_, -1.0, (TokenLogprob(id_, -1.0),)) for id_ in ids)
-    return StepOutput("r", 0, first_index, tokens, finish, **changes)
+    return SequenceOutput("r", 0, first_index, tokens, finish, **changes)
 
 
 def events_of(choice: Choice) -> list[TokenEvent]:

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from checkpoint.grammar import GrammarCompiler
 from engine.masks import TokenMasks
 from engine.sequence import SequenceState
-from mesh.domain.request import SequenceSpec, SamplingParams, Structure, StructureKind
+from mesh.domain.request import SamplingParams, SequenceSpec, Structure, StructureKind
 from mesh.process import keep_freed_memory
 
 _SCHEMA = {

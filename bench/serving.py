@@ -26,7 +26,7 @@ from bench.shapes import write_shape
 from decode_worker.settings import DecodeSettings
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from engine.sequence import SequenceState
-from mesh.domain.request import SequenceSpec, SamplingParams, mint_id
+from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from decode_worker.settings import DecodeSettings
 from demo_model.questions import draw
 from engine.sequence import SequenceState
-from mesh.domain.request import SequenceSpec, SamplingParams, mint_id
+from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from decode_worker.session import SessionEntry, Event, Failed, Reserved, Session, Step
+from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import KVReceiver, Reservation

@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.load import RunnerSettings, load_model_runner
 from engine.sequence import SequenceState
-from mesh.domain.request import SequenceSpec, SamplingParams
+from mesh.domain.request import SamplingParams, SequenceSpec
 
 _BUNDLED = Path(__file__).resolve().parents[1] / "demo_model" / "tandem-small"
 _COMBINATIONS = (("none", "float32"), ("int8", "float16"), ("int8", "int8"))

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import from_json
 
 from gateway.errors import InvalidField
-from mesh.domain.request import MAX_NUM_CHOICES, MAX_LOGIT_BIAS, MAX_SEED
+from mesh.domain.request import MAX_LOGIT_BIAS, MAX_NUM_CHOICES, MAX_SEED
 from tandem import GenerateArguments, InvalidRequest
 
 M = TypeVar("M", bound=BaseModel)

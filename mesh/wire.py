@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 from mesh.domain import request as limits
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
-from mesh.domain.request import Fork, SequenceSpec, SamplingParams, Structure, StructureKind
+from mesh.domain.request import Fork, SamplingParams, SequenceSpec, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2

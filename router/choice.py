@@ -248,7 +248,7 @@ class Choice:
         queue_entry = self._valid.queue_entry
         return queue_entry if self.index == 0 else replace(queue_entry, first_token_by_s=None)
 
-    def next_request(self, attempt: int, *, eos_token_ids: frozenset[int], namespace: str) -> SequenceSpec:
+    def next_spec(self, attempt: int, *, eos_token_ids: frozenset[int], namespace: str) -> SequenceSpec:
         """Return the request of the next attempt: the prompt and all tokens generated so far."""
         self._order.restart()
         params = self._valid.params

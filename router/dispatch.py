@@ -226,7 +226,7 @@ class Dispatcher:
 
     async def _dispatch(self, choice: Choice, failures: FailureHistory, timeline: Timeline, deadline_s: float | None) -> Attempt:
         """Return an attempt: forked from the first choice's, or placed through the queue."""
-        request = choice.next_request(
+        request = choice.next_spec(
             failures.attempt,
             eos_token_ids=self._model.facts.eos_token_ids,
             namespace=choice.tenant.cache_namespace(self._model.name),

@@ -25,7 +25,7 @@ from mesh.process import announce, until_stopped
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
-from worker.agent import RegistryAgent, Report, ReportSource, CacheSnapshot, WorkerServicer
+from worker.agent import CacheSnapshot, RegistryAgent, Report, ReportSource, WorkerServicer
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
 

@@ -253,7 +253,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """One attempt at a request.
+    """One attempt at one choice of a request: the sequence that a worker is to run.
 
     `token_ids` holds the prompt (`num_prompt_tokens` tokens, with the decoder's start tokens of an encoder-decoder
     model), then the tokens that earlier attempts generated; so a replay is simply another SequenceSpec.

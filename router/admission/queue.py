@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded, WorkerBusy
 from router.admission.fair_queue import FairQueue, QueueEntry
-from router.admission.in_flight import InFlightTable, CapacityReservation
+from router.admission.in_flight import CapacityReservation, InFlightTable
 from router.admission.limiter import Forecast, retry_after_s
-from router.admission.placement import NoPlacement, Placement, PlacementQuery, MeshSnapshot, is_short_in, place
+from router.admission.placement import MeshSnapshot, NoPlacement, Placement, PlacementQuery, is_short_in, place
 
 
 @dataclass(eq=False, slots=True)

@@ -33,7 +33,7 @@ from mesh.domain.request import mint_id
 from mesh.redis_registry import FAILURES, open_redis
 from mesh.retry import require_not_cancelled
 from router.admission.limiter import Permit
-from router.admission.permit_leases import PermitExchange, Keep, LeaseTimes, PermitStore, Take, Taken
+from router.admission.permit_leases import Keep, LeaseTimes, PermitExchange, PermitStore, Take, Taken
 from router.tenants import ANONYMOUS, Tenant
 
 log = structlog.get_logger(__name__)

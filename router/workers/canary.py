@@ -137,7 +137,7 @@ class CanaryRunner:
             raise WorkerLost("the decode worker has just been lost")
         choice = Choice(0, self._request(placement), self._model.tokenizer)
         namespace = f"{self._model.name}{NAMESPACE}{choice.request_id}"
-        request = choice.next_request(0, eos_token_ids=frozenset(), namespace=namespace)
+        request = choice.next_spec(0, eos_token_ids=frozenset(), namespace=namespace)
         timeline = Timeline(asyncio.get_running_loop().time)
         timeline.begin_attempt()
         attempt = Attempt(

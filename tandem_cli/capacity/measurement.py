@@ -28,7 +28,7 @@ from engine.kernels.cpu.step import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
 from engine.models.config import load_decoder_config
 from engine.sequence import SequenceState
-from mesh.domain.request import SequenceSpec, SamplingParams, mint_id
+from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
 from tandem_cli.mesh_plan import BUNDLED_MODELS
 from worker.engine_host import EngineHost, EngineLimits, build_host, load_runner

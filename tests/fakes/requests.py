@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from mesh.domain.request import SequenceSpec, SamplingParams
+from mesh.domain.request import SamplingParams, SequenceSpec
 
 
 def make_request(request_id: str, token_ids: Iterable[int], *, max_new_tokens: int = 8, **changes: Any) -> SequenceSpec:

@@ -4,7 +4,7 @@ from typing import Any
 
 from mesh.domain.kv import KVLayout, block_hashes
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from router.admission.placement import PlacementQuery, PrefixChain, MeshSnapshot
+from router.admission.placement import MeshSnapshot, PlacementQuery, PrefixChain
 from router.workers.membership import WorkerView
 
 BLOCK = 4

@@ -17,7 +17,7 @@ from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.unit.router.test_membership import INFO
 from tests.waiting import LIMIT_S
-from worker.agent import RegistryAgent, Report, CacheSnapshot
+from worker.agent import CacheSnapshot, RegistryAgent, Report
 
 KEY = MeshKey("a-key-for-tests-only")
 MEMBER = Credentials(KEY)

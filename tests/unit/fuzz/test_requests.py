@@ -86,7 +86,7 @@ class OneTokenEach:
     """In place of the mesh: every choice is one token and then the end of its budget."""
 
     async def run(self, choice: Any, timeline: Any, deadline_s: float | None) -> None:
-        request = choice.next_request(0, eos_token_ids=frozenset(), namespace="tiny")
+        request = choice.next_spec(0, eos_token_ids=frozenset(), namespace="tiny")
         for index in range(min(3, request.sampling.max_new_tokens)):
             choice.accept(SequenceOutput(request.request_id, 0, index, (SampledToken(70, -1.0),), None))
             if choice.finish_reason is not None:

@@ -108,7 +108,9 @@ class DecodeService:
             self._metrics.started(fork.sequence.num_tokens, "shared")
             fork.starting = entry.starting
 
-    def _enter(self, session: Session, request: SequenceSpec, endings: "list[asyncio.Task[None]]") -> SessionEntry | None:
+    def _enter(
+        self, session: Session, request: SequenceSpec, endings: "list[asyncio.Task[None]]"
+    ) -> SessionEntry | None:
         """Register an attempt and end earlier attempts of the request, appending their tasks to `endings`. Return None
         if the attempt is refused."""
         entry = SessionEntry(SequenceState(request))

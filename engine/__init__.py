@@ -8,7 +8,7 @@ Life of a step (`Engine.step` in loop.py):
     build       step_input.py     flattens the batch to plain arrays                        -> StepInput
     forward     model_runner.py   models/ and attention/ compute hidden states and write KV (kv_cache.py)
     sample      sampler.py        penalties, masks, temperature, truncation, draw           -> RunnerOutput (batch.py)
-    update      scheduler.py      appends the tokens, publishes or frees blocks             -> SequenceOutput for the worker
+    update      scheduler.py      appends the tokens, publishes or frees blocks             -> SequenceOutput
 
 Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, scheduler, speculation/.
 Torch: model_runner, step_input, sampler, masks, kv_cache, weights, attention/, models/. CPU kernels: kernels/.

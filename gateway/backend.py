@@ -152,9 +152,9 @@ class Backend:
     settings: GatewaySettings
     client: tandem.AsyncClient
     gate: Gate
-    readiness: RouterHealth
+    router_health: RouterHealth
     metrics: Metrics
-    limiter: RequestSlots
+    slots: RequestSlots
     bodies: BodyBudget
     parser: BodyParser
     allowed_origins: frozenset[str]
@@ -168,9 +168,9 @@ def build_backend(settings: GatewaySettings, client: tandem.AsyncClient) -> Back
         settings=settings,
         client=client,
         gate=Gate(client, allow_anonymous=settings.allow_anonymous or is_loopback(settings.host)),
-        readiness=RouterHealth(client),
+        router_health=RouterHealth(client),
         metrics=metrics,
-        limiter=RequestSlots(settings.max_open_requests, metrics.open_requests),
+        slots=RequestSlots(settings.max_open_requests, metrics.open_requests),
         bodies=BodyBudget(max(settings.max_bodies_bytes, settings.max_body_bytes)),
         parser=BodyParser(),
         allowed_origins=frozenset(settings.allowed_origins),

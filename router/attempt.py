@@ -230,7 +230,7 @@ class Attempt:
             if not self._reservation.is_fork:
                 await self._start()
             await self._wait_ended()
-            if self._forks and self._prefill_call is not None:  # forks need its KV, even if it ended with its first token
+            if self._forks and self._prefill_call is not None:  # forks need its KV, even after one token
                 await asyncio.wait({self._prefill_call})
         finally:
             self.close()

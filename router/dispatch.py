@@ -2,7 +2,7 @@
 
 queued ─▶ placed (queue, placement) ─▶ attempt 0 ─▶ finished
              ▲                            │ Replayable: worker lost, KV refused, preempted, no capacity, draining
-             └─ backoff ◀─ FailureHistory ◀┘           next attempt: prompt + tokens so far, same seed, front of queue
+             └ backoff ◀─ FailureHistory ◀┘           next attempt: prompt + tokens so far, same seed, front of queue
                 (and budget)                          the failure counts against the workers that may have caused it
 deadline passed ─▶ DeadlineExceeded       too many failures without a token ─▶ NoWorkers or Overloaded
 cancelled ─▶ the attempt aborts on both workers and releases its reservation
@@ -55,7 +55,10 @@ _PREFILL_LOCALLY_AFTER = 3
 
 
 class FailureHistory:
-    """The failures of one choice so far, and what follows from them. `avoid` holds incarnations of workers that failed it since its last progress."""
+    """The failures of one choice so far, and what follows from them.
+
+    `avoid` holds incarnations of workers that failed it since its last progress.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self.attempt = 0

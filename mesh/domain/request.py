@@ -51,8 +51,8 @@ class StructureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a text must look like: `source` is a JSON schema, a regular expression or a Lark grammar; `choices` lists the
-    texts of a choice. The kind JSON_OBJECT needs neither.
+    """The form of a text: `source` is a JSON schema, a regular expression or a Lark grammar; `choices` lists
+    the texts of a choice. The kind JSON_OBJECT needs neither.
     """
 
     kind: StructureKind

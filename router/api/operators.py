@@ -45,7 +45,7 @@ _STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
 
 
 class MeshServicer(mesh_pb2_grpc.MeshServicer):
-    """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as the clocks of Membership and Journal."""
+    """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as that of Membership."""
 
     def __init__(
         self, models: Sequence[OperatedModel], journal: Journal, callers: CallerDirectory, clock: Callable[[], float]

@@ -99,7 +99,7 @@ class RedisRegistry:
             self.connected.clear()
 
     async def _load(self, redis: Redis) -> None:
-        """Read the newest heartbeat of each worker from its key, and remove the ids of workers whose keys have expired."""
+        """Read the newest heartbeat of each worker from its key; remove the ids of workers whose keys have expired."""
         ids = [str(name, "utf-8", "replace") for name in await _members(redis)]
         records = await redis.mget([record_key(name) for name in ids]) if ids else []
         for record in records:

@@ -184,7 +184,9 @@ class Dispatcher:
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline has passed") from None
 
-    async def _try_once(self, choice: Choice, failures: FailureHistory, timeline: Timeline, deadline_s: float | None) -> None:
+    async def _try_once(
+        self, choice: Choice, failures: FailureHistory, timeline: Timeline, deadline_s: float | None
+    ) -> None:
         """Run one attempt; if it fails, wait for the backoff and the replay budget."""
         attempt: Attempt | None = None
         try:
@@ -227,7 +229,9 @@ class Dispatcher:
         if trips:
             self._on_trip()
 
-    async def _dispatch(self, choice: Choice, failures: FailureHistory, timeline: Timeline, deadline_s: float | None) -> Attempt:
+    async def _dispatch(
+        self, choice: Choice, failures: FailureHistory, timeline: Timeline, deadline_s: float | None
+    ) -> Attempt:
         """Return an attempt: forked from the first choice's, or placed through the queue."""
         request = choice.next_spec(
             failures.attempt,

@@ -47,8 +47,8 @@ from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
-from router.workers.mesh_view import MeshView
 from router.workers.membership import capacity_tokens
+from router.workers.mesh_view import MeshView
 
 log = structlog.get_logger(__name__)
 

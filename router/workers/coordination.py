@@ -129,7 +129,10 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
             return True
         heartbeat = request.heartbeat
         self._membership.heartbeat(
-            info.worker_id, info.incarnation, wire.load_from_proto(heartbeat.load), wire.state_from_proto(heartbeat.state)
+            info.worker_id,
+            info.incarnation,
+            wire.load_from_proto(heartbeat.load),
+            wire.state_from_proto(heartbeat.state),
         )
         return self._membership.apply_cache_events(
             info.worker_id,

@@ -238,7 +238,9 @@ class Measured(FakeMesh):
             self.forecast.queue.did(8)
         self.forecast.queue.end()
 
-    async def wait(self, *, ttft_s: float | None = None, time_left_s: float | None = None, **entry: Any) -> CapacityReservation:
+    async def wait(
+        self, *, ttft_s: float | None = None, time_left_s: float | None = None, **entry: Any
+    ) -> CapacityReservation:
         now_s = asyncio.get_running_loop().time()
         by_s, deadline_s = (None if left_s is None else now_s + left_s for left_s in (ttft_s, time_left_s))
         return await self.queue.place(query(), QueueEntry(**entry, first_token_by_s=by_s, deadline_s=deadline_s))

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from mesh.domain.errors import ConfigurationError
+
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _LOCK = "lock"
@@ -54,12 +56,17 @@ _VERSIONS = (
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Memory of a GPU; on CPU the memory of the machine, or of the container if its limit is lower."""
+    """Memory of a GPU; on CPU the memory of the machine, or of the container if its limit is lower.
+
+    Raises ConfigurationError for a device of another type.
+    """
     if device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         properties = torch.cuda.get_device_properties(device)
         key = f"cuda {getattr(properties, 'uuid', None) or device}"
         return DeviceMemory(key, total_bytes, free_bytes, is_lazy=False)
+    if device.type != "cpu":
+        raise ConfigurationError(f"the memory of a device of type {device.type!r} is not known: use cpu or cuda")
     total_bytes, free_bytes = _machine_bytes()
     memory = DeviceMemory("cpu", total_bytes, free_bytes, is_lazy=True)
     for folder, names in _groups():

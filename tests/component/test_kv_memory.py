@@ -242,6 +242,11 @@ def test_wrong_settings(wrong: dict[str, float]) -> None:
         WorkerSettings(model="m", registry_address="h:1", **wrong)  # type: ignore[arg-type]
 
 
+def test_an_unknown_device_does_not_count_as_the_machine() -> None:
+    with pytest.raises(ConfigurationError, match="'xpu' is not known: use cpu or cuda"):
+        device_memory(torch.device("xpu"))
+
+
 def test_a_gpu_is_known_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes may call the same GPU cuda:0 and cuda:1."""
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (60, 100))

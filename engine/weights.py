@@ -87,7 +87,7 @@ def load_weights(
                 if path not in files:
                     files[path] = stack.enter_context(_open(path))
             values = _fill(spec, target, [(name, files[stored[name].path]) for name in names])
-            parameters.put(spec.name, values, spec.shard_axis)
+            parameters.put(spec.name, values, is_matrix=spec.is_matrix)
             done += values.numel()
             if on_progress is not None:
                 on_progress(done / total)
@@ -110,7 +110,8 @@ def dummy_weights(
         if spec.held_rows is not None:
             values = values[torch.from_numpy(spec.held_rows)]
         values = values[..., spec.input_slice].contiguous()
-        parameters.put(spec.name, values.to(target.device, target.dtype_of(spec)), spec.shard_axis)
+        values = values.to(target.device, target.dtype_of(spec))
+        parameters.put(spec.name, values, is_matrix=spec.is_matrix)
         if on_progress is not None:
             on_progress((i + 1) / len(specs))
     return parameters

@@ -42,15 +42,13 @@ class LinearParameters:
     """A matrix [outputs, inputs] and its bias [outputs].
 
     Scheme "float": `weight` is the matrix. Scheme "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-127, 127] and fp32 scales. Tensor-parallel ranks split the matrix along
-    `shard_axis`: 0 for outputs, 1 for inputs.
+    weight[output]`, with `weight` in [-127, 127] and fp32 scales.
     """
 
     weight: Tensor
     scheme: str = "float"
     scales: Tensor | None = None
     bias: Tensor | None = None
-    shard_axis: int = 0
 
     @property
     def num_outputs(self) -> int:
@@ -83,12 +81,12 @@ class Parameters:
         self._tensors: dict[str, Tensor] = {}
         self._linears: dict[str, LinearParameters] = {}
 
-    def put(self, name: str, values: Tensor, shard_axis: int | None) -> None:
-        """Add a parameter. It is a matrix, and converted to the scheme, if `shard_axis` is not None."""
-        if shard_axis is None:
-            self._tensors[name] = values
+    def put(self, name: str, values: Tensor, *, is_matrix: bool = False) -> None:
+        """Add a parameter. A matrix is converted to the scheme."""
+        if is_matrix:
+            self._linears[name] = SCHEMES[self.scheme](values)
         else:
-            self._linears[name] = replace(SCHEMES[self.scheme](values), shard_axis=shard_axis)
+            self._tensors[name] = values
 
     def take(self, name: str) -> Tensor:
         """Remove and return a parameter that is not a matrix. Raises KeyError if it does not exist."""
@@ -105,7 +103,7 @@ class Parameters:
     def take_output(self, embedding: Tensor) -> LinearParameters:
         """Remove and return the output matrix "lm_head"; if absent, it is `embedding` [vocab_size, hidden_size]."""
         if "lm_head" not in self._linears:
-            self.put("lm_head", embedding, shard_axis=0)
+            self.put("lm_head", embedding, is_matrix=True)
         return self.take_linear("lm_head")
 
 

@@ -56,7 +56,7 @@ class Rank:
         self._group = group
         self._store = store
         self._layout = kv_layout(config, settings)
-        self._cut: Cut = "columns" if why_eager(settings, config, self._layout) is None else "rows"
+        self._cut: Cut = "outputs" if why_eager(settings, config, self._layout) is None else "inputs"
         self._summing: SummingGroup | None = None
         share = rank_share(config, group.rank, group.size)
         specs = share_specs(parameter_specs(config), config, share, self._cut)
@@ -75,7 +75,7 @@ class Rank:
 
     def connect(self) -> None:
         """Meet the other ranks if the decoder sums over them. Returns when all have called it."""
-        if self._cut == "rows":
+        if self._cut == "inputs":
             group = self._group
             self._summing = SummingGroup(group, gloo(self._store, group.rank, group.size))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionShape, ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch, why_not_paged
 from engine.cores import threads_born_on
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Span
+from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx, why_no_loops
 from engine.kernels.cpu.matmul import Operand
@@ -183,7 +183,7 @@ class CompiledDecoder:
             for operand, thread_scratch in zip(operands, scratch, strict=False)
         ]
         for first, end in groups:
-            self.threads.run(partial(_run_layers, model, work, Span(first, end)))
+            self.threads.run(partial(_run_layers, model, work, Range(first, end)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         num_rows, width = hidden.shape
@@ -291,7 +291,7 @@ class CompiledDecoder:
         return [Operand(a, factors, buffers.get("sums", 2 * TILE_ROWS * UNIT, sums_dtype), amx) for buffers in threads]
 
 
-def _run_layers(model: Model, work: list[Work], layers: Span, team: Team) -> None:
+def _run_layers(model: Model, work: list[Work], layers: Range, team: Team) -> None:
     run_layers(model, work[team.thread], team, layers)
 
 

@@ -167,7 +167,7 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
         ]
     stored = np.arange(heads + 2 * kv_heads)  # heads, in the order of the one tensor
     if names.grouped_qkv:
-        groups = stored.reshape(kv_heads, config.group_size + 2)
+        groups = stored.reshape(kv_heads, config.queries_per_kv_head + 2)
         stored = np.concatenate((groups[:, :-2].ravel(), groups[:, -2], groups[:, -1]))
     rotated, values = stored[: heads + kv_heads], stored[heads + kv_heads :]
     rows = np.concatenate((_rows_of_heads(rotated, order), _rows_of_heads(values, np.arange(head_dim))))

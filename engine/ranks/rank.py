@@ -113,7 +113,7 @@ def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Com
 def _execute_summed(decoder: Decoder, group: SummingGroup, command: Command) -> None:
     """Returns when the rank has done its part of the last sum."""
     assert isinstance(command, Forward), "rank 0 alone computes logits"
-    token_ids, metadata = group.read_forward(command)
+    token_ids, metadata = group.read_step(command)
     num_layers = decoder.config.num_layers
     decoder.forward(token_ids, metadata, LayerGroups(num_layers, num_layers))
 

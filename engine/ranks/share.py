@@ -119,8 +119,8 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
         case "o" | "down" if not spec.is_matrix:  # a bias
             return replace(spec, is_held=share.rank == 0)
         case "o":
-            group_width = config.group_size * config.head_dim
-            return replace(spec, held_inputs=Span(share.heads.first * group_width, share.heads.count * group_width))
+            width = config.queries_per_kv_head * config.head_dim  # of one KV head's queries
+            return replace(spec, held_inputs=Span(share.heads.first * width, share.heads.count * width))
         case "down":
             return replace(spec, held_inputs=inner)
     return spec
@@ -128,10 +128,10 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
 
 def _rows_of_heads(config: ModelConfig, heads: Span) -> RowOrder:
     """Rows of the merged projection [queries, keys, values] that belong to these KV heads."""
-    group, dim = config.group_size, config.head_dim
+    ratio, dim = config.queries_per_kv_head, config.head_dim
     first_key = config.num_heads * dim
     first_value = first_key + config.num_kv_heads * dim
-    queries = np.arange(heads.first * group * dim, heads.end * group * dim)
+    queries = np.arange(heads.first * ratio * dim, heads.end * ratio * dim)
     kv = np.arange(heads.first * dim, heads.end * dim)
     return np.concatenate((queries, first_key + kv, first_value + kv))
 

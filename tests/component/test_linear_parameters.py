@@ -48,5 +48,5 @@ def test_the_embedding_is_the_output_matrix_where_there_is_no_other() -> None:
 def test_a_rank_has_the_query_heads_that_read_its_kv_heads_and_their_slopes() -> None:
     whole = AttentionShape(6, 3, 8, alibi=tuple(range(6)))
     part = whole.shard(Span(1, 2))
-    assert (part.num_heads, part.num_kv_heads, part.group_size, part.alibi) == (4, 2, 2, (2, 3, 4, 5))
+    assert (part.num_heads, part.num_kv_heads, part.queries_per_kv_head, part.alibi) == (4, 2, 2, (2, 3, 4, 5))
     assert whole.shard(Span(0, 3)) == whole

@@ -22,8 +22,8 @@ from engine.kernels.cpu.arguments import (
     Int64s,
     LayerKV,
     Matrix,
-    Share,
     Range,
+    Share,
 )
 from engine.kernels.cpu.chunk import Chunk, attend_chunk
 from engine.kernels.cpu.compiler import address, jit

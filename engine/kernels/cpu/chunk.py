@@ -16,8 +16,8 @@ from engine.kernels.cpu.arguments import (
     Matrix,
     Queries,
     QueryBlock,
-    Share,
     Range,
+    Share,
 )
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.kv_segments import head_of, read_keys, read_values

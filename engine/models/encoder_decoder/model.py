@@ -84,13 +84,13 @@ class EncoderDecoder:
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores, like Decoder."""
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
         """Only the decoder's tokens have hidden states; rows of the encoder's tokens are zero."""
         step = plan_step(metadata, self._cache.layout.block_size)
         prompts = self._encode(token_ids[step.encoder_rows], step.lengths) if step.lengths else None
         masks = [causal_bias(group, self._decoder.bias) for group in step.groups]
         residual = self._embedded(token_ids[step.decoder_rows])  # [num decoder tokens, hidden_size]
-        for first, stop in groups:
+        for first, stop in layer_groups:
             for index in range(first, stop):
                 residual = self._decode(index, residual, prompts, step, masks)
         if prompts is None:

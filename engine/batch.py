@@ -118,6 +118,10 @@ class Runner(Protocol):
         """Drop all state of `sequence`; unknown sequences are ignored."""
         ...
 
+    def close(self) -> None:
+        """End the processes that compute for this runner. Called after the last `run`, on the thread that loaded it."""
+        ...
+
 
 class BatchesInFlight:
     """The batches in flight of one scheduler, by number."""

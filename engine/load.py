@@ -79,6 +79,11 @@ class RunnerSettings:
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
 
+    @property
+    def scheme(self) -> str:
+        """The scheme of the weights, a key of engine.models.linear.SCHEMES."""
+        return "float" if self.quantize == "none" else self.quantize
+
 
 def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
     """Load weights, allocate the KV cache, choose the attention backend. For one rank: see load_ranked_runner in
@@ -170,8 +175,7 @@ def load_parameters(
     settings: RunnerSettings, config: AnyConfig, specs: list[ParameterSpec], on_progress: Progress | None = None
 ) -> Parameters:
     """Load these parameters of the model. Raises ConfigurationError."""
-    scheme = "float" if settings.quantize == "none" else settings.quantize
-    target = WeightsTarget(torch.device(settings.device), getattr(torch, settings.dtype), scheme)
+    target = WeightsTarget(torch.device(settings.device), getattr(torch, settings.dtype), settings.scheme)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     return load_weights(settings.model_dir, specs, target, on_progress, tied=_tied(config))

@@ -126,6 +126,10 @@ class Engine:
             self._runner.use_cores(())
             self._cores.end_step()
 
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._runner.close()
+
     def prepare(self, sequence: SequenceState) -> "list[Future[None]]":
         """Futures of `Runner.prepare`, for the runner and for its drafter."""
         drafter = None if self._speculator is None else self._speculator.drafter.prepare(sequence)
@@ -202,12 +206,15 @@ class EngineLoop:
     async def stop(self, within_s: float = STOP_WAIT_S) -> None:
         """Finish the current step and end the thread. Commands in the queue fail with WorkerLost.
 
-        A thread that is stuck for longer than `within_s` is abandoned: it ends with the process.
+        Then close the runner, so call it on the thread that loaded it. An engine's thread that is stuck for longer than
+        `within_s` is abandoned: it ends with the process, and so do the worker's other ranks.
         """
         self.post(self._set_stopping)
         await asyncio.to_thread(self._thread.join, within_s)
         if self._thread.is_alive():
             log.error("engine left in its step", stack=self.stack())
+        else:
+            self._engine.close()
 
     def busy(self) -> Busy | None:
         """The current step or command of the thread, None between them. Never blocks; callable from any thread."""

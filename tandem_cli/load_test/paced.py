@@ -60,6 +60,8 @@ class PacedRunner:
 
     def forget(self, sequence: SequenceState) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def _output(item: ScheduledSequence) -> RunnerOutput:
     if not item.needs_sampling:

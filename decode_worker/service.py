@@ -235,7 +235,7 @@ class DecodeService:
         self._metrics.preempted(len(result.preempted))  # a fork that never began has lost no blocks: see _reason_of
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
-        for sequence, error in result.refused:
+        for sequence, error in result.failed:
             self._fail(sequence.key, _reason_of(error), str(error))
 
     def on_committed(self, transfer_id: str, first_token: SampledToken) -> None:

@@ -53,7 +53,7 @@ class StepResult:
     """True if the step computed no tokens."""
     num_seqs: int = 0
     """Number of sequences in the step."""
-    refused: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
+    failed: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
     """Sequences that cannot continue, each with its error."""
 
 
@@ -101,7 +101,7 @@ class Engine:
             preempted,
             is_idle=not batch.items,
             num_seqs=len(batch.items),
-            refused=self.scheduler.take_refused(),
+            failed=self.scheduler.take_failed(),
         )
 
     def _compute(self, batch: ScheduledBatch) -> list[SequenceOutput]:
@@ -136,7 +136,7 @@ class Engine:
         return [preparing for preparing in (self._runner.prepare(sequence), drafter) if preparing is not None]
 
     def abort(self, sequence: SequenceState) -> None:
-        """End a sequence; idempotent.
+        """End a sequence in the scheduler and in the runner; idempotent. `Scheduler.remove` is one part of it.
 
         A transfer that failed may have left NaN in the blocks of a sequence that waits for its KV, so they are cleared
         before they are freed.
@@ -144,7 +144,7 @@ class Engine:
         if sequence.status is SequenceStatus.WAITING_FOR_KV:
             shared = sequence.num_cached_tokens // self.scheduler.config.block_size
             self._runner.clear_blocks(sequence.block_table[shared:])
-        self.scheduler.abort(sequence)
+        self.scheduler.remove(sequence)
         self._forget(sequence)
 
     def _forget(self, sequence: SequenceState) -> None:
@@ -243,7 +243,7 @@ class EngineLoop:
             await asyncio.wrap_future(preparing)
 
     def abort(self, sequence: SequenceState) -> None:
-        """End a sequence between two steps. Does not wait; idempotent."""
+        """`Engine.abort` between two steps. Does not wait; idempotent."""
         self.post(lambda _: self._engine.abort(sequence))
 
     def post(self, command: "Command[Any]") -> None:
@@ -277,7 +277,7 @@ class EngineLoop:
                     self._callbacks.on_computed(result.num_seqs, self._engine.num_step_tokens, seconds)
                 # Idle: nothing to compute, or no capacity for waiting sequences. Only a command can change that.
                 idle = result.is_idle
-                if result.outputs or result.preempted or result.refused:
+                if result.outputs or result.preempted or result.failed:
                     self._loop.call_soon_threadsafe(self._callbacks.on_step, result)
         except BaseException as error:
             log.error("engine died", exc_info=error)

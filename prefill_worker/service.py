@@ -92,7 +92,7 @@ class _Prompt:
     transfer: OutgoingTransfer | None = None
     begun_s: float = 0.0
     opened_s: float = 0.0
-    is_refused: bool = False
+    has_failed: bool = False
     span: Span = INVALID_SPAN
     transfer_span: Span = INVALID_SPAN
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -199,7 +199,7 @@ class PrefillService:
 
     async def _release(self, prompt: _Prompt) -> None:
         """Stop the computation, and free the prompt's blocks once no thread reads them."""
-        if prompt.transfer is not None and prompt.is_refused:
+        if prompt.transfer is not None and prompt.has_failed:
             # The end of the call tells the router to end the decode side, which ends the transfer. An abort from here
             # could arrive first, and would look like lost KV.
             with contextlib.suppress(MeshError, TimeoutError):
@@ -261,16 +261,16 @@ class PrefillService:
         )
 
     def on_step(self, result: StepResult) -> None:
-        """Deliver first tokens and refusals to the waiting calls."""
+        """Deliver first tokens and failures to the waiting calls."""
         for output in result.outputs:
             prompt = self._prompts.get((output.request_id, output.attempt))
             if prompt is not None:
                 self._metrics.cached(output.cached_tokens)
                 prompt.first_token.set_result(output)
-        for sequence, error in result.refused:
+        for sequence, error in result.failed:
             prompt = self._prompts.get(sequence.key)
             if prompt is not None:
-                prompt.is_refused = True
+                prompt.has_failed = True
                 prompt.first_token.set_exception(error)
 
 

@@ -50,10 +50,6 @@ class LinearParameters:
     scales: Tensor | None = None
     bias: Tensor | None = None
 
-    @property
-    def num_outputs(self) -> int:
-        return self.weight.shape[0]
-
 
 def _keep(weight: Tensor) -> LinearParameters:
     return LinearParameters(weight)

@@ -23,7 +23,7 @@ def test_parameters_are_taken_once_and_matrices_come_with_their_bias() -> None:
     parameters.put("o", torch.randn(4, 3), is_matrix=True)
     parameters.put("o_bias", torch.arange(4.0))
     matrix = parameters.take_linear("o")
-    assert (matrix.scheme, matrix.weight.dtype, matrix.num_outputs) == ("int8", torch.int8, 4)
+    assert (matrix.scheme, matrix.weight.dtype, matrix.weight.shape) == ("int8", torch.int8, (4, 3))
     assert matrix.bias is not None
     assert matrix.bias.tolist() == [0, 1, 2, 3]
     assert parameters.take("norm").tolist() == [1, 1, 1]

@@ -35,8 +35,8 @@ from worker.metrics import PrefillMetrics, begin_span
 
 log = structlog.get_logger(__name__)
 
-_REFUSAL_GRACE_S = 5.0
-"""Time for the router to end the decode side of a refused prompt."""
+_FAILURE_GRACE_S = 5.0
+"""Time for the router to end the decode side of a prompt that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ class PrefillService:
             # The end of the call tells the router to end the decode side, which ends the transfer. An abort from here
             # could arrive first, and would look like lost KV.
             with contextlib.suppress(MeshError, TimeoutError):
-                async with asyncio.timeout(_REFUSAL_GRACE_S):
+                async with asyncio.timeout(_FAILURE_GRACE_S):
                     await prompt.transfer.ended()
         if prompt.transfer is not None:
             await prompt.transfer.abort()

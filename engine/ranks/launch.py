@@ -112,7 +112,8 @@ def _require_divisible(settings: RunnerSettings, config: object, size: int) -> M
     if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
         if settings.scheme not in CUT_BY_INPUTS:
             raise ConfigurationError(
-                f"tensor_parallel {size} in {settings.scheme} needs the compiled decoder, which cannot run here ({reason}): use 1"
+                f"tensor_parallel {size} in {settings.scheme} needs the compiled decoder, "
+                f"which cannot run here ({reason}): use 1"
             )
         log.warning("decoder not compiled; its ranks sum by gloo, which is slow on CPU", ranks=size, reason=reason)
     return config

@@ -492,7 +492,7 @@ def test_what_is_copied_stays_until_it_is() -> None:
 
 def test_forks_without_a_slot_are_refused() -> None:
     scheduler, _, forks = forked(5, num_forks=3, max_num_seqs=2)
-    refused = scheduler.take_refused()
+    refused = scheduler.take_failed()
     assert [(fork, type(error)) for fork, error in refused] == [(fork, WorkerBusy) for fork in forks[1:]]
     assert scheduler.take_preempted() == [], "no blocks were taken from them"
     assert [fork.status for fork in forks] == [SequenceStatus.RUNNING, *[SequenceStatus.FINISHED] * 2]

@@ -17,7 +17,8 @@ import torch
 from engine.kv_cache import KVCache
 from engine.kv_memory import Budget, KVMemory, KVReservation
 from engine.load import RunnerSettings, kv_layout, load_model_runner
-from engine.memory import DeviceMemory, Entry, anonymous_bytes, device_memory, open_ledger
+from engine.memory import DeviceMemory, anonymous_bytes, device_memory
+from engine.memory_ledger import Entry, open_ledger
 from engine.models.config import load_config
 from mesh.domain.errors import ConfigurationError
 from tests.defects import Repaired
@@ -145,7 +146,7 @@ def test_other_devices_have_other_memory(ledger: str, monkeypatch: pytest.Monkey
 _HOLDER = """
 import sys, time
 from engine.memory import DeviceMemory
-from engine.memory import open_ledger
+from engine.memory_ledger import open_ledger
 ledger = open_ledger(sys.argv[1])
 held = ledger.enter(DeviceMemory("cpu", 1, 1, True), "other", 0)
 with ledger.locked():

@@ -98,7 +98,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     parameters = load_parameters(settings, config, _parameter_specs(settings, config), on_progress)
     with reserve_blocks(layout, settings, reservation) as num_blocks:
         cache = KVCache(layout, num_blocks, device, reservation=reservation)
-    return model_runner(settings, _model(settings, config, parameters, cache), cache)
+    return assemble_runner(settings, _model(settings, config, parameters, cache), cache)
 
 
 def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
@@ -110,7 +110,7 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     return settings, config
 
 
-def model_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> ModelRunner:
+def assemble_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> ModelRunner:
     """Join a model and its cache to a runner."""
     masks = TokenMasks(GrammarCompiler(settings.model_dir), model.config.vocab_size)
     return ModelRunner(
@@ -267,9 +267,6 @@ def _sample(stored: Mapping[str, StoredTensor]) -> bytes:
     return digest.digest()
 
 
-LoadRunner = Callable[[RunnerSettings], Runner]
-
-
 def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
     """Bytes of a KV block in the draft model's cache; 0 without one. ConfigurationError if the models do not match."""
     settings = _draft_settings(speculation, model)
@@ -277,16 +274,23 @@ def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
 
 
 def load_speculator(
-    speculation: Speculation, model: RunnerSettings, load: LoadRunner, *, max_batch_tokens: int
+    speculation: Speculation,
+    model: RunnerSettings,
+    load_draft: Callable[[RunnerSettings], Runner],
+    *,
+    max_batch_tokens: int,
 ) -> Speculator | None:
-    """Build the speculator; None if speculation is off. `model`: settings of the large model, with `num_blocks` set."""
+    """Build the speculator; None if speculation is off.
+
+    `model`: settings of the large model, with `num_blocks` set. `load_draft` loads the draft model, if there is one.
+    """
     if speculation.kind == "none":
         return None
     settings = _draft_settings(speculation, model)
     drafter: Drafter = NgramDrafter()
     if settings is not None:
         max_model_len = load_decoder_config(settings.model_dir).max_model_len
-        drafter = DraftModel(load(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
+        drafter = DraftModel(load_draft(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
     return Speculator(drafter, speculation.max_drafts)
 
 

@@ -1,6 +1,12 @@
 """Builds a worker's engine from its settings: model, KV cache and scheduler; describes it to the mesh.
 
-`load_host` also downloads the model if needed, limits the loading time, and reports progress and memory.
+A model is loaded by these functions, from the outside in:
+
+    load_host                  downloads it if needed, limits the time, reports progress and memory
+      build_host               settings of the runner; then the runner, the drafter, the scheduler    -> EngineHost
+        load_runner            ends the process when a rank ends; load tests pass another `Load` instead
+          load_ranked_runner   engine/ranks/launch.py: starts the other ranks; with one rank goes straight on
+            load_model_runner  engine/load.py: weights, KV cache and attention of one rank            -> ModelRunner
 """
 
 import os
@@ -68,6 +74,7 @@ class HostedRunner(Runner, Protocol):
 
 
 Load = Callable[[RunnerSettings, Progress | None], HostedRunner]
+"""Loads a runner, and reports the loaded fraction of its weights."""
 
 
 @dataclass(frozen=True, slots=True)

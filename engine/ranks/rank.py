@@ -11,7 +11,7 @@ import torch
 from engine.kernels.cpu.arguments import Bytes
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
-from engine.load import RunnerSettings, decoder_memory, kv_layout, load_parameters, model_runner, why_eager
+from engine.load import RunnerSettings, assemble_runner, decoder_memory, kv_layout, load_parameters, why_eager
 from engine.model import LayerGroups
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
@@ -91,7 +91,7 @@ class Rank:
         decoder = self._compiled(caches[0]) if summing is None else self._eager(caches[0], summing)
         cache = ShardedKVCache(caches, reservation)
         cache.clear_blocks([0])  # in which the decoder has compiled the loops
-        return model_runner(self._settings, decoder, cache)
+        return assemble_runner(self._settings, decoder, cache)
 
     def _compiled(self, cache: KVCache) -> CompiledDecoder:
         return CompiledDecoder(self._config, self._parameters, cache, self._group)

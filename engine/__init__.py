@@ -19,5 +19,5 @@ Models: weights, models/, attention/; kernels/ are the CPU's loops, and compile.
 Memory of the machine or GPU: memory and memory_ledger; a worker's share of it for KV: kv_memory.
 Cores: cores lends those of an idle worker to its partner.
 Several ranks of one worker: ranks/.
-Composition from settings: load.py for one rank and for the drafter, ranks/launch.py for several.
+Composition from settings (runner_settings): load.py for one rank and for the drafter, ranks/launch.py for several.
 """

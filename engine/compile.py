@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.load import RunnerSettings, load_model_runner
+from engine.load import load_model_runner
+from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec
 

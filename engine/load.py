@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -19,7 +19,7 @@ from engine.attention.select import AttentionTarget, select_backend
 from engine.batch import Runner
 from engine.kernels.cpu.machine import KEYS, why_no_loops
 from engine.kv_cache import KVCache
-from engine.kv_memory import KVMemory, KVReservation
+from engine.kv_memory import KVReservation
 from engine.masks import TokenMasks
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
@@ -32,7 +32,8 @@ from engine.models.facts import ModelConfig
 from engine.models.linear import Parameters
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.ranks.cache import AnyKVCache
-from engine.settings import Speculation, require_known
+from engine.runner_settings import RunnerSettings
+from engine.settings import Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
@@ -40,49 +41,6 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """Settings to load and run a model.
-
-    Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
-    most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's. `device`
-    "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, or fp32 on CPU. `layers_per_group`,
-    `group_bytes`: see ModelRunner. `max_batch_tokens` limits the steps of several ranks, which share their memory.
-    """
-
-    model_dir: Path
-    device: str = "cpu"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    seed: int = 0
-    block_size: int = 16
-    num_blocks: int | None = None
-    max_blocks: int | None = None
-    companion_block_bytes: int = 0
-    kv_memory: KVMemory = field(default_factory=KVMemory)
-    attention: str = "auto"
-    layers_per_group: int = 4
-    group_bytes: int = 0
-    quantize: str = "none"
-    kv_dtype: str = "auto"
-    enforce_eager: bool = False
-    tensor_parallel: int = 1
-    max_batch_tokens: int = 2048
-    rope: RopeOverride = NO_ROPE_OVERRIDE
-
-    def __post_init__(self) -> None:
-        require_known(self)
-        if self.block_size < 1 or self.layers_per_group < 1:
-            raise ConfigurationError("block_size and layers_per_group must be at least 1")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
-
-    @property
-    def scheme(self) -> str:
-        """The scheme of the weights, a key of engine.models.linear.SCHEMES."""
-        return "float" if self.quantize == "none" else self.quantize
 
 
 def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:

@@ -26,13 +26,14 @@ from checkpoint.model_files import tokenizer_fingerprint
 from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
-from engine.load import RunnerSettings, draft_block_bytes, kv_layout, load_model_runner, load_speculator
+from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.models.config import load_config
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.ranks.cache import AnyKVCache
 from engine.ranks.launch import fitting_ranks, load_ranked_runner
+from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.speculator import Speculator

@@ -21,7 +21,7 @@ import structlog
 import torch
 
 from engine.kv_memory import KVReservation
-from engine.load import RunnerSettings, kv_layout, load_model_runner, reserve_blocks, resolve, weights_bytes, why_eager
+from engine.load import kv_layout, load_model_runner, reserve_blocks, resolve, weights_bytes, why_eager
 from engine.model_runner import ModelRunner
 from engine.models.facts import ModelConfig
 from engine.models.linear import CUT_BY_INPUTS
@@ -30,6 +30,7 @@ from engine.ranks.messages import RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
 from engine.ranks.share import rank_share
 from engine.ranks.shared import Command, SharedGroup, StepMemory, encode_command
+from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.model_files import RopeOverride
-from engine.load import RunnerSettings
+from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 
 MAX_MESSAGE_BYTES = 1 << 16

@@ -11,7 +11,7 @@ import torch
 from engine.kernels.cpu.arguments import Bytes
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
-from engine.load import RunnerSettings, assemble_runner, decoder_memory, kv_layout, load_parameters, why_eager
+from engine.load import assemble_runner, decoder_memory, kv_layout, load_parameters, why_eager
 from engine.model import LayerGroups
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
@@ -22,6 +22,7 @@ from engine.ranks.cache import ShardedKVCache
 from engine.ranks.collectives import SummingGroup, gloo
 from engine.ranks.share import Cut, rank_share, share_specs
 from engine.ranks.shared import Command, Forward, SharedGroup, read_metadata
+from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.kv import KVSpan
 

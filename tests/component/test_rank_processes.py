@@ -18,12 +18,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.load import RunnerSettings, resolve
+from engine.load import resolve
 from engine.model_runner import ModelRunner
 from engine.models.facts import ModelConfig
 from engine.ranks import launch
 from engine.ranks.launch import RankProcesses, load_ranked_runner, max_sequence_blocks
 from engine.ranks.shared import Forward, Logits, StepMemory, decode_command, encode_command
+from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.speculation.drafters import NgramDrafter
 from mesh.domain.errors import ConfigurationError, WorkerLost

@@ -7,7 +7,7 @@ import structlog
 import torch
 
 from engine.load import resolve
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message, send_message
 from engine.ranks.rank import Rank, map_kv

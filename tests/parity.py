@@ -35,7 +35,7 @@ import prefill_worker.__main__
 import tandem
 from decode_worker.settings import DecodeSettings
 from engine.load import load_model_runner
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from mesh.logs import configure_logging
 from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess

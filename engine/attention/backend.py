@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from mesh.domain.kv import Span
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.facts import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Parameters, Rows, make_linear
 from engine.ranks.collectives import SummingGroup
 from engine.ranks.share import rank_share
@@ -124,7 +124,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention projections, MLP and norms of a layer; see engine.models.facts.BLOCKS.
+    """Attention projections, MLP and norms of a layer; see engine.models.model_config.BLOCKS.
 
     `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm.
     """

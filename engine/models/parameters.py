@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.facts import BLOCKS, ModelConfig, rotary_order
+from engine.models.model_config import BLOCKS, ModelConfig, rotary_order
 from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]

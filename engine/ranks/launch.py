@@ -23,7 +23,7 @@ import torch
 from engine.kv_memory import KVReservation
 from engine.load import kv_layout, load_model_runner, reserve_blocks, resolve, weights_bytes, why_eager
 from engine.model_runner import ModelRunner
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.linear import CUT_BY_INPUTS
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import RankSetup, receive_message

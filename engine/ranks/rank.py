@@ -16,7 +16,7 @@ from engine.model import LayerGroups
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.ranks.cache import ShardedKVCache
 from engine.ranks.collectives import SummingGroup, gloo

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, RowOrder
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, Span, kv_spans

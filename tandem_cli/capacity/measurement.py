@@ -26,7 +26,7 @@ from decode_worker.settings import DecodeSettings
 from engine.cores import threads_born_on
 from engine.kernels.cpu.step import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
-from engine.models.config import load_decoder_config
+from engine.models.read_config import load_decoder_config
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size

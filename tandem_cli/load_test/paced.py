@@ -17,7 +17,7 @@ import torch
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.kv_cache import KVCache
 from engine.load import kv_layout
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.weights import Progress

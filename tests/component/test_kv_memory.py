@@ -19,7 +19,7 @@ from engine.kv_memory import Budget, KVMemory, KVReservation
 from engine.load import kv_layout, load_model_runner
 from engine.memory import DeviceMemory, anonymous_bytes, device_memory
 from engine.memory_ledger import Entry, open_ledger
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tests.defects import Repaired

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.load import fingerprint, load_model_runner
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from engine.models.parameters import parameter_specs
 from engine.runner_settings import RunnerSettings
 from engine.weights import WeightsTarget, load_weights

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from engine.load import resolve
 from engine.model_runner import ModelRunner
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.ranks import launch
 from engine.ranks.launch import RankProcesses, load_ranked_runner, max_sequence_blocks
 from engine.ranks.shared import Forward, Logits, StepMemory, decode_command, encode_command

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ExpertsConfig, ModelConfig, RawConfig, TensorNames, integer, refuse
+from engine.models.model_config import ExpertsConfig, ModelConfig, RawConfig, TensorNames, integer, refuse
 from engine.models.families.llama import llama, qwen2, qwen3
 
 _MIXTRAL = TensorNames(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_json
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
-from engine.models.facts import ModelConfig, RawConfig, plain_config
+from engine.models.model_config import ModelConfig, RawConfig, plain_config
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.falcon import falcon

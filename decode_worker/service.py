@@ -25,7 +25,7 @@ import structlog
 from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
-from kvtransfer import KVReceiver, Reservation
+from kvtransfer import KVReceiver, ExpectedTransfer
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken, SequenceFailure
@@ -171,7 +171,7 @@ class DecodeService:
         if sequence.key not in self._owners:
             return  # it was aborted meanwhile; the abort waits for this task and frees the blocks
         self._receiver.expect(
-            Reservation(
+            ExpectedTransfer(
                 transfer_id=transfer_id,
                 attempt=sequence.request.attempt,
                 block_ids=tuple(sequence.block_table),

@@ -3,7 +3,7 @@
 Life of a prompt here:
 
     prefill     the sequence is queued
-    computing   the first chunk opens the transfer; after each layer group of a chunk, final blocks are pushed
+    computing   the first chunk opens the transfer; after each layer group of a chunk, final blocks are announced
     first token sampled -> sent to the router at once; the sequence is HELD: it keeps its blocks
     transfer    committed with the first token, verified by the decode worker -> finished; the blocks stay in the prefix
                 cache
@@ -93,13 +93,13 @@ class _Prompt:
     begun_s: float = 0.0
     opened_s: float = 0.0
     has_failed: bool = False
-    span: Span = INVALID_SPAN
-    transfer_span: Span = INVALID_SPAN
+    trace_span: Span = INVALID_SPAN
+    transfer_trace_span: Span = INVALID_SPAN
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 
 @dataclass(frozen=True, slots=True)
-class _Push:
+class _FinalBlocks:
     """Block positions of a prompt that are final in some layers. `block_table` is a copy from the step that computed
     them, which began at `begun_s`."""
 
@@ -152,7 +152,7 @@ class PrefillService:
         receiver = self._receiver_of(destination)
         structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
         prompt = _Prompt(sequence, destination, receiver, self._loop.create_future())
-        prompt.span = begin_span("prefill_worker", "prefill", request)
+        prompt.trace_span = begin_span("prefill_worker", "prefill", request)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
@@ -163,7 +163,7 @@ class PrefillService:
             yield Started(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
-            end_span(prompt.span)
+            end_span(prompt.trace_span)
             yield FirstToken(output)
             if output.finish_reason is None or request.forks:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
@@ -177,11 +177,11 @@ class PrefillService:
                     await prompt.transfer.ended()
         except MeshError as error:
             self._metrics.failed(type(error).__name__)
-            mark_failed(prompt.transfer_span, type(error).__name__)
+            mark_failed(prompt.transfer_trace_span, type(error).__name__)
             raise
         finally:
-            end_span(prompt.span)
-            end_span(prompt.transfer_span)
+            end_span(prompt.trace_span)
+            end_span(prompt.transfer_trace_span)
             del self._prompts[sequence.key]
             release = asyncio.create_task(self._release(prompt))
             self._releases.add(release)
@@ -190,9 +190,9 @@ class PrefillService:
     def _receiver_of(self, destination: Destination) -> KVEndpoint:
         """Return the rank that takes this worker's KV, and the part to send. Raises LayoutMismatch unless it is exactly
         one rank."""
-        span = self._sender.span
-        endpoints = destination.kv_endpoints or (KVEndpoint(destination.address, span),)
-        flows = kv.flows((span,), [endpoint.span for endpoint in endpoints])
+        kv_part = self._sender.span
+        endpoints = destination.kv_endpoints or (KVEndpoint(destination.address, kv_part),)
+        flows = kv.flows((kv_part,), [endpoint.span for endpoint in endpoints])
         if len(flows) != 1:
             raise LayoutMismatch(f"this worker sends KV to one rank; the decode worker has {len(endpoints)}")
         return KVEndpoint(endpoints[flows[0].target].address, flows[0].span)
@@ -221,33 +221,33 @@ class PrefillService:
     # -- called by the engine ---------------------------------------------------------------------------------------
 
     def on_layers(self, batch: ScheduledBatch, first_layer: int, num_layers: int) -> None:
-        """Push the blocks that are final in these layers. Called on the engine's thread, during a step."""
+        """Announce the blocks that are final in these layers. Called on the engine's thread, during a step."""
         busy = self._engine.busy()
         begun_s = self._loop.time() - (busy.for_s if busy is not None else 0.0)
-        pushes: list[_Push] = []
+        finals: list[_FinalBlocks] = []
         for item in batch.items:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
                 blocks = final_blocks(item, self._block_size)
-                pushes.append(_Push(prompt, blocks, tuple(item.sequence.block_table), begun_s))
-        if pushes:
-            self._loop.call_soon_threadsafe(self._push, pushes, first_layer, num_layers)
+                finals.append(_FinalBlocks(prompt, blocks, tuple(item.sequence.block_table), begun_s))
+        if finals:
+            self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
 
-    def _push(self, pushes: list[_Push], first_layer: int, num_layers: int) -> None:
-        for push in pushes:
-            prompt = push.prompt
+    def _announce(self, finals: list[_FinalBlocks], first_layer: int, num_layers: int) -> None:
+        for final in finals:
+            prompt = final.prompt
             if self._prompts.get(prompt.sequence.key) is not prompt:
                 continue
             if prompt.transfer is None:
-                prompt.transfer = prompt.context.run(self._open_transfer, prompt, push.block_table)
-                prompt.begun_s, prompt.opened_s = push.begun_s, self._loop.time()
+                prompt.transfer = prompt.context.run(self._open_transfer, prompt, final.block_table)
+                prompt.begun_s, prompt.opened_s = final.begun_s, self._loop.time()
                 prompt.started.set()
-            blocks = kv.Span(push.blocks.start, len(push.blocks))
-            prompt.transfer.push(blocks, kv.Span(first_layer, num_layers))
+            blocks = kv.Span(final.blocks.start, len(final.blocks))
+            prompt.transfer.announce(blocks, kv.Span(first_layer, num_layers))
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> OutgoingTransfer:
         destination = prompt.destination
-        prompt.transfer_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
+        prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
         return self._sender.open(
             TransferSpec(
                 transfer_id=destination.transfer_id,

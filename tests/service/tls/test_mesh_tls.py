@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from kvtransfer import KVSender, TransferSettings
-from kvtransfer.sending import TransferSpec
+from kvtransfer.outgoing_conversation import TransferSpec
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.channel import open_channel

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-from opentelemetry.trace import INVALID_SPAN, Span
+from opentelemetry.trace import INVALID_SPAN
+from opentelemetry.trace import Span as TraceSpan
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
@@ -93,8 +94,8 @@ class _Prompt:
     begun_s: float = 0.0
     opened_s: float = 0.0
     has_failed: bool = False
-    trace_span: Span = INVALID_SPAN
-    transfer_trace_span: Span = INVALID_SPAN
+    trace_span: TraceSpan = INVALID_SPAN
+    transfer_trace_span: TraceSpan = INVALID_SPAN
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 

@@ -1,7 +1,7 @@
 """The engine: runs one model, on one GPU or on the CPUs of one machine.
 
 A scheduler without tensors plans, a model runner without policy computes. On CPUs several processes, the ranks, may
-compute a step together (ranks/); the rest of the engine does not know.
+compute a step together (ranks/); scheduler and sampler know nothing of them.
 
 Life of a step (`Engine.step` in loop.py):
 

@@ -25,7 +25,7 @@ import structlog
 from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
-from kvtransfer import KVReceiver, ExpectedTransfer
+from kvtransfer import ExpectedTransfer, KVReceiver
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken, SequenceFailure

@@ -24,13 +24,13 @@ from engine.masks import TokenMasks
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder, why_not_compiled
-from engine.models.read_config import load_config, load_decoder_config
 from engine.models.decoder import Decoder
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.model import EncoderDecoder, encoder_decoder_specs
-from engine.models.model_config import ModelConfig
 from engine.models.linear import Parameters
+from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
+from engine.models.read_config import load_config, load_decoder_config
 from engine.ranks.cache import AnyKVCache
 from engine.runner_settings import RunnerSettings
 from engine.settings import Speculation

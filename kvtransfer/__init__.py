@@ -42,23 +42,23 @@ settings.py, tasks.py      limits and leases; asyncio helpers
 transports/                payload paths; base.py is the interface for another one
 """
 
-from kvtransfer.transfer_checks import ExpectedTransfer
 from kvtransfer.messages import SERVICE_NAME
+from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
 from kvtransfer.receiver import KVReceiver, KvTransferServicer, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
-from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
+from kvtransfer.transfer_checks import ExpectedTransfer
 
 __all__ = [
     "SERVICE_NAME",
+    "ExpectedTransfer",
     "KVReceiver",
     "KVSender",
     "KVStore",
     "KvTransferServicer",
     "OutgoingTransfer",
     "ReceiverCallbacks",
-    "ExpectedTransfer",
     "TransferResult",
     "TransferSettings",
     "TransferSpec",

@@ -93,8 +93,8 @@ class RangeQueue:
 
 
 class AnnouncedRanges:
-    """Hands ranges from the engine's thread, which announces them, to the event loop that created this object, which takes
-    them joined or cut to chunks.
+    """Hands ranges from the engine's thread, which announces them, to the event loop that created this object, which
+    takes them joined or cut to chunks.
     """
 
     def __init__(self, layer_block_bytes: int, max_bytes: int) -> None:

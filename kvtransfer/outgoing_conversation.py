@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.chunks import ChunkRange, Digest, AnnouncedRanges, chunk_checksum, transfer_seed
+from kvtransfer.chunks import AnnouncedRanges, ChunkRange, Digest, chunk_checksum, transfer_seed
 from kvtransfer.messages import (
     Ack,
     Chunk,

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from kvtransfer.chunks import ChunkRange
+from kvtransfer.outgoing_conversation import OutgoingConversation, SenderResources, TransferResult, TransferSpec
 from kvtransfer.push_call import ChannelPool
-from kvtransfer.outgoing_conversation import SenderResources, OutgoingConversation, TransferResult, TransferSpec
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports import open_send_transports
@@ -104,8 +104,8 @@ class OutgoingTransfer:
         self._task.add_done_callback(lambda task: self._ended(task, on_end))
 
     def announce(self, blocks: Span, layers: Span) -> None:
-        """Say that the KV of these block positions in these layers is in the store and final. Announce each (layer, block)
-        once.
+        """Say that the KV of these block positions in these layers is in the store and final. Announce each
+        (layer, block) once.
 
         Never blocks, and does nothing once the transfer has ended. Positions before the spec's `first_block` and layers
         outside of its `span` are skipped. Raises ValueError for blocks outside of the prompt or layers outside of the

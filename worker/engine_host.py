@@ -29,8 +29,8 @@ from engine.kv_memory import KVMemory
 from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
-from engine.models.read_config import load_config
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.read_config import load_config
 from engine.ranks.cache import AnyKVCache
 from engine.ranks.launch import fitting_ranks, load_ranked_runner
 from engine.runner_settings import RunnerSettings

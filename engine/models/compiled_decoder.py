@@ -24,8 +24,8 @@ from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
-from engine.models.model_config import ModelConfig
 from engine.models.linear import LinearParameters, Parameters
+from engine.models.model_config import ModelConfig
 from engine.models.rope import RotaryEmbedding
 from engine.ranks.group import Alone, RankGroup
 from engine.ranks.share import rank_share

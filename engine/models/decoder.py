@@ -9,9 +9,9 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.model import DecoderMemory, LayerGroups
-from engine.models.model_config import ModelConfig
 from engine.models.layer import Layer, take_layer, take_norm
 from engine.models.linear import LinearLayer, Norm, Parameters, Rows, make_linear
+from engine.models.model_config import ModelConfig
 from engine.models.rope import RotaryEmbedding, rotate
 from engine.ranks.collectives import SummingGroup
 from mesh.domain.host import Cores

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Parameters, Rows, make_linear
+from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.ranks.collectives import SummingGroup
 from engine.ranks.share import rank_share
 

@@ -23,8 +23,8 @@ import torch
 from engine.kv_memory import KVReservation
 from engine.load import kv_layout, load_model_runner, reserve_blocks, resolve, weights_bytes, why_eager
 from engine.model_runner import ModelRunner
-from engine.models.model_config import ModelConfig
 from engine.models.linear import CUT_BY_INPUTS
+from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv

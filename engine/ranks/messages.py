@@ -1,10 +1,10 @@
 """Messages between the leader and a rank over their socket, until the rank is ready; commands follow (`shared.py`).
 
-    leader ── RankSetup ─▶ rank         before the rank's process starts
-           ◀─ loaded ────
-           ── num_blocks ▶
-           ◀─ ready ─────
-           ◀─ failed, refused           in place of an answer
+leader ── RankSetup ─▶ rank         before the rank's process starts
+       ◀─ loaded ────
+       ── num_blocks ▶
+       ◀─ ready ─────
+       ◀─ failed, refused           in place of an answer
 """
 
 import json

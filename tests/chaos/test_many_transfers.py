@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer import SERVICE_NAME, KvTransferServicer, ExpectedTransfer
+from kvtransfer import SERVICE_NAME, ExpectedTransfer, KvTransferServicer
 from mesh.domain.errors import MeshError
 from mesh.rpc.server import Listen, Server
 from tests.evidence import Evidence
@@ -44,7 +44,9 @@ class Cuts:
         """Transfers one after another, each until it gets through."""
         for number in range(count):
             attempt = 0
-            while not await self._get_through(ExpectedTransfer(f"{client}-{number}", attempt, self._blocks(client), 0, 11)):
+            while not await self._get_through(
+                ExpectedTransfer(f"{client}-{number}", attempt, self._blocks(client), 0, 11)
+            ):
                 attempt += 1
                 self.num_retried += 1
             self.num_done += 1

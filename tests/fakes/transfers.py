@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer import KVReceiver, ReceiverCallbacks, ExpectedTransfer, TransferSettings
+from kvtransfer import ExpectedTransfer, KVReceiver, ReceiverCallbacks, TransferSettings
 from kvtransfer.chunks import ChunkRange, Digest, chunk_checksum, transfer_seed
 from kvtransfer.messages import Ack, Chunk, Commit, Granted, ReceiverMessage, SenderMessage, TransferOpen
 from kvtransfer.store import KVStore

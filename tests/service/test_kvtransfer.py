@@ -17,14 +17,14 @@ from structlog.testing import capture_logs
 
 from kvtransfer import (
     SERVICE_NAME,
-    KVSender,
     ExpectedTransfer,
+    KVSender,
     TransferSettings,
     TransferSpec,
 )
 from kvtransfer.chunks import ChunkRange
-from kvtransfer.push_call import ChannelPool
 from kvtransfer.outgoing_conversation import OutgoingConversation
+from kvtransfer.push_call import ChannelPool
 from kvtransfer.transports.base import Slot
 from mesh.domain.errors import (
     ConfigurationError,
@@ -42,7 +42,17 @@ from mesh.wire import duration_to_proto
 from tests.fakes.kv_store import TINY, FakeKVStore, InPlaceKVStore
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION
 from tests.fakes.transport import MemoryTransport
-from tests.service.transfer_pair import KEY, RESERVATION, SOURCE_IDS, Pair, arenas, announce_all, serving, turn_until, until
+from tests.service.transfer_pair import (
+    KEY,
+    RESERVATION,
+    SOURCE_IDS,
+    Pair,
+    announce_all,
+    arenas,
+    serving,
+    turn_until,
+    until,
+)
 
 
 @pytest.fixture(

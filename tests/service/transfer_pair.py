@@ -11,11 +11,11 @@ from typing import Any
 
 from kvtransfer import (
     SERVICE_NAME,
+    ExpectedTransfer,
     KVReceiver,
     KVSender,
     KvTransferServicer,
     OutgoingTransfer,
-    ExpectedTransfer,
     TransferSettings,
     TransferSpec,
 )

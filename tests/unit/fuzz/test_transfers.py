@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer import KVReceiver, ExpectedTransfer
+from kvtransfer import ExpectedTransfer, KVReceiver
 from kvtransfer.messages import Renew, SenderMessage, reply_from_proto, request_from_bytes, request_to_bytes
 from mesh.domain.errors import MeshError
 from mesh.v1 import kvtransfer_pb2

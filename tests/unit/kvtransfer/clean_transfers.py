@@ -2,7 +2,7 @@
 
 import random
 
-from kvtransfer import KVReceiver, ExpectedTransfer, TransferSettings
+from kvtransfer import ExpectedTransfer, KVReceiver, TransferSettings
 from kvtransfer.messages import Committed
 from mesh.domain.errors import MeshError
 from tests.evidence import Evidence

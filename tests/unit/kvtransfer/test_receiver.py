@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from kvtransfer import KVReceiver, ExpectedTransfer, TransferSettings
+from kvtransfer import ExpectedTransfer, KVReceiver, TransferSettings
 from kvtransfer.messages import Ack, Chunk, Committed, Granted, ReceiverMessage, Renew, SenderMessage
 from kvtransfer.transports.base import TransportOffer
 from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed

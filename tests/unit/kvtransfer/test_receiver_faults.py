@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import KVReceiver, ExpectedTransfer
+from kvtransfer import ExpectedTransfer, KVReceiver
 from kvtransfer.chunks import ChunkRange
 from kvtransfer.messages import Chunk, Commit, Committed, Renew, Renewed, SenderMessage
 from kvtransfer.transports.base import Payload

@@ -3,8 +3,8 @@
 The time is end to end, from opening a transfer until the receiver has verified and committed it, with all layers
 announced one after the other. Requests only wait for the tail, because KV is transferred while the prompt is computed:
 the tail is the time from the announcement of the last layer until the commit, when all other layers have arrived. Block
-ids are shuffled on both sides, as in a used pool. `memcpy` copies the same number of bytes once, between two warm buffers of one
-process, in turn with the transfers. It is a bound that no transport can reach.
+ids are shuffled on both sides, as in a used pool. `memcpy` copies the same number of bytes once, between two warm
+buffers of one process, in turn with the transfers. It is a bound that no transport can reach.
 """
 
 import argparse

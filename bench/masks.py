@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from checkpoint.grammar import GrammarCompiler
 from engine.masks import TokenMasks
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, SamplingParams, Structure, StructureKind
+from mesh.domain.request import SamplingParams, SequenceSpec, Structure, StructureKind
 from mesh.process import keep_freed_memory
 
 _SCHEMA = {
@@ -136,7 +136,7 @@ def _make(masks: TokenMasks, sequences: list[SequenceState]) -> None:
 
 def _sequence(name: str) -> SequenceState:
     sampling = SamplingParams(max_new_tokens=10_000, seed=0, structure=_STRUCTURE)
-    return SequenceState(Request(name, 0, (0,), 1, sampling))
+    return SequenceState(SequenceSpec(name, 0, (0,), 1, sampling))
 
 
 def _cpu_s(action: Callable[..., object]) -> float:

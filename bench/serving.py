@@ -26,7 +26,7 @@ from bench.shapes import write_shape
 from decode_worker.settings import DecodeSettings
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, SamplingParams, mint_id
+from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
@@ -97,7 +97,7 @@ class EngineAlone:
     async def send(self, prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
         """Run one request. Implements tandem_cli.load_test.load.Send."""
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
-        request = Request(mint_id(), 0, tuple(prompt), len(prompt), sampling)
+        request = SequenceSpec(mint_id(), 0, tuple(prompt), len(prompt), sampling)
         done = asyncio.get_running_loop().create_future()
         self._streams[request.request_id] = (on_token, done)
         await self._engine.call(lambda scheduler: scheduler.add(SequenceState(request)))

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from decode_worker.settings import DecodeSettings
 from demo_model.questions import draw
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, SamplingParams, mint_id
+from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
@@ -98,7 +98,7 @@ class Engine:
         before = self._scheduler.load()
         for index, prompt in enumerate(prompts):
             sampling = SamplingParams(max_new_tokens=_MAX_NEW_TOKENS, seed=_SEED + index, temperature=temperature)
-            request = Request(mint_id(), 0, tuple(prompt), len(prompt), sampling, eos)
+            request = SequenceSpec(mint_id(), 0, tuple(prompt), len(prompt), sampling, eos)
             order[request.request_id] = index
             self._scheduler.add(SequenceState(request))
         answers: list[list[int]] = [[] for _ in prompts]

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.shapes import write_shape
-from engine.models.config import load_decoder_config
+from engine.models.read_config import load_decoder_config
 from tandem_cli.capacity.measurement import EngineSteps, StepPlan, read_bytes_per_s
 from tandem_cli.capacity.roofline import WEIGHT_BYTES, ModelSize, model_size
 

@@ -1,10 +1,10 @@
 """Speed of KV transfers between two processes on this host: `python -m bench.transfer`.
 
-The time is end to end, from opening a transfer until the receiver has verified and committed it, with all layers pushed
-one after the other. Requests only wait for the tail, because KV is transferred while the prompt is computed: the tail
-is the time from the push of the last layer until the commit, when all other layers have arrived. Block ids are shuffled
-on both sides, as in a used pool. `memcpy` copies the same number of bytes once, between two warm buffers of one
-process, in turn with the transfers. It is a bound that no transport can reach.
+The time is end to end, from opening a transfer until the receiver has verified and committed it, with all layers
+announced one after the other. Requests only wait for the tail, because KV is transferred while the prompt is computed:
+the tail is the time from the announcement of the last layer until the commit, when all other layers have arrived. Block
+ids are shuffled on both sides, as in a used pool. `memcpy` copies the same number of bytes once, between two warm
+buffers of one process, in turn with the transfers. It is a bound that no transport can reach.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from rich.table import Table
 from engine.kv_cache import KVCache
 from kvtransfer import (
     SERVICE_NAME,
+    ExpectedTransfer,
     KVReceiver,
     KVSender,
     KvTransferServicer,
     ReceiverCallbacks,
-    Reservation,
     TransferSettings,
     TransferSpec,
 )
@@ -97,7 +97,7 @@ async def _receive(plan: TransferBenchPlan, pipe: Connection) -> None:
             for run in range(plan.num_runs + 1):
                 transfer_id = plan.transfer_id(transport, num_tokens, run)
                 for reserved_id in (transfer_id, f"{transfer_id}-tail"):
-                    receiver.expect(Reservation(reserved_id, 1, shuffled_blocks(num_tokens), 0, num_tokens))
+                    receiver.expect(ExpectedTransfer(reserved_id, 1, shuffled_blocks(num_tokens), 0, num_tokens))
     server = Server(Listen("127.0.0.1", 0, KEY))
     KvTransferServicer(receiver).register(server.grpc)
     await server.start([SERVICE_NAME])
@@ -147,16 +147,16 @@ class Bench:
         spec = TransferSpec(transfer_id, 1, self._address, "bench", block_ids, LAYOUT.whole)
         transfer = self._senders[name].open(spec)
         for layer in range(LAYOUT.num_layers):
-            transfer.push(blocks, Span(layer, 1))
+            transfer.announce(blocks, Span(layer, 1))
         await transfer.commit(num_tokens, FIRST_TOKEN)
         figures.seconds.append(time.perf_counter() - start)
         for process, (before, after) in enumerate(zip(used, self._cpu_s(), strict=True)):
             figures.cpu_s[process] += after - before
         transfer = self._senders[name].open(replace(spec, transfer_id=f"{transfer_id}-tail"))
-        transfer.push(blocks, Span(0, LAYOUT.num_layers - 1))
+        transfer.announce(blocks, Span(0, LAYOUT.num_layers - 1))
         await asyncio.sleep(SETTLE_S + 3 * figures.seconds[-1])
         start = time.perf_counter()
-        transfer.push(blocks, Span(LAYOUT.num_layers - 1, 1))
+        transfer.announce(blocks, Span(LAYOUT.num_layers - 1, 1))
         await transfer.commit(num_tokens, FIRST_TOKEN)
         figures.tail_s.append(time.perf_counter() - start)
 

@@ -23,6 +23,7 @@ async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
         settings.max_batch_total_tokens,
         settings.speculation(),
     )
+    # The engine and the receiver call `service`, which is built last, and not before `worker.run`.
     worker = Worker(
         settings,
         WorkerRole.DECODE,

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from decode_worker.session import Entry, Event, Failed, Reserved, Session, Step
+from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
-from kvtransfer import KVReceiver, Reservation
+from kvtransfer import ExpectedTransfer, KVReceiver
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
-from mesh.domain.request import Request
+from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken, SequenceFailure
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import DecodeMetrics, begin_span
@@ -42,12 +42,22 @@ _NO_ORIGIN = "the sequence that computes its prompt has ended"
 @dataclass(frozen=True, slots=True)
 class _Owner:
     session: Session
-    entry: Entry
+    entry: SessionEntry
 
 
 class DecodeService:
     """Runs the sequences of all routers on the engine. All methods run on the event loop. Connect the callbacks of the
-    engine and of the receiver before the engine starts."""
+    engine and of the receiver before the engine starts.
+
+    How a sequence ends:
+
+        abort, end_session   the router has asked for it, or has gone: no event follows
+        _fail                the worker gives it up: a Failed event tells the router
+        on_step              its last token goes out; the engine has freed its blocks already
+    All of them _forget it: from then on its key is unknown, its spans and its timer have ended. The first two do so by
+    _end, which also fails the forks that wait for it, and spawns _release: the task that frees its blocks once nothing
+    writes to them.
+    """
 
     def __init__(
         self,
@@ -77,7 +87,7 @@ class DecodeService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    def start(self, session: Session, request: Request, transfer_id: str) -> None:
+    def start(self, session: Session, request: SequenceSpec, transfer_id: str) -> None:
         """Start one attempt and its forks. Their progress is reported as events of the session."""
         self._sessions.add(session)
         endings: list[asyncio.Task[None]] = []
@@ -98,10 +108,12 @@ class DecodeService:
             self._metrics.started(fork.sequence.num_tokens, "shared")
             fork.starting = entry.starting
 
-    def _enter(self, session: Session, request: Request, endings: "list[asyncio.Task[None]]") -> Entry | None:
+    def _enter(
+        self, session: Session, request: SequenceSpec, endings: "list[asyncio.Task[None]]"
+    ) -> SessionEntry | None:
         """Register an attempt and end earlier attempts of the request, appending their tasks to `endings`. Return None
         if the attempt is refused."""
-        entry = Entry(SequenceState(request))
+        entry = SessionEntry(SequenceState(request))
         key = entry.sequence.key
         attempts = [owned for owned in self._owners if owned[0] == request.request_id]
         if self._is_draining():
@@ -122,7 +134,7 @@ class DecodeService:
         return entry
 
     async def _start(
-        self, session: Session, entry: Entry, transfer_id: str, endings: "list[asyncio.Task[None]]"
+        self, session: Session, entry: SessionEntry, transfer_id: str, endings: "list[asyncio.Task[None]]"
     ) -> None:
         """Start the sequence once older attempts have freed their blocks."""
         key = entry.sequence.key
@@ -153,13 +165,13 @@ class DecodeService:
             return False
         return True
 
-    async def _reserve(self, session: Session, entry: Entry, transfer_id: str) -> None:
+    async def _reserve(self, session: Session, entry: SessionEntry, transfer_id: str) -> None:
         sequence = entry.sequence
         ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
         if sequence.key not in self._owners:
             return  # it was aborted meanwhile; the abort waits for this task and frees the blocks
         self._receiver.expect(
-            Reservation(
+            ExpectedTransfer(
                 transfer_id=transfer_id,
                 attempt=sequence.request.attempt,
                 block_ids=tuple(sequence.block_table),
@@ -186,7 +198,7 @@ class DecodeService:
             self._fail(fork, SequenceFailure.PREEMPTED, _NO_ORIGIN)
         return self._spawn(self._release(entry))
 
-    async def _release(self, entry: Entry) -> None:
+    async def _release(self, entry: SessionEntry) -> None:
         """Free an ended sequence's blocks once the receiver no longer writes to them."""
         if entry.starting is not None:
             await asyncio.wait([entry.starting])
@@ -194,8 +206,8 @@ class DecodeService:
             await self._receiver.abort(entry.transfer_id)
         self._engine.abort(entry.sequence)
 
-    def close(self, session: Session) -> None:
-        """End all sequences of a router that has disconnected."""
+    def end_session(self, session: Session) -> None:
+        """End all sequences of a router that has disconnected, or reads too slowly."""
         self._sessions.discard(session)
         for key in list(session.entries):
             # Ignored if the key was a fork and ended with its prompt's sequence.
@@ -220,12 +232,11 @@ class DecodeService:
                 self._forget(key)
         for session, step in steps.values():
             self._send(session, step)
-        self._metrics.preempted(len(result.preempted))
+        self._metrics.preempted(len(result.preempted))  # a fork that never began has lost no blocks: see _reason_of
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
-        for sequence, error in result.refused:
-            is_model = isinstance(error, ModelFailed)
-            self._fail(sequence.key, SequenceFailure.MODEL_FAILED if is_model else SequenceFailure.REFUSED, str(error))
+        for sequence, error in result.failed:
+            self._fail(sequence.key, _reason_of(error), str(error))
 
     def on_committed(self, transfer_id: str, first_token: SampledToken) -> None:
         """The KV is complete: the sequence runs from the next step on."""
@@ -260,7 +271,7 @@ class DecodeService:
     def _send(self, session: Session, event: Event) -> None:
         """Queue an event. If the router reads too slowly, end its sequences at once."""
         if not session.send(event):
-            self.close(session)
+            self.end_session(session)
 
     def _forget(self, key: SequenceKey) -> _Owner:
         owner = self._owners.pop(key)
@@ -302,3 +313,14 @@ class DecodeService:
             _, unsent = await asyncio.wait(sent, timeout=_SEND_S)
             for task in unsent:
                 task.cancel()
+
+
+def _reason_of(error: MeshError) -> SequenceFailure:
+    """The status of a sequence that the engine has refused.
+
+    A fork that finds no slot or block is reported as PREEMPTED, like one whose origin has ended: for the router both
+    mean a replay on its own, and no fault of this worker. It is not a preemption of the engine, which takes blocks.
+    """
+    if isinstance(error, WorkerBusy):
+        return SequenceFailure.PREEMPTED
+    return SequenceFailure.MODEL_FAILED if isinstance(error, ModelFailed) else SequenceFailure.REFUSED

@@ -35,7 +35,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         finally:
             session.sent_all.set()
             commands.cancel()
-            self._service.close(session)
+            self._service.end_session(session)
 
     async def _welcome(self, requests: AsyncIterator[decode_pb2.AttachRequest]) -> Session:
         first = await anext(aiter(requests), None)
@@ -54,7 +54,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     def _start(self, session: Session, start: decode_pb2.StartSequence) -> None:
         try:
-            request = wire.request_from_proto(start.sequence)
+            request = wire.spec_from_proto(start.sequence)
         except InvalidRequest as error:  # fail this sequence only; other sequences share the stream
             keys = [(fork.request_id, fork.attempt) for fork in start.sequence.forks]
             for key in ((start.sequence.request_id, start.sequence.attempt), *keys):

@@ -10,7 +10,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from engine.sequence import SequenceKey, SequenceState
 from mesh.domain.errors import Overloaded
-from mesh.domain.tokens import SequenceFailure, StepOutput
+from mesh.domain.tokens import SequenceFailure, SequenceOutput
 
 # Steps that a router may lag behind before its session ends: half a minute and more at tens of milliseconds a step.
 MAX_UNSENT_EVENTS = 1024
@@ -28,7 +28,7 @@ class Reserved:
 class Step:
     """All tokens of one engine step for this router."""
 
-    outputs: list[StepOutput]
+    outputs: list[SequenceOutput]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ Event = Reserved | Step | Failed
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class SessionEntry:
     """A sequence of a session. While the sequence waits for a transfer, `transfer_id` names it; `reserved_s` is the
     time of the reservation on the event loop's clock. The timer `deadline` ends the sequence. `forks` wait for the KV
     of the prompt; they fail if the sequence ends before."""
@@ -66,10 +66,10 @@ class Session:
     router_id: str
     sent_all: asyncio.Event = field(default_factory=asyncio.Event)
     """The sender of the events sets it once the last event is sent, or once the router has disconnected."""
-    entries: dict[SequenceKey, Entry] = field(default_factory=dict)
+    entries: dict[SequenceKey, SessionEntry] = field(default_factory=dict)
     _outbox: asyncio.Queue[Event | None] = field(default_factory=lambda: asyncio.Queue(MAX_UNSENT_EVENTS))
     _overrun: bool = False
-    _in_parts: dict[SequenceKey, deque[StepOutput]] = field(default_factory=dict)
+    _in_parts: dict[SequenceKey, deque[SequenceOutput]] = field(default_factory=dict)
     """Outputs per sequence that wait until the parts of a long prompt's log-probs before them have been sent."""
 
     def send(self, event: Event) -> bool:
@@ -107,7 +107,7 @@ class Session:
 
     def _with_part(self, step: Step) -> Step:
         """Return the outputs to send now: one waiting output, and the step's outputs that need not wait."""
-        outputs: list[StepOutput] = []
+        outputs: list[SequenceOutput] = []
         if self._in_parts:
             key = next(iter(self._in_parts))
             waiting = self._in_parts.pop(key)

@@ -18,7 +18,9 @@ class DecodeSettings(WorkerSettings):
     """A worker's settings, and those of its batch and of speculative decoding."""
 
     max_rolling_batch_size: int = setting(
-        64, "maximum sequences running or waiting for KV", env=("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE")
+        64,
+        "maximum sequences running or waiting for KV; a prefill worker's max_num_seqs counts prompts",
+        env=("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE"),
     )
     max_batch_total_tokens: int = setting(0, "tokens whose KV fits here; 0: by memory", env=("MAX_BATCH_TOTAL_TOKENS",))
     max_step_tokens: int = setting(

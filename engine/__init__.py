@@ -1,4 +1,7 @@
-"""The engine: runs one model on one device. A scheduler without tensors plans, a model runner without policy computes.
+"""The engine: runs one model, on one GPU or on the CPUs of one machine.
+
+A scheduler without tensors plans, a model runner without policy computes. On CPUs several processes, the ranks, may
+compute a step together (ranks/); scheduler and sampler know nothing of them.
 
 Life of a step (`Engine.step` in loop.py):
 
@@ -8,9 +11,13 @@ Life of a step (`Engine.step` in loop.py):
     build       step_input.py     flattens the batch to plain arrays                        -> StepInput
     forward     model_runner.py   models/ and attention/ compute hidden states and write KV (kv_cache.py)
     sample      sampler.py        penalties, masks, temperature, truncation, draw           -> RunnerOutput (batch.py)
-    update      scheduler.py      appends the tokens, publishes or frees blocks             -> StepOutput for the worker
+    update      scheduler.py      appends the tokens, publishes or frees blocks             -> SequenceOutput
 
-Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, scheduler, speculation/.
-Torch: model_runner, step_input, sampler, masks, kv_cache, weights, attention/, models/. CPU kernels: kernels/.
-Composition from settings: load.py, for the runner and the drafter. Settings without torch: settings.py.
+Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, scheduler, settings, speculation/.
+The step in torch: model_runner, model (the contract), step_input, sampler, penalties, masks, finite, kv_cache.
+Models: weights, models/, attention/; kernels/ are the CPU's loops, and compile.py compiles them ahead of time.
+Memory of the machine or GPU: memory and memory_ledger; a worker's share of it for KV: kv_memory.
+Cores: cores lends those of an idle worker to its partner.
+Several ranks of one worker: ranks/.
+Composition from settings (runner_settings): load.py for one rank and for the drafter, ranks/launch.py for several.
 """

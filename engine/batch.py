@@ -1,6 +1,7 @@
 """Input and output of one engine step: ScheduledBatch and RunnerOutput, and the contract of the Runner between them.
 
-Several batches may be in flight (scheduled and not yet updated), for example one per pipeline stage: BatchesInFlight.
+A batch is in flight from `schedule` to `update`. The engine has at most one; the scheduler could have several, such as
+one per pipeline stage: BatchesInFlight.
 """
 
 from collections.abc import Callable, Iterable
@@ -118,9 +119,13 @@ class Runner(Protocol):
         """Drop all state of `sequence`; unknown sequences are ignored."""
         ...
 
+    def close(self) -> None:
+        """End the processes that compute for this runner. Called after the last `run`, on the thread that loaded it."""
+        ...
+
 
 class BatchesInFlight:
-    """The batches in flight of one scheduler, by number."""
+    """The batches in flight of one scheduler, by number. Today at most one: a step schedules, runs and updates."""
 
     def __init__(self) -> None:
         self._last_number = 0

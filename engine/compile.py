@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.load import RunnerSettings, load_model_runner
+from engine.load import load_model_runner
+from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, SamplingParams
+from mesh.domain.request import SamplingParams, SequenceSpec
 
 _BUNDLED = Path(__file__).resolve().parents[1] / "demo_model" / "tandem-small"
 _COMBINATIONS = (("none", "float32"), ("int8", "float16"), ("int8", "int8"))
@@ -32,7 +33,7 @@ def main() -> None:
 def _run(settings: RunnerSettings) -> None:
     runner = load_model_runner(settings)
     sampling = SamplingParams(max_new_tokens=2, seed=0, ignore_eos=True)
-    sequence = SequenceState(Request("compile", 0, tuple(range(1, _PROMPT_TOKENS + 1)), _PROMPT_TOKENS, sampling))
+    sequence = SequenceState(SequenceSpec("compile", 0, tuple(range(1, _PROMPT_TOKENS + 1)), _PROMPT_TOKENS, sampling))
     sequence.block_table = [0, 1]
     for count in (_PROMPT_TOKENS, 1):
         batch = ScheduledBatch((ScheduledSequence(sequence, sequence.num_computed_tokens, count),))

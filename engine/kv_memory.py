@@ -3,7 +3,7 @@
     enter ledger ──▶ load weights ──▶ reserve a share of the unreserved budget ──▶ allocate
 
 On CPU the system maps pages of the cache when they are first written. A cache that is too large would only show under
-load, through the OOM killer. The ledger (engine/memory.py) therefore counts reservations, not pages.
+load, through the OOM killer. The ledger (engine/memory_ledger.py) therefore counts reservations, not pages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import structlog
 import torch
 
-from engine.memory import DeviceMemory, Entry, HeldEntry, MemoryLedger, device_memory, open_ledger
+from engine.memory import DeviceMemory, device_memory
+from engine.memory_ledger import Entry, HeldEntry, MemoryLedger, open_ledger
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -19,23 +19,24 @@ from engine.attention.select import AttentionTarget, select_backend
 from engine.batch import Runner
 from engine.kernels.cpu.machine import KEYS, why_no_loops
 from engine.kv_cache import KVCache
-from engine.kv_memory import KVMemory, KVReservation
+from engine.kv_memory import KVReservation
 from engine.masks import TokenMasks
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder, why_not_compiled
-from engine.models.config import load_config, load_decoder_config
 from engine.models.decoder import Decoder
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.model import EncoderDecoder, encoder_decoder_specs
-from engine.models.facts import ModelConfig
 from engine.models.linear import Parameters
+from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, pack_decoder
 from engine.models.parameters import ParameterSpec, parameter_specs
+from engine.models.read_config import load_config, load_decoder_config
 from engine.partition import read_partition
 from engine.ranks.cache import AnyKVCache
 from engine.ranks.share import RankShare, rank_share, share_specs
-from engine.settings import Speculation, require_known
+from engine.runner_settings import RunnerSettings
+from engine.settings import Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
@@ -43,44 +44,6 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """Settings to load and run a model.
-
-    Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
-    most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's. `device`
-    "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, or fp32 on CPU. `layers_per_group`,
-    `group_bytes`: see ModelRunner. `max_batch_tokens` limits the steps of several ranks, which share their memory.
-    """
-
-    model_dir: Path
-    device: str = "cpu"
-    dtype: str = "auto"
-    load_format: str = "auto"
-    seed: int = 0
-    block_size: int = 16
-    num_blocks: int | None = None
-    max_blocks: int | None = None
-    companion_block_bytes: int = 0
-    kv_memory: KVMemory = field(default_factory=KVMemory)
-    attention: str = "auto"
-    layers_per_group: int = 4
-    group_bytes: int = 0
-    quantize: str = "none"
-    kv_dtype: str = "auto"
-    enforce_eager: bool = False
-    tensor_parallel: int = 1
-    max_batch_tokens: int = 2048
-    rope: RopeOverride = NO_ROPE_OVERRIDE
-
-    def __post_init__(self) -> None:
-        require_known(self)
-        if self.block_size < 1 or self.layers_per_group < 1:
-            raise ConfigurationError("block_size and layers_per_group must be at least 1")
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
 
 
 def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
@@ -96,7 +59,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     build = _load_model(settings, config, layout, on_progress)
     with reserve_blocks(layout, settings, reservation) as num_blocks:
         cache = KVCache(layout, num_blocks, device, reservation=reservation)
-    return model_runner(settings, build(cache), cache)
+    return assemble_runner(settings, build(cache), cache)
 
 
 def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
@@ -108,7 +71,7 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     return settings, config
 
 
-def model_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> ModelRunner:
+def assemble_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> ModelRunner:
     """Join a model and its cache to a runner."""
     masks = TokenMasks(GrammarCompiler(settings.model_dir), model.config.vocab_size)
     return ModelRunner(
@@ -141,7 +104,7 @@ def load_packed(
     partition = read_partition(settings.model_dir)
     if partition is not None:
         return partition.read(share.rank, share.size, settings.quantize)
-    specs = share_specs(parameter_specs(config), config, share, "columns")
+    specs = share_specs(parameter_specs(config), config, share, "outputs")
     return pack_decoder(config, _parameters(settings, config, specs, on_progress), share)
 
 
@@ -206,8 +169,7 @@ def _parameters(
     settings: RunnerSettings, config: AnyConfig, specs: list[ParameterSpec], on_progress: Progress | None
 ) -> Parameters:
     """The parameters, read when they are taken."""
-    scheme = "float" if settings.quantize == "none" else settings.quantize
-    target = WeightsTarget(torch.device(settings.device), getattr(torch, settings.dtype), scheme)
+    target = WeightsTarget(torch.device(settings.device), getattr(torch, settings.dtype), settings.scheme)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     return load_weights(settings.model_dir, specs, target, on_progress, tied=_tied(config))
@@ -309,9 +271,6 @@ def weights_digest(model_dir: Path) -> bytes:
     return digest.digest()
 
 
-LoadRunner = Callable[[RunnerSettings], Runner]
-
-
 def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
     """Bytes of a KV block in the draft model's cache; 0 without one. ConfigurationError if the models do not match."""
     settings = _draft_settings(speculation, model)
@@ -319,16 +278,23 @@ def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
 
 
 def load_speculator(
-    speculation: Speculation, model: RunnerSettings, load: LoadRunner, *, max_batch_tokens: int
+    speculation: Speculation,
+    model: RunnerSettings,
+    load_draft: Callable[[RunnerSettings], Runner],
+    *,
+    max_batch_tokens: int,
 ) -> Speculator | None:
-    """Build the speculator; None if speculation is off. `model`: settings of the large model, with `num_blocks` set."""
+    """Build the speculator; None if speculation is off.
+
+    `model`: settings of the large model, with `num_blocks` set. `load_draft` loads the draft model, if there is one.
+    """
     if speculation.kind == "none":
         return None
     settings = _draft_settings(speculation, model)
     drafter: Drafter = NgramDrafter()
     if settings is not None:
         max_model_len = load_decoder_config(settings.model_dir).max_model_len
-        drafter = DraftModel(load(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
+        drafter = DraftModel(load_draft(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
     return Speculator(drafter, speculation.max_drafts)
 
 

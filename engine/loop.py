@@ -25,7 +25,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import MeshError, WorkerLost
-from mesh.domain.tokens import StepOutput
+from mesh.domain.tokens import SequenceOutput
 
 log = structlog.get_logger(__name__)
 
@@ -47,13 +47,13 @@ class Busy:
 class StepResult:
     """The result of one step: tokens, and sequences that ended without one."""
 
-    outputs: list[StepOutput]
+    outputs: list[SequenceOutput]
     preempted: list[SequenceState]
     is_idle: bool
     """True if the step computed no tokens."""
     num_seqs: int = 0
     """Number of sequences in the step."""
-    refused: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
+    failed: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
     """Sequences that cannot continue, each with its error."""
 
 
@@ -85,7 +85,7 @@ class Engine:
     def step(self) -> StepResult:
         """Schedule a batch, run the model on it, and update the scheduler with the outputs."""
         batch = self.scheduler.schedule()
-        outputs: list[StepOutput] = []
+        outputs: list[SequenceOutput] = []
         if batch.items:
             outputs = self._compute(batch)
         else:
@@ -101,10 +101,10 @@ class Engine:
             preempted,
             is_idle=not batch.items,
             num_seqs=len(batch.items),
-            refused=self.scheduler.take_refused(),
+            failed=self.scheduler.take_failed(),
         )
 
-    def _compute(self, batch: ScheduledBatch) -> list[StepOutput]:
+    def _compute(self, batch: ScheduledBatch) -> list[SequenceOutput]:
         self.num_step_tokens = batch.num_tokens
         lent = self._cores.begin_step()
         self._runner.use_cores(lent)
@@ -126,13 +126,17 @@ class Engine:
             self._runner.use_cores(())
             self._cores.end_step()
 
+    def close(self) -> None:
+        """See `Runner.close`."""
+        self._runner.close()
+
     def prepare(self, sequence: SequenceState) -> "list[Future[None]]":
         """Futures of `Runner.prepare`, for the runner and for its drafter."""
         drafter = None if self._speculator is None else self._speculator.drafter.prepare(sequence)
         return [preparing for preparing in (self._runner.prepare(sequence), drafter) if preparing is not None]
 
     def abort(self, sequence: SequenceState) -> None:
-        """End a sequence; idempotent.
+        """End a sequence in the scheduler and in the runner; idempotent. `Scheduler.remove` is one part of it.
 
         A transfer that failed may have left NaN in the blocks of a sequence that waits for its KV, so they are cleared
         before they are freed.
@@ -140,7 +144,7 @@ class Engine:
         if sequence.status is SequenceStatus.WAITING_FOR_KV:
             shared = sequence.num_cached_tokens // self.scheduler.config.block_size
             self._runner.clear_blocks(sequence.block_table[shared:])
-        self.scheduler.abort(sequence)
+        self.scheduler.remove(sequence)
         self._forget(sequence)
 
     def _forget(self, sequence: SequenceState) -> None:
@@ -202,12 +206,15 @@ class EngineLoop:
     async def stop(self, within_s: float = STOP_WAIT_S) -> None:
         """Finish the current step and end the thread. Commands in the queue fail with WorkerLost.
 
-        A thread that is stuck for longer than `within_s` is abandoned: it ends with the process.
+        Then close the runner, so call it on the thread that loaded it. An engine's thread that is stuck for longer than
+        `within_s` is abandoned: it ends with the process, and so do the worker's other ranks.
         """
         self.post(self._set_stopping)
         await asyncio.to_thread(self._thread.join, within_s)
         if self._thread.is_alive():
             log.error("engine left in its step", stack=self.stack())
+        else:
+            self._engine.close()
 
     def busy(self) -> Busy | None:
         """The current step or command of the thread, None between them. Never blocks; callable from any thread."""
@@ -236,7 +243,7 @@ class EngineLoop:
             await asyncio.wrap_future(preparing)
 
     def abort(self, sequence: SequenceState) -> None:
-        """End a sequence between two steps. Does not wait; idempotent."""
+        """`Engine.abort` between two steps. Does not wait; idempotent."""
         self.post(lambda _: self._engine.abort(sequence))
 
     def post(self, command: "Command[Any]") -> None:
@@ -270,7 +277,7 @@ class EngineLoop:
                     self._callbacks.on_computed(result.num_seqs, self._engine.num_step_tokens, seconds)
                 # Idle: nothing to compute, or no capacity for waiting sequences. Only a command can change that.
                 idle = result.is_idle
-                if result.outputs or result.preempted or result.refused:
+                if result.outputs or result.preempted or result.failed:
                     self._loop.call_soon_threadsafe(self._callbacks.on_step, result)
         except BaseException as error:
             log.error("engine died", exc_info=error)

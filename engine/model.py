@@ -72,7 +72,7 @@ class Model(Protocol):
         """Same contract as Runner.use_cores."""
         ...
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
         """Hidden states [num_tokens, hidden_size] before the final norm. Writes the tokens' KV to the cache.
 
         token_ids: [num_tokens] int64. The result may be a buffer of the model; it is valid until the next `forward`.

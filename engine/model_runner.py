@@ -49,6 +49,8 @@ class ModelRunner:
         self._sampler = Sampler(masks, encoded_prompts=model.config.whole_prompts)
         self._device = kv_cache.tensor.device
         self._builder = StepInputBuilder(kv_cache.layout.block_size)
+        self.on_close: Callable[[], None] | None = None
+        """Ends the other ranks, if there are any."""
 
     @property
     def config(self) -> AnyConfig:
@@ -115,6 +117,11 @@ class ModelRunner:
     def forget(self, sequence: SequenceState) -> None:
         self._sampler.forget(sequence)
         self._masks.forget(sequence)
+
+    def close(self) -> None:
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
 
     def _group_size(self, num_tokens: int) -> int:
         """Number of layers per announcement. An announcement has a fixed cost, so small KV is announced together."""

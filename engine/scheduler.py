@@ -6,11 +6,11 @@ A step is built, computed and sampled elsewhere: `schedule()` here -> `StepInput
 Life of a sequence here:
 
     add      -> WAITING; a later schedule() allocates a slot and blocks, and computes the prompt in chunks: RUNNING
-    reserve  -> WAITING_FOR_KV with blocks for the whole prompt; commit -> RUNNING; abort frees the blocks
+    reserve  -> WAITING_FOR_KV with blocks for the whole prompt; commit -> RUNNING; remove frees the blocks
     RUNNING  -> each step computes uncomputed tokens: one while decoding, a chunk otherwise. A token is sampled when
                 the step reaches the last known token.
              -> FINISHED at a stop token, end of sequence or length; its blocks stay in the prefix cache
-             -> HELD after the first token if the sequence will be handed over; abort frees its blocks
+             -> HELD after the first token if the sequence will be handed over; remove frees its blocks
              -> preempted when blocks run out: freed and reported, and the router replays it
     forks    -> other choices of the same prompt; they wait for its KV, share its blocks, and then are RUNNING
 
@@ -33,7 +33,7 @@ from engine.sequence import SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
 from mesh.domain.kv import BlockHash
-from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
+from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerLoad
 
 
@@ -43,8 +43,14 @@ class _Counters:
     computed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Sequences that left the scheduler and are still to be reported."""
+
     preempted: list[SequenceState] = field(default_factory=list)
-    refused: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
+    failed: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -63,6 +69,7 @@ class Scheduler:
         self._prefixes = PrefixCache(pool, config.block_size, config.prefix_caching, config.whole_prompts)
         self._in_flight = BatchesInFlight()
         self._counters = _Counters()
+        self._pending = _Pending()
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -102,10 +109,12 @@ class Scheduler:
         if sequence.finish_reason(first_token.id, self.config.max_model_len) is not None:
             self._end(sequence)
 
-    def abort(self, sequence: SequenceState) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """End a sequence in any state and free its blocks. Idempotent; unknown sequences are ignored.
 
-        Blocks of a sequence in a batch in flight are freed when that batch is updated.
+        Called by `Engine.abort`, which also clears blocks that a failed transfer may have left half written and drops
+        the runner's state; services call that. Blocks of a sequence in a batch in flight are freed when that batch is
+        updated.
         """
         for table in (self._waiting, self._slots, self._held):
             if table.get(sequence.key) is sequence:
@@ -118,13 +127,14 @@ class Scheduler:
 
     def take_preempted(self) -> list[SequenceState]:
         """Sequences preempted since the last call."""
-        preempted, self._counters.preempted = self._counters.preempted, []
+        preempted, self._pending.preempted = self._pending.preempted, []
         return preempted
 
-    def take_refused(self) -> list[tuple[SequenceState, MeshError]]:
-        """Sequences that the runner could not continue since the last call, each with its error."""
-        refused, self._counters.refused = self._counters.refused, []
-        return refused
+    def take_failed(self) -> list[tuple[SequenceState, MeshError]]:
+        """Sequences that ended with an error since the last call: the runner's, or WorkerBusy for a fork that found no
+        slot or block."""
+        failed, self._pending.failed = self._pending.failed, []
+        return failed
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -241,7 +251,7 @@ class Scheduler:
     def _preempt(self, victim: SequenceState) -> None:
         del self._slots[victim.key]
         self._free(victim)
-        self._counters.preempted.append(victim)
+        self._pending.preempted.append(victim)
 
     def _chunk(self, sequence: SequenceState, budget: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
@@ -295,13 +305,13 @@ class Scheduler:
         forks, sequence.forks = sequence.forks, []
         for fork in forks:
             if fork.status is not SequenceStatus.WAITING:
-                continue  # aborted while waiting
+                continue  # removed while waiting
             if len(self._slots) < self.config.max_num_seqs and self._forks.share(fork, sequence):
                 fork.status = SequenceStatus.RUNNING
                 self._slots[fork.key] = fork
             else:
                 fork.status = SequenceStatus.FINISHED
-                self._counters.preempted.append(fork)
+                self._pending.failed.append((fork, WorkerBusy("no slot or block is free for a fork")))
 
     def _headroom(self) -> int:
         """Blocks kept free for running sequences to grow into, so that a newcomer is not preempted at once."""
@@ -328,12 +338,12 @@ class Scheduler:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def update(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> list[StepOutput]:
-        """Apply the outputs of a step, one per item; returns a StepOutput for each sequence that got tokens.
+    def update(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> list[SequenceOutput]:
+        """Apply the outputs of a step, one per item; returns a SequenceOutput for each sequence that got tokens.
 
         Batches may be updated in any order. Raises ValueError if this batch is not in flight.
         """
-        results: list[StepOutput] = []
+        results: list[SequenceOutput] = []
         if not batch.items:
             return results
         aborted = self._in_flight.end(batch.number)
@@ -347,7 +357,7 @@ class Scheduler:
                 continue
             sequence.prompt_logprobs.extend(output.prompt_logprobs)
             if output.failure:
-                self._counters.refused.append((sequence, output.failure))
+                self._pending.failed.append((sequence, output.failure))
                 self._end(sequence)
             elif output.tokens:
                 self._start_forks(sequence)
@@ -363,13 +373,13 @@ class Scheduler:
         counters.drafted_tokens += len(item.drafts)
         counters.accepted_tokens += len(output.tokens) - 1 if item.drafts else 0
 
-    def _append(self, sequence: SequenceState, sampled: tuple[SampledToken, ...]) -> StepOutput:
+    def _append(self, sequence: SequenceState, sampled: tuple[SampledToken, ...]) -> SequenceOutput:
         index = sequence.num_generated
         is_first = index == sequence.request.num_generated
         tokens, reason = self._extend(sequence, sampled)
         sequence.num_computed_tokens = sequence.num_tokens - 1
         self._prefixes.publish(sequence)
-        result = StepOutput(
+        result = SequenceOutput(
             *sequence.key,
             first_index=index,
             tokens=tokens,

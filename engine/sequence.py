@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from mesh.domain.kv import BlockHash
-from mesh.domain.request import Request
+from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import FinishReason, PromptLogprob
 
 SequenceKey = tuple[str, int]
@@ -40,7 +40,7 @@ class SequenceState:
     of the original sequence; it is held until it has been copied into the last block of this one.
     """
 
-    request: Request
+    request: SequenceSpec
     hand_over: bool = False
     token_ids: list[int] = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING

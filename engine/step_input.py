@@ -1,7 +1,7 @@
 """StepInput: one engine step as plain arrays: the tokens to compute, the slots of their KV, and the rows to sample.
 
-A StepInput refers to no sequence and holds no tensor, so it can be sent to another process. It is built once per step,
-into buffers that are reused.
+A StepInput refers to no sequence and holds no tensor. It is built once per step, into buffers that are reused. The
+other ranks of a worker get ForwardMetadata, made from it, through memory (engine/ranks/shared.py).
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,12 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The step of the batch with this `number`. Arrays are views of the builder's buffers: valid until its next build.
+    """One step. Arrays are views of the builder's buffers: valid until its next build.
 
     The tokens of all sequences are concatenated: sequence i has rows `[query_starts[i], query_starts[i + 1])`. The
     first `num_decodes` sequences compute a single token.
     """
 
-    number: int
     num_decodes: int
     token_ids: Int64s  # [num_tokens]
     positions: Int64s  # [num_tokens]
@@ -81,7 +80,6 @@ class StepInputBuilder:
         rope_lengths = self._buffer("rope_lengths", (len(owners),), np.int64)
         np.maximum(positions + 1, prompt_lens[owners], out=rope_lengths)
         return StepInput(
-            number=batch.number,
             num_decodes=batch.num_decodes,
             token_ids=self._filled("token_ids", [token for item in items for token in item.token_ids()], np.int64),
             positions=positions,

@@ -101,7 +101,7 @@ def _parameters(
             done += tensor.numel()
             if on_progress is not None:
                 on_progress(done / total)
-            yield spec.name, tensor, spec.shard_axis
+            yield spec.name, tensor, spec.is_matrix
 
     return Parameters(target.scheme, (spec.name for spec in specs), source())
 

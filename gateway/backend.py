@@ -30,7 +30,7 @@ _HEALTH_FRESH_S = 0.5
 T = TypeVar("T")
 
 
-class ConcurrencyLimiter:
+class RequestSlots:
     """Bounds the requests that are answered at a time. A request over the limit is refused at once, not queued."""
 
     def __init__(self, max_slots: int, gauge: Gauge) -> None:
@@ -110,7 +110,7 @@ class BodyParser:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
 
-class Readiness:
+class RouterHealth:
     """The router's health, cached for health checks, which need no key and expect an answer within a second.
 
     Concurrent callers share one query.
@@ -147,14 +147,14 @@ class Readiness:
 
 @dataclass(frozen=True)
 class Backend:
-    """One per process. `client` has no API key: each request acts with its caller's."""
+    """What all requests of a gateway share. `client` has no API key: each request acts with its caller's."""
 
     settings: GatewaySettings
     client: tandem.AsyncClient
     gate: Gate
-    readiness: Readiness
+    router_health: RouterHealth
     metrics: Metrics
-    limiter: ConcurrencyLimiter
+    slots: RequestSlots
     bodies: BodyBudget
     parser: BodyParser
     allowed_origins: frozenset[str]
@@ -168,9 +168,9 @@ def build_backend(settings: GatewaySettings, client: tandem.AsyncClient) -> Back
         settings=settings,
         client=client,
         gate=Gate(client, allow_anonymous=settings.allow_anonymous or is_loopback(settings.host)),
-        readiness=Readiness(client),
+        router_health=RouterHealth(client),
         metrics=metrics,
-        limiter=ConcurrencyLimiter(settings.max_open_requests, metrics.open_requests),
+        slots=RequestSlots(settings.max_open_requests, metrics.open_requests),
         bodies=BodyBudget(max(settings.max_bodies_bytes, settings.max_body_bytes)),
         parser=BodyParser(),
         allowed_origins=frozenset(settings.allowed_origins),

@@ -2,7 +2,7 @@
 
     origin, key ─▶ body ─▶ slot ─▶ handler ─▶ response
 An error in any step ends the request with the dialect's error response. A refusal is sent at once, and the server
-discards the rest of the body (server.py). A request holds a slot of the concurrency limiter from the end of its
+discards the rest of the body (server.py). A request holds one of the gateway's slots from the end of its
 body to the end of its response. A client that disconnects cancels the handler and its calls of the router.
 """
 
@@ -232,10 +232,10 @@ class _Sending:
 async def _receive(arrival: Arrival) -> Exchange:
     """Run the steps before the handler. Raises the error that refuses the request."""
     client = await _admit(arrival)
-    limiter = arrival.backend.limiter
-    limiter.require_slot()  # before the body is read, which would be wasted work
+    slots = arrival.backend.slots
+    slots.require_slot()  # before the body is read, which would be wasted work
     body = await _read_body(arrival)
-    arrival.cleanup.enter_context(limiter.slot())
+    arrival.cleanup.enter_context(slots.slot())
     return Exchange(arrival, client, body)
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import from_json
 
 from gateway.errors import InvalidField
-from mesh.domain.request import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_SEED
+from mesh.domain.request import MAX_LOGIT_BIAS, MAX_NUM_CHOICES, MAX_SEED
 from tandem import GenerateArguments, InvalidRequest
 
 M = TypeVar("M", bound=BaseModel)
@@ -68,7 +68,7 @@ def _check_num_entries(value: T) -> T:
 Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=MAX_SEED + 1)]
 Real = Annotated[float, Field(ge=-1e9, le=1e9)]
-Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+Choices = Annotated[int, Field(ge=1, le=MAX_NUM_CHOICES)]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Name = Annotated[str, Field(max_length=1024)]
 

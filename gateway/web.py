@@ -67,14 +67,14 @@ class PageFiles(StaticFiles):
 
 async def health(request: Request) -> Response:
     """TGI's health check: an empty 200, or 503."""
-    if await request.app.state.backend.readiness.is_ready():
+    if await request.app.state.backend.router_health.is_ready():
         return Response()
     return JSONResponse({"error": "unhealthy", "error_type": "healthcheck"}, 503)
 
 
 async def ping(request: Request) -> Response:
     """SageMaker's health check: 200 only while the router's health status is SERVING."""
-    is_ready = await request.app.state.backend.readiness.is_ready()
+    is_ready = await request.app.state.backend.router_health.is_ready()
     return JSONResponse({"status": "Healthy" if is_ready else "Unhealthy"}, 200 if is_ready else 503)
 
 

@@ -3,11 +3,11 @@
 Life of a transfer:
 
     decode worker                                    prefill worker
-    receiver.expect(Reservation)
+    receiver.expect(ExpectedTransfer)
                                                      transfer = sender.open(TransferSpec)
                     ◀── open: layout, transports ──
                     ── granted: transport, credit ─▶
-                                                     transfer.push(...)      engine's thread, as layers get ready
+                                                     transfer.announce(...)  engine's thread, as layers get ready
                     ◀══ chunks, as credit allows ══
                     ── acks ───────────────────────▶
                                                      await transfer.commit(num_tokens, first_token)
@@ -23,31 +23,42 @@ A transfer holds a lease. From open to commit the sender renews the lease, even 
 receiver confirms. Each side ends the transfer after `lease_s` without a message from the other, so a dead, stopped or
 disconnected peer never holds blocks for longer. A reservation that no sender opens ends after `opening_lease_s`.
 
-sender.py, sending.py, push_call.py   the prefill worker's side: entry point and transfer, conversation, gRPC calls
-receiver.py, incoming.py              the decode worker's side: entry point and conversation; the rules (no I/O)
-messages.py, chunks.py                messages as values and as bytes; how KV is cut into chunks and checksummed
-store.py                              the interface of the KV cache that both sides use
-settings.py, tasks.py                 limits and leases of both sides; asyncio helpers
-transports/                           payload paths; base.py is the interface for another one
+The prefill worker's side:
+
+sender.py                  KVSender, the entry point, and OutgoingTransfer, the handle of one transfer
+outgoing_conversation.py   the sender's half of the gRPC conversation of one transfer
+push_call.py               the gRPC call `Push` and its connections
+
+The decode worker's side:
+
+receiver.py                KVReceiver, the entry point; the receiver's half of each conversation; the service of `Push`
+transfer_checks.py         ExpectedTransfer, and the checks of a transfer's messages (no I/O)
+
+Both:
+
+messages.py, chunks.py     messages as values and as bytes; how KV is cut into chunks and checksummed
+store.py                   the interface of the KV cache that both sides use
+settings.py, tasks.py      limits and leases; asyncio helpers
+transports/                payload paths; base.py is the interface for another one
 """
 
-from kvtransfer.incoming import Reservation
 from kvtransfer.messages import SERVICE_NAME
+from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
 from kvtransfer.receiver import KVReceiver, KvTransferServicer, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
-from kvtransfer.sending import TransferResult, TransferSpec
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
+from kvtransfer.transfer_checks import ExpectedTransfer
 
 __all__ = [
     "SERVICE_NAME",
+    "ExpectedTransfer",
     "KVReceiver",
     "KVSender",
     "KVStore",
     "KvTransferServicer",
     "OutgoingTransfer",
     "ReceiverCallbacks",
-    "Reservation",
     "TransferResult",
     "TransferSettings",
     "TransferSpec",

@@ -61,8 +61,8 @@ class ChunkRange:
         return replace(self, span=replace(self.span, layers=layers))
 
 
-class PushQueue:
-    """Pushed ranges that have not been taken. Small adjacent ranges are joined, large ones are cut."""
+class RangeQueue:
+    """Announced ranges that have not been taken. Small adjacent ranges are joined, large ones are cut."""
 
     def __init__(self, layer_block_bytes: int, max_bytes: int) -> None:
         self._max_layer_blocks = max(1, max_bytes // layer_block_bytes)
@@ -92,34 +92,34 @@ class PushQueue:
         return piece
 
 
-class PushInbox:
-    """Hands ranges from the engine's thread, which pushes them, to the event loop that created the inbox, which takes
-    them joined or cut to chunks.
+class AnnouncedRanges:
+    """Hands ranges from the engine's thread, which announces them, to the event loop that created this object, which
+    takes them joined or cut to chunks.
     """
 
     def __init__(self, layer_block_bytes: int, max_bytes: int) -> None:
         self._arrived: deque[ChunkRange] = deque()  # appended by any thread, emptied by the loop
-        self._queue = PushQueue(layer_block_bytes, max_bytes)
+        self._queue = RangeQueue(layer_block_bytes, max_bytes)
         self._changed = asyncio.Event()
         self._is_read_scheduled = False
         self._is_finished = False
         self._loop = asyncio.get_running_loop()
 
-    def push(self, piece: ChunkRange) -> None:
+    def announce(self, piece: ChunkRange) -> None:
         """Add `piece`. May be called on any thread; never blocks."""
         self._arrived.append(piece)
-        if not self._is_read_scheduled:  # one wake-up for many pushes
+        if not self._is_read_scheduled:  # one wake-up for many ranges
             self._is_read_scheduled = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process is stopping
                 self._loop.call_soon_threadsafe(self._read)
 
     def finish(self) -> None:
-        """Declare that nothing more will be pushed."""
+        """Declare that nothing more will be announced."""
         self._is_finished = True
         self._read()
 
     async def wait(self) -> bool:
-        """Return True once there is a range to take, False once the inbox is finished and empty."""
+        """Return True once there is a range to take, False once it is finished and empty."""
         while not self._queue:
             if self._is_finished:
                 return False
@@ -132,7 +132,7 @@ class PushInbox:
         return self._queue.take()
 
     def _read(self) -> None:
-        # The flag is reset first: a push during the loop below is then seen by it or schedules another read.
+        # The flag is reset first: a range announced during the loop below is then seen by it or schedules another read.
         self._is_read_scheduled = False
         while self._arrived:
             self._queue.add(self._arrived.popleft())

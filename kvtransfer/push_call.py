@@ -21,7 +21,7 @@ _METHOD = f"/{SERVICE_NAME}/Push"
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Connection:
     channel: grpc.aio.Channel
     num_users: int = 0
     idle_timer: asyncio.TimerHandle | None = None
@@ -33,43 +33,43 @@ class ChannelPool:
     def __init__(self, idle_s: float, tls: TlsIdentity | None) -> None:
         self._tls = tls
         self._idle_s = idle_s
-        self._entries: dict[str, _Entry] = {}
+        self._connections: dict[str, _Connection] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._connections)
 
     @contextmanager
     def use(self, address: str) -> Iterator[grpc.aio.Channel]:
         """Yield the channel to `address`, which stays open while the block runs."""
-        entry = self._entries.get(address)
-        if entry is None:
+        connection = self._connections.get(address)
+        if connection is None:
             # Its own connection: control messages must not wait behind megabytes of payload.
-            entry = self._entries[address] = _Entry(open_channel(address, self._tls, own_connection=True))
-        if entry.idle_timer is not None:
-            entry.idle_timer.cancel()
-            entry.idle_timer = None
-        entry.num_users += 1
+            connection = self._connections[address] = _Connection(open_channel(address, self._tls, own_connection=True))
+        if connection.idle_timer is not None:
+            connection.idle_timer.cancel()
+            connection.idle_timer = None
+        connection.num_users += 1
         try:
-            yield entry.channel
+            yield connection.channel
         finally:
-            entry.num_users -= 1
-            if entry.num_users == 0:
+            connection.num_users -= 1
+            if connection.num_users == 0:
                 loop = asyncio.get_running_loop()
-                entry.idle_timer = loop.call_later(self._idle_s, self._close_idle, address)
+                connection.idle_timer = loop.call_later(self._idle_s, self._close_idle, address)
 
     async def close(self) -> None:
         """Close all channels. None may be in use."""
-        for address in list(self._entries):
+        for address in list(self._connections):
             self._close_idle(address)
         if self._closing:
             await asyncio.wait(self._closing)
 
     def _close_idle(self, address: str) -> None:
-        entry = self._entries.pop(address)
-        if entry.idle_timer is not None:
-            entry.idle_timer.cancel()
-        task = asyncio.get_running_loop().create_task(entry.channel.close())
+        connection = self._connections.pop(address)
+        if connection.idle_timer is not None:
+            connection.idle_timer.cancel()
+        task = asyncio.get_running_loop().create_task(connection.channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

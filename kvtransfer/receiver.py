@@ -24,7 +24,6 @@ from functools import partial
 import grpc
 import structlog
 
-from kvtransfer.incoming import IncomingTransfer, Reservation
 from kvtransfer.messages import (
     SERVICE_NAME,
     Ack,
@@ -43,6 +42,7 @@ from kvtransfer.messages import (
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.tasks import run_to_end, task_group
+from kvtransfer.transfer_checks import ExpectedTransfer, TransferChecks
 from kvtransfer.transports import open_receive_transports
 from kvtransfer.transports.base import MAX_PARTS, PayloadSource, Reader, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
@@ -66,8 +66,8 @@ class ReceiverCallbacks:
 
 
 @dataclass(slots=True)
-class _Expected:
-    transfer: IncomingTransfer
+class _Incoming:
+    checks: TransferChecks
     opening_lease: asyncio.TimerHandle
     conversation: "asyncio.Task[None] | None" = None
     is_aborted: bool = False
@@ -91,33 +91,33 @@ class KVReceiver:
         self._settings = settings or TransferSettings()
         self._transports = transports or open_receive_transports(self._settings)
         self._executor = ThreadPoolExecutor(self._settings.num_threads, thread_name_prefix="kv-scatter")
-        self._expected: dict[str, _Expected] = {}
+        self._incoming: dict[str, _Incoming] = {}
 
-    def expect(self, reservation: Reservation) -> None:
-        """Register a reservation. Raises ValueError if the transfer id is in use or the reservation is inconsistent."""
-        transfer_id = reservation.transfer_id
-        if transfer_id in self._expected:
+    def expect(self, expected: ExpectedTransfer) -> None:
+        """Let a transfer come. Raises ValueError if its id is in use, or its blocks do not fit its tokens."""
+        transfer_id = expected.transfer_id
+        if transfer_id in self._incoming:
             raise ValueError(f"transfer {transfer_id} is expected already")
-        transfer = IncomingTransfer(reservation, self._store.layout, self._store.span)
+        checks = TransferChecks(expected, self._store.layout, self._store.span)
         loop = asyncio.get_running_loop()
         opening_lease = loop.call_later(self._settings.opening_lease_s, self._never_opened, transfer_id)
-        self._expected[transfer_id] = _Expected(transfer, opening_lease)
+        self._incoming[transfer_id] = _Incoming(checks, opening_lease)
 
     async def abort(self, transfer_id: str) -> None:
         """End the transfer; idempotent. Its blocks may be freed afterwards: no write is in flight."""
-        expected = self._expected.get(transfer_id)
-        if expected is None:
+        incoming = self._incoming.get(transfer_id)
+        if incoming is None:
             return
-        expected.is_aborted = True
-        if expected.conversation is None:
-            self._end(expected)
+        incoming.is_aborted = True
+        if incoming.conversation is None:
+            self._end(incoming)
             return
-        expected.conversation.cancel()
-        await expected.ended.wait()
+        incoming.conversation.cancel()
+        await incoming.ended.wait()
 
     async def close(self) -> None:
         """Abort all transfers and shut down the threads."""
-        await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._expected)))
+        await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._incoming)))
         self._executor.shutdown(wait=False)
 
     async def push(self, requests: AsyncIterator[SenderMessage]) -> AsyncGenerator[ReceiverMessage, None]:
@@ -150,34 +150,34 @@ class KVReceiver:
         opening = await self._next(requests)
         if not isinstance(opening, TransferOpen):
             raise TransferFailed("the first message of a transfer must be open")
-        expected = self._admit(opening)
+        incoming = self._admit(opening)
         try:
-            commit = await self._fill(expected.transfer, opening, requests, reply)
+            commit = await self._fill(incoming.checks, opening, requests, reply)
         except (Exception, asyncio.CancelledError) as error:
-            raise self._fail(expected, error) from error
-        self._end(expected)
-        log.debug("transfer_finished", transfer_id=opening.transfer_id, num_bytes=expected.transfer.num_bytes)
+            raise self._fail(incoming, error) from error
+        self._end(incoming)
+        log.debug("transfer_finished", transfer_id=opening.transfer_id, num_bytes=incoming.checks.num_bytes)
         self._callbacks.on_committed(opening.transfer_id, commit.first_token)
         reply(Committed())
 
-    def _admit(self, opening: TransferOpen) -> _Expected:
-        """Return the reservation for this transfer id, or raise TransferFailed without side effects."""
+    def _admit(self, opening: TransferOpen) -> _Incoming:
+        """Return the transfer that is expected by this id, or raise TransferFailed without side effects."""
         if opening.receiver_incarnation != self._incarnation:
             raise TransferFailed("the transfer is for another incarnation of this worker")
-        expected = self._expected.get(opening.transfer_id)
-        if expected is None or expected.transfer.reservation.attempt != opening.attempt:
+        incoming = self._incoming.get(opening.transfer_id)
+        if incoming is None or incoming.checks.expected.attempt != opening.attempt:
             raise TransferFailed(f"transfer {opening.transfer_id}, attempt {opening.attempt}, is not expected here")
-        if expected.conversation is not None:
+        if incoming.conversation is not None:
             raise TransferFailed(f"transfer {opening.transfer_id} has a sender already")
-        expected.conversation = asyncio.current_task()
-        expected.opening_lease.cancel()
+        incoming.conversation = asyncio.current_task()
+        incoming.opening_lease.cancel()
         log.debug("transfer_started", transfer_id=opening.transfer_id, sender=opening.sender_id)
-        return expected
+        return incoming
 
     async def _fill(
-        self, transfer: IncomingTransfer, opening: TransferOpen, requests: AsyncIterator[SenderMessage], reply: Reply
+        self, checks: TransferChecks, opening: TransferOpen, requests: AsyncIterator[SenderMessage], reply: Reply
     ) -> Commit:
-        transfer.check_open(opening)
+        checks.check_open(opening)
         transport, source = self._connect(opening.transports)
         credit = self._settings.credit_chunks
         reply(Granted(transport, credit, self._settings.lease_s))
@@ -191,9 +191,9 @@ class KVReceiver:
                         continue
                     if not isinstance(request, Chunk):
                         raise TransferFailed("a transfer may be opened only once")
-                    transfer.accept(request, credit)
-                    writes.create_task(self._write(transfer, source, request, reply))
-            transfer.check_commit(request)
+                    checks.accept(request, credit)
+                    writes.create_task(self._write(checks, source, request, reply))
+            checks.check_commit(request)
             return request
         finally:
             source.close()
@@ -207,20 +207,20 @@ class KVReceiver:
         except TimeoutError:
             raise LeaseExpired(f"the sender has sent nothing for {lease_s:g} s") from None
 
-    async def _write(self, transfer: IncomingTransfer, source: PayloadSource, chunk: Chunk, reply: Reply) -> None:
-        await run_to_end(self._executor, partial(self._verify_and_write, transfer, source, chunk))
-        transfer.acknowledge(chunk)
+    async def _write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk, reply: Reply) -> None:
+        await run_to_end(self._executor, partial(self._verify_and_write, checks, source, chunk))
+        checks.acknowledge(chunk)
         reply(Ack(chunk.sequence_number))
 
-    def _verify_and_write(self, transfer: IncomingTransfer, source: PayloadSource, chunk: Chunk) -> None:
+    def _verify_and_write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk) -> None:
         """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""
-        block_ids, span = transfer.block_ids(chunk.extent), chunk.extent.span
+        block_ids, span = checks.block_ids(chunk.extent), chunk.extent.span
         read = source.reader(chunk.payload)
         if read is not None and (parts := self._store.in_place(block_ids, span)) is not None:
-            transfer.check_parts(chunk, _filled(parts, read))
+            checks.check_parts(chunk, _filled(parts, read))
             return
         payload = source.fetch(chunk.payload, chunk.num_bytes)
-        transfer.check_payload(chunk, payload)
+        checks.check_payload(chunk, payload)
         self._store.write_blocks(block_ids, span, payload)
 
     def _connect(self, offers: Sequence[TransportOffer]) -> tuple[str, PayloadSource]:
@@ -236,13 +236,13 @@ class KVReceiver:
 
     def _never_opened(self, transfer_id: str) -> None:
         limit = self._settings.opening_lease_s
-        self._fail(self._expected[transfer_id], LeaseExpired(f"no sender has opened the transfer for {limit:g} s"))
+        self._fail(self._incoming[transfer_id], LeaseExpired(f"no sender has opened the transfer for {limit:g} s"))
 
-    def _fail(self, expected: _Expected, error: BaseException) -> MeshError:
+    def _fail(self, incoming: _Incoming, error: BaseException) -> MeshError:
         """End the transfer and report it to `on_failed`, unless it was aborted. Return the error for the sender."""
-        transfer_id = expected.transfer.reservation.transfer_id
-        self._end(expected)
-        if expected.is_aborted:
+        transfer_id = incoming.checks.expected.transfer_id
+        self._end(incoming)
+        if incoming.is_aborted:
             return TransferFailed("the transfer was aborted by its receiver")
         if isinstance(error, asyncio.CancelledError):
             error = TransferFailed("the sender disconnected before the commit")
@@ -253,10 +253,10 @@ class KVReceiver:
         self._callbacks.on_failed(transfer_id, error)
         return error
 
-    def _end(self, expected: _Expected) -> None:
-        expected.opening_lease.cancel()
-        del self._expected[expected.transfer.reservation.transfer_id]
-        expected.ended.set()
+    def _end(self, incoming: _Incoming) -> None:
+        incoming.opening_lease.cancel()
+        del self._incoming[incoming.checks.expected.transfer_id]
+        incoming.ended.set()
 
 
 def _filled(parts: Sequence[memoryview], read: Reader) -> Iterator[memoryview]:

@@ -1,9 +1,9 @@
-"""Sending KV: the prefill worker's side. `sending.py` has the gRPC conversation.
+"""Sending KV: the prefill worker's side. `outgoing_conversation.py` has the gRPC conversation.
 
 Life of a transfer here:
 
     open()        starts a task that opens the conversation
-    push()        announces final KV, on the engine's thread; the task copies and sends it as credit allows
+    announce()    says which KV is final, on the engine's thread; the task copies and sends it as credit allows
     commit()      sends the first token after the last chunk; returns once the receiver has verified all KV
     abort()       like any failure, cancels the call, waits until no thread reads the store, and frees the slots
 
@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from kvtransfer.chunks import ChunkRange
+from kvtransfer.outgoing_conversation import OutgoingConversation, SenderResources, TransferResult, TransferSpec
 from kvtransfer.push_call import ChannelPool
-from kvtransfer.sending import SenderResources, SendingConversation, TransferResult, TransferSpec
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports import open_send_transports
@@ -87,7 +87,7 @@ class KVSender:
 
 
 class OutgoingTransfer:
-    """Created by KVSender.open. `push` may be called on any thread, all other methods on the event loop."""
+    """Created by KVSender.open. `announce` may be called on any thread, all other methods on the event loop."""
 
     def __init__(
         self, spec: TransferSpec, resources: SenderResources, on_end: Callable[["OutgoingTransfer"], None]
@@ -98,13 +98,13 @@ class OutgoingTransfer:
         self._stored_layers = resources.store.span.layers
         if not spec.span.is_inside(resources.store.span):
             raise ValueError(f"{spec.span} are not all in the store, which has {resources.store.span}")
-        self._conversation = SendingConversation(spec, resources)
+        self._conversation = OutgoingConversation(spec, resources)
         self._is_aborted = False
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(lambda task: self._ended(task, on_end))
 
-    def push(self, blocks: Span, layers: Span) -> None:
-        """Announce that the KV of these block positions in these layers is in the store and final. Announce each
+    def announce(self, blocks: Span, layers: Span) -> None:
+        """Say that the KV of these block positions in these layers is in the store and final. Announce each
         (layer, block) once.
 
         Never blocks, and does nothing once the transfer has ended. Positions before the spec's `first_block` and layers
@@ -120,10 +120,10 @@ class OutgoingTransfer:
         blocks_to_send = blocks.intersection(missing)
         layers_to_send = layers.intersection(self.spec.span.layers)
         if blocks_to_send is not None and layers_to_send is not None:
-            self._conversation.push(ChunkRange(blocks_to_send, KVSpan(layers_to_send, self.spec.span.heads)))
+            self._conversation.announce(ChunkRange(blocks_to_send, KVSpan(layers_to_send, self.spec.span.heads)))
 
     async def commit(self, num_tokens: int, first_token: SampledToken) -> TransferResult:
-        """Send everything that was pushed and the first token, and wait until the receiver has verified it.
+        """Send everything that was announced and the first token, and wait until the receiver has verified it.
 
         Raises the MeshError with which the transfer failed, now or earlier. If the caller is cancelled, the transfer
         goes on until `abort`.

@@ -1,44 +1,26 @@
-"""The Redis registry, through which several routers share workers: connections, key names and signed messages.
+"""The Redis registry, through which several routers share workers: connections and key names.
 
 With a single router, workers register through a gRPC stream instead (worker/agent.py).
 
-Connections have short timeouts, no hidden retries, bounded backoff and few log lines.
-
-Messages are signed and have a timestamp, which keeps the mesh safe even if others can write to the Redis server:
-
-    b"tdm1" | freshness, u64 | length, u32 | record | length, u32 | message | number, u64 | HMAC-SHA256 of all before it
-
-`record` is the worker's WorkerRecord (id, incarnation, address and more), `message` is a RegisterRequest; both are
-protobuf. The MAC covers the bytes as sent, so it does not depend on protobuf's serialization. `freshness` is the
-sender's wall clock in microseconds, which may be set back. `number` orders the messages of one run of a worker; older
-versions send none, and their messages are ordered by freshness. A router refuses a worker with a message of the same
-frame: magic b"tdr1", and the worker's incarnation and the reason as the two parts.
+Connections have short timeouts, no hidden retries, bounded backoff and few log lines. Messages are signed
+(mesh/sealed_messages.py).
 """
 
 import asyncio
-import hmac
-import struct
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from hashlib import sha256
 from urllib.parse import urlsplit
 
 import structlog
-from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from mesh import wire
-from mesh.domain.errors import ConfigurationError, MeshError
-from mesh.domain.worker import WorkerInfo
+from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
 from mesh.retry import Backoff, require_not_cancelled
 from mesh.rpc.credentials import MeshKey
-from mesh.v1 import worker_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -48,31 +30,13 @@ FAILURES = (RedisError, OSError, TimeoutError)
 PREFIX = "tandem:"
 """Prefix of every key and channel: an ACL needs `~tandem:* &tandem:*`."""
 
-BEATS = f"{PREFIX}beats"
+HEARTBEATS = f"{PREFIX}beats"
 WORKERS = f"{PREFIX}workers"
 RECORD_TTL_S = 5.0
 
 _TIMEOUT_S = 1.0
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 1.0
-
-MAX_AGE_S = 15.0
-"""Maximum difference between a message's timestamp and the local clock. Larger differences are refused, so the clocks
-of all machines must agree this well."""
-
-MAX_MESSAGE_BYTES = 4 << 20
-"""Longer messages are refused unread. The longest message of a worker (worker/agent.py) fits."""
-
-_BEAT = b"tdm1"
-_REFUSAL = b"tdr1"
-_MAX_REASON_CHARS = 1000
-_HEAD = struct.Struct(">4sQ")
-_LENGTH = struct.Struct(">I")
-_NUMBER = struct.Struct(">Q")
-_MAC_BYTES = sha256().digest_size
-_PURPOSE = b"tandem registry record v1"
-_MAX_FORMER_RUNS = 8
-_REMEMBERED_S = 300.0
 
 
 def require_registry(url: str, key: MeshKey | None) -> MeshKey:
@@ -119,158 +83,10 @@ async def stay_connected(url: str, purpose: str, use: Callable[[Redis], Awaitabl
 
 
 def record_key(worker_id: str) -> str:
-    """The key that holds the worker's newest beat."""
+    """The key that holds the worker's newest heartbeat."""
     return f"{PREFIX}worker:{worker_id}"
 
 
 def ask_channel(worker_id: str) -> str:
     """The channel on which routers request a snapshot from the worker, or refuse it."""
     return f"{PREFIX}asks:{worker_id}"
-
-
-class Refused(Exception):
-    """The message is stale, or not from this mesh. The text names the cause and does not vary between messages."""
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """One verified message of one worker."""
-
-    info: WorkerInfo
-    freshness_us: int
-    number: int
-    message: worker_pb2.RegisterRequest
-
-
-class RecordSeal:
-    """Signs and verifies messages with the mesh key. `wall_clock` returns seconds since the epoch."""
-
-    def __init__(self, key: MeshKey, wall_clock: Callable[[], float] = time.time) -> None:
-        self._key = hmac.digest(key.secret.encode(), _PURPOSE, "sha256")
-        self._wall_clock = wall_clock
-        self._number = self._now_us()
-
-    def seal(self, info: WorkerInfo, message: worker_pb2.RegisterRequest) -> bytes:
-        """Sign one message of the worker `info`."""
-        parts = (wire.worker_to_proto(info), message)
-        return self._frame(_BEAT, *(part.SerializeToString(deterministic=True) for part in parts))
-
-    def open(self, sealed: bytes) -> Beat:
-        """Verify a worker's message, then parse it. Raises Refused."""
-        freshness_us, number, parts = self._verified(_BEAT, sealed)
-        record, message = worker_pb2.WorkerRecord(), worker_pb2.RegisterRequest()
-        try:
-            record.ParseFromString(parts[0])
-            message.ParseFromString(parts[1])
-            return Beat(wire.worker_from_proto(record), freshness_us, number, message)
-        except (DecodeError, MeshError) as error:
-            raise Refused("it cannot be read") from error
-
-    def seal_refusal(self, incarnation: str, reason: str) -> bytes:
-        """Sign a router's refusal of one run of a worker."""
-        return self._frame(_REFUSAL, incarnation.encode(), reason[:_MAX_REASON_CHARS].encode())
-
-    def open_refusal(self, incarnation: str, sealed: bytes) -> str:
-        """Return the reason of a refusal. Raises Refused if it is for another run, or not from this mesh."""
-        _, _, (receiver, reason) = self._verified(_REFUSAL, sealed)
-        if receiver != incarnation.encode():
-            raise Refused("it is for another run of this worker")
-        return reason.decode(errors="replace")
-
-    def _frame(self, magic: bytes, *contents: bytes) -> bytes:
-        self._number += 1
-        parts = (_LENGTH.pack(len(content)) + content for content in contents)
-        body = _HEAD.pack(magic, self._now_us()) + b"".join(parts) + _NUMBER.pack(self._number)
-        return body + self._mac(body)
-
-    def _verified(self, expected: bytes, sealed: bytes) -> tuple[int, int, tuple[bytes, bytes]]:
-        """Return freshness, number and the two parts. Raises Refused."""
-        if not _HEAD.size + _MAC_BYTES < len(sealed) <= MAX_MESSAGE_BYTES:
-            raise Refused("its length is wrong")
-        body, mac = sealed[:-_MAC_BYTES], sealed[-_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(body)):
-            raise Refused("its signature is wrong: forged, tampered with, or of a mesh with another key")
-        magic, freshness_us = _HEAD.unpack_from(body)
-        if magic != expected:
-            raise Refused("its format is unknown")
-        if abs(self._now_us() - freshness_us) > MAX_AGE_S * 1e6:
-            raise Refused("it is stale: replayed, or the clocks of the machines differ")
-        parts, trailer = _two_parts(body)
-        number = _NUMBER.unpack(trailer)[0] if len(trailer) == _NUMBER.size else freshness_us
-        return freshness_us, number, parts
-
-    def _mac(self, body: bytes) -> bytes:
-        return hmac.digest(self._key, body, "sha256")
-
-    def _now_us(self) -> int:
-        return int(self._wall_clock() * 1e6)
-
-
-def _two_parts(body: bytes) -> tuple[tuple[bytes, bytes], bytes]:
-    """Return the two parts and the bytes that follow them. Raises Refused."""
-    try:
-        (first_length,) = _LENGTH.unpack_from(body, _HEAD.size)
-        first_end = _HEAD.size + _LENGTH.size + first_length
-        (second_length,) = _LENGTH.unpack_from(body, first_end)
-    except struct.error as error:
-        raise Refused("it cannot be read") from error
-    start = first_end + _LENGTH.size
-    second_end = start + second_length
-    return (body[_HEAD.size + _LENGTH.size : first_end], body[start:second_end]), body[second_end:]
-
-
-@dataclass(slots=True)
-class _Run:
-    """The newest message of a worker's newest run, its time of arrival, and the worker's former runs."""
-
-    incarnation: str
-    number: int = 0
-    freshness_us: int = 0
-    heard_s: float = 0.0
-    former: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_FORMER_RUNS))
-
-
-class ReplayGuard:
-    """Rejects replayed and reordered messages: numbers must increase within a run, and a former run never returns.
-    `wall_clock` is the clock of RecordSeal, which may be set back; `clock` returns monotonic seconds.
-    """
-
-    def __init__(
-        self, wall_clock: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._wall_clock = wall_clock
-        self._clock = clock
-        self._runs: dict[str, _Run] = {}
-
-    def is_new(self, beat: Beat) -> bool:
-        """Record the message. Return False if it, or a newer message of the same worker, was recorded before."""
-        worker_id, incarnation = beat.info.worker_id, beat.info.incarnation
-        run = self._runs.setdefault(worker_id, _Run(incarnation))
-        if run.incarnation != incarnation:
-            if not self._is_next_run(run, beat):
-                return False
-            run.former.append(run.incarnation)
-            run.incarnation, run.number = incarnation, 0
-        if beat.number <= run.number:
-            return False
-        run.number, run.freshness_us, run.heard_s = beat.number, beat.freshness_us, self._clock()
-        return True
-
-    def _is_next_run(self, run: _Run, beat: Beat) -> bool:
-        """A run that starts after the clock was set back looks older than its predecessor. It is accepted once the
-        predecessor's messages would be refused as stale."""
-        if beat.info.incarnation in run.former:
-            return False
-        is_stale = abs(self._wall_clock() * 1e6 - run.freshness_us) > MAX_AGE_S * 1e6
-        return is_stale or beat.freshness_us > run.freshness_us
-
-    def lag_s(self, beat: Beat) -> float:
-        """Return by how much the message is older than the newest one of the same worker."""
-        run = self._runs.get(beat.info.worker_id)
-        return 0.0 if run is None else (run.freshness_us - beat.freshness_us) / 1e6
-
-    def forget_silent(self) -> None:
-        """Drop workers that have sent nothing for _REMEMBERED_S."""
-        oldest_s = self._clock() - _REMEMBERED_S
-        for worker_id in [name for name, run in self._runs.items() if run.heard_s < oldest_s]:
-            del self._runs[worker_id]

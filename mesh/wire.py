@@ -12,9 +12,9 @@ from google.protobuf.duration_pb2 import Duration
 from mesh.domain import request as limits
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
-from mesh.domain.request import Fork, Request, SamplingParams, Structure, StructureKind
-from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
-from mesh.domain.worker import RankInfo, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.request import Fork, SamplingParams, SequenceSpec, Structure, StructureKind
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
+from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
 
@@ -129,7 +129,7 @@ def _require_counts(message: sampling_pb2.SamplingParams) -> None:
     require_at_most("bad_word_ids", message.bad_word_ids, limits.MAX_BAD_WORD_RUNS)
     for sequence in message.bad_word_ids:
         require_at_most("one of bad_word_ids", sequence.ids, limits.MAX_BAD_WORD_TOKENS)
-    require_at_most("choice", message.structure.choice.texts, limits.MAX_CHOICE_TEXTS)
+    require_at_most("choice", message.structure.choice.texts, limits.MAX_OPTIONS)
 
 
 def require_at_most(name: str, items: Sized, limit: int) -> None:
@@ -164,7 +164,7 @@ def _structure_from_proto(message: sampling_pb2.Structure) -> Structure | None:
     return Structure(StructureKind(kind), source=getattr(message, kind))
 
 
-def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
+def spec_to_proto(request: SequenceSpec) -> sequence_pb2.SequenceSpec:
     """Convert a request for a worker. Text (stop strings, bad words) is left out."""
     sampling = sampling_to_proto(request.sampling)
     sampling.ClearField("stop")
@@ -191,9 +191,9 @@ def request_to_proto(request: Request) -> sequence_pb2.SequenceSpec:
     )
 
 
-def request_from_proto(spec: sequence_pb2.SequenceSpec) -> Request:
+def spec_from_proto(spec: sequence_pb2.SequenceSpec) -> SequenceSpec:
     """Raises InvalidRequest if the request could not be run."""
-    request = Request(
+    request = SequenceSpec(
         request_id=spec.request_id,
         attempt=spec.attempt,
         token_ids=tuple(spec.token_ids),
@@ -229,13 +229,13 @@ def token_from_proto(message: sampling_pb2.SampledToken) -> SampledToken:
     return SampledToken(message.id, message.logprob, _top_from_proto(top) if top else ())
 
 
-def output_to_proto(output: StepOutput) -> sequence_pb2.SequenceOutput:
+def output_to_proto(output: SequenceOutput) -> sequence_pb2.SequenceOutput:
     message = sequence_pb2.SequenceOutput()
     write_output(output, message)
     return message
 
 
-def write_output(output: StepOutput, message: sequence_pb2.SequenceOutput) -> None:
+def write_output(output: SequenceOutput, message: sequence_pb2.SequenceOutput) -> None:
     """Fill an empty message. This runs for every token, so it writes in place, field by field: protobuf copies messages
     that are assigned to a field, and keyword arguments take three times as long."""
     message.request_id = output.request_id
@@ -258,9 +258,9 @@ def _write_token(token: SampledToken, message: sampling_pb2.SampledToken) -> Non
         message.top.extend(_top_to_proto(token.top))
 
 
-def output_from_proto(message: sequence_pb2.SequenceOutput) -> StepOutput:
+def output_from_proto(message: sequence_pb2.SequenceOutput) -> SequenceOutput:
     prompt_logprobs = message.prompt_logprobs
-    return StepOutput(
+    return SequenceOutput(
         message.request_id,
         message.attempt,
         message.first_index,
@@ -312,7 +312,7 @@ def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
     return worker_pb2.WorkerRecord(
         role=_ROLE[info.role],
         layout=layout_to_proto(info.layout),
-        ranks=ranks_to_proto(info.ranks),
+        ranks=kv_endpoints_to_proto(info.kv_endpoints),
         tensor_parallel=info.tensor_parallel,
         **{name: getattr(info, name) for name in _PLAIN_WORKER},
     )
@@ -325,7 +325,7 @@ def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
     return WorkerInfo(
         role=_ROLE_BACK[message.role],
         layout=layout_from_proto(message.layout),
-        ranks=ranks_from_proto(message.ranks),
+        kv_endpoints=kv_endpoints_from_proto(message.ranks),
         tensor_parallel=message.tensor_parallel or 1,
         **{name: getattr(message, name) for name in _PLAIN_WORKER},
     )
@@ -358,12 +358,14 @@ def span_from_proto(message: kvtransfer_pb2.KvSpan) -> KVSpan:
     return KVSpan(Span(message.first_layer, message.num_layers), Span(message.first_head, message.num_heads))
 
 
-def ranks_to_proto(ranks: Iterable[RankInfo]) -> list[kvtransfer_pb2.KvRank]:
-    return [kvtransfer_pb2.KvRank(address=rank.address, span=span_to_proto(rank.span)) for rank in ranks]
+def kv_endpoints_to_proto(endpoints: Iterable[KVEndpoint]) -> list[kvtransfer_pb2.KvRank]:
+    return [
+        kvtransfer_pb2.KvRank(address=endpoint.address, span=span_to_proto(endpoint.span)) for endpoint in endpoints
+    ]
 
 
-def ranks_from_proto(messages: Iterable[kvtransfer_pb2.KvRank]) -> tuple[RankInfo, ...]:
-    return tuple(RankInfo(message.address, span_from_proto(message.span)) for message in messages)
+def kv_endpoints_from_proto(messages: Iterable[kvtransfer_pb2.KvRank]) -> tuple[KVEndpoint, ...]:
+    return tuple(KVEndpoint(message.address, span_from_proto(message.span)) for message in messages)
 
 
 def state_to_proto(state: WorkerState) -> worker_pb2.WorkerState:

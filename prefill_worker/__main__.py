@@ -17,6 +17,7 @@ from worker.metrics import PrefillMetrics
 async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:
     """Load the model, then serve until stopped."""
     metrics = PrefillMetrics()
+    # The engine calls `service`, which is built last, and not before `worker.run`.
     worker = Worker(
         settings,
         WorkerRole.PREFILL,

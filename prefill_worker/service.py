@@ -3,7 +3,7 @@
 Life of a prompt here:
 
     prefill     the sequence is queued
-    computing   the first chunk opens the transfer; after each layer group of a chunk, final blocks are pushed
+    computing   the first chunk opens the transfer; after each layer group of a chunk, final blocks are announced
     first token sampled -> sent to the router at once; the sequence is HELD: it keeps its blocks
     transfer    committed with the first token, verified by the decode worker -> finished; the blocks stay in the prefix
                 cache
@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-from opentelemetry.trace import INVALID_SPAN, Span
+from opentelemetry.trace import INVALID_SPAN
+from opentelemetry.trace import Span as TraceSpan
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
@@ -27,29 +28,29 @@ from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import KVSender, OutgoingTransfer, TransferSpec
 from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, WorkerDraining
-from mesh.domain.request import Request
-from mesh.domain.tokens import StepOutput
-from mesh.domain.worker import RankInfo
+from mesh.domain.request import SequenceSpec
+from mesh.domain.tokens import SequenceOutput
+from mesh.domain.worker import KVEndpoint
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import PrefillMetrics, begin_span
 
 log = structlog.get_logger(__name__)
 
-_REFUSAL_GRACE_S = 5.0
-"""Time for the router to end the decode side of a refused prompt."""
+_FAILURE_GRACE_S = 5.0
+"""Time for the router to end the decode side of a prompt that failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The decode worker that the router has chosen for the KV. If `ranks` is empty, one process at `address` takes all
-    KV. The decode worker already holds the KV of the first `ready_tokens` tokens."""
+    """The decode worker that the router has chosen for the KV. If `kv_endpoints` is empty, one process at `address`
+    takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens."""
 
     address: str
     worker_id: str
     incarnation: str
     transfer_id: str
     ready_tokens: int
-    ranks: tuple[RankInfo, ...] = ()
+    kv_endpoints: tuple[KVEndpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Started:
 class FirstToken:
     """The first token, with prompt log-probs if requested."""
 
-    output: StepOutput
+    output: SequenceOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +87,20 @@ class _Prompt:
 
     sequence: SequenceState
     destination: Destination
-    receiver: RankInfo
-    first_token: asyncio.Future[StepOutput]
+    receiver: KVEndpoint
+    first_token: asyncio.Future[SequenceOutput]
     started: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: OutgoingTransfer | None = None
     begun_s: float = 0.0
     opened_s: float = 0.0
-    is_refused: bool = False
-    span: Span = INVALID_SPAN
-    transfer_span: Span = INVALID_SPAN
+    has_failed: bool = False
+    trace_span: TraceSpan = INVALID_SPAN
+    transfer_trace_span: TraceSpan = INVALID_SPAN
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
 
 @dataclass(frozen=True, slots=True)
-class _Push:
+class _FinalBlocks:
     """Block positions of a prompt that are final in some layers. `block_table` is a copy from the step that computed
     them, which began at `begun_s`."""
 
@@ -140,7 +141,7 @@ class PrefillService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    async def prefill(self, request: Request, destination: Destination) -> AsyncGenerator[PrefillEvent, None]:
+    async def prefill(self, request: SequenceSpec, destination: Destination) -> AsyncGenerator[PrefillEvent, None]:
         """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
@@ -152,7 +153,7 @@ class PrefillService:
         receiver = self._receiver_of(destination)
         structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
         prompt = _Prompt(sequence, destination, receiver, self._loop.create_future())
-        prompt.span = begin_span("prefill_worker", "prefill", request)
+        prompt.trace_span = begin_span("prefill_worker", "prefill", request)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
@@ -163,7 +164,7 @@ class PrefillService:
             yield Started(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
-            end_span(prompt.span)
+            end_span(prompt.trace_span)
             yield FirstToken(output)
             if output.finish_reason is None or request.forks:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
@@ -177,33 +178,33 @@ class PrefillService:
                     await prompt.transfer.ended()
         except MeshError as error:
             self._metrics.failed(type(error).__name__)
-            mark_failed(prompt.transfer_span, type(error).__name__)
+            mark_failed(prompt.transfer_trace_span, type(error).__name__)
             raise
         finally:
-            end_span(prompt.span)
-            end_span(prompt.transfer_span)
+            end_span(prompt.trace_span)
+            end_span(prompt.transfer_trace_span)
             del self._prompts[sequence.key]
             release = asyncio.create_task(self._release(prompt))
             self._releases.add(release)
             release.add_done_callback(self._on_released)
 
-    def _receiver_of(self, destination: Destination) -> RankInfo:
+    def _receiver_of(self, destination: Destination) -> KVEndpoint:
         """Return the rank that takes this worker's KV, and the part to send. Raises LayoutMismatch unless it is exactly
         one rank."""
-        span = self._sender.span
-        ranks = destination.ranks or (RankInfo(destination.address, span),)
-        flows = kv.flows((span,), [rank.span for rank in ranks])
+        kv_part = self._sender.span
+        endpoints = destination.kv_endpoints or (KVEndpoint(destination.address, kv_part),)
+        flows = kv.flows((kv_part,), [endpoint.span for endpoint in endpoints])
         if len(flows) != 1:
-            raise LayoutMismatch(f"this worker sends KV to one rank; the decode worker has {len(ranks)}")
-        return RankInfo(ranks[flows[0].target].address, flows[0].span)
+            raise LayoutMismatch(f"this worker sends KV to one rank; the decode worker has {len(endpoints)}")
+        return KVEndpoint(endpoints[flows[0].target].address, flows[0].span)
 
     async def _release(self, prompt: _Prompt) -> None:
         """Stop the computation, and free the prompt's blocks once no thread reads them."""
-        if prompt.transfer is not None and prompt.is_refused:
+        if prompt.transfer is not None and prompt.has_failed:
             # The end of the call tells the router to end the decode side, which ends the transfer. An abort from here
             # could arrive first, and would look like lost KV.
             with contextlib.suppress(MeshError, TimeoutError):
-                async with asyncio.timeout(_REFUSAL_GRACE_S):
+                async with asyncio.timeout(_FAILURE_GRACE_S):
                     await prompt.transfer.ended()
         if prompt.transfer is not None:
             await prompt.transfer.abort()
@@ -221,33 +222,33 @@ class PrefillService:
     # -- called by the engine ---------------------------------------------------------------------------------------
 
     def on_layers(self, batch: ScheduledBatch, first_layer: int, num_layers: int) -> None:
-        """Push the blocks that are final in these layers. Called on the engine's thread, during a step."""
+        """Announce the blocks that are final in these layers. Called on the engine's thread, during a step."""
         busy = self._engine.busy()
         begun_s = self._loop.time() - (busy.for_s if busy is not None else 0.0)
-        pushes: list[_Push] = []
+        finals: list[_FinalBlocks] = []
         for item in batch.items:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
                 blocks = final_blocks(item, self._block_size)
-                pushes.append(_Push(prompt, blocks, tuple(item.sequence.block_table), begun_s))
-        if pushes:
-            self._loop.call_soon_threadsafe(self._push, pushes, first_layer, num_layers)
+                finals.append(_FinalBlocks(prompt, blocks, tuple(item.sequence.block_table), begun_s))
+        if finals:
+            self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
 
-    def _push(self, pushes: list[_Push], first_layer: int, num_layers: int) -> None:
-        for push in pushes:
-            prompt = push.prompt
+    def _announce(self, finals: list[_FinalBlocks], first_layer: int, num_layers: int) -> None:
+        for final in finals:
+            prompt = final.prompt
             if self._prompts.get(prompt.sequence.key) is not prompt:
                 continue
             if prompt.transfer is None:
-                prompt.transfer = prompt.context.run(self._open_transfer, prompt, push.block_table)
-                prompt.begun_s, prompt.opened_s = push.begun_s, self._loop.time()
+                prompt.transfer = prompt.context.run(self._open_transfer, prompt, final.block_table)
+                prompt.begun_s, prompt.opened_s = final.begun_s, self._loop.time()
                 prompt.started.set()
-            blocks = kv.Span(push.blocks.start, len(push.blocks))
-            prompt.transfer.push(blocks, kv.Span(first_layer, num_layers))
+            blocks = kv.Span(final.blocks.start, len(final.blocks))
+            prompt.transfer.announce(blocks, kv.Span(first_layer, num_layers))
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> OutgoingTransfer:
         destination = prompt.destination
-        prompt.transfer_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
+        prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
         return self._sender.open(
             TransferSpec(
                 transfer_id=destination.transfer_id,
@@ -261,16 +262,16 @@ class PrefillService:
         )
 
     def on_step(self, result: StepResult) -> None:
-        """Deliver first tokens and refusals to the waiting calls."""
+        """Deliver first tokens and failures to the waiting calls."""
         for output in result.outputs:
             prompt = self._prompts.get((output.request_id, output.attempt))
             if prompt is not None:
                 self._metrics.cached(output.cached_tokens)
                 prompt.first_token.set_result(output)
-        for sequence, error in result.refused:
+        for sequence, error in result.failed:
             prompt = self._prompts.get(sequence.key)
             if prompt is not None:
-                prompt.is_refused = True
+                prompt.has_failed = True
                 prompt.first_token.set_exception(error)
 
 
@@ -285,7 +286,7 @@ def final_blocks(item: ScheduledSequence, block_size: int) -> range:
     return range(start, max(start, end))
 
 
-async def _first_token(first_token: asyncio.Future[StepOutput], transfer: OutgoingTransfer) -> StepOutput:
+async def _first_token(first_token: asyncio.Future[SequenceOutput], transfer: OutgoingTransfer) -> SequenceOutput:
     """Wait for the first token. If the transfer fails first, raise its error: further computation would be useless."""
     ended = asyncio.ensure_future(transfer.ended())
     either: list[asyncio.Future[Any]] = [first_token, ended]

@@ -17,7 +17,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        events = self._service.prefill(wire.request_from_proto(request.sequence), _destination(request.destination))
+        events = self._service.prefill(wire.spec_from_proto(request.sequence), _destination(request.destination))
         async with contextlib.aclosing(events):
             async for event in events:
                 for message in _messages(event):
@@ -31,7 +31,7 @@ def _destination(message: prefill_pb2.KvDestination) -> Destination:
         message.incarnation,
         message.transfer_id,
         message.ready_tokens,
-        wire.ranks_from_proto(message.ranks),
+        wire.kv_endpoints_from_proto(message.ranks),
     )
 
 

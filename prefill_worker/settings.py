@@ -16,7 +16,9 @@ class PrefillSettings(WorkerSettings):
         env=("MAX_BATCH_PREFILL_TOKENS",),
     )
     max_num_seqs: int = setting(
-        64, "maximum prompts computed concurrently; at most max_batch_prefill_tokens, as each needs a token of a step"
+        64,
+        "maximum prompts computed concurrently; at most max_batch_prefill_tokens, as each needs a token of a step; a "
+        "decode worker's max_rolling_batch_size counts running sequences",
     )
     kv_transports: str = setting("shm,grpc", "transports for KV, in order of preference")
 

@@ -2,8 +2,9 @@
 
     setup ──▶ load weights ──▶ loaded ──▶ number of blocks ──▶ ready ──▶ commands, until the worker is gone
 
-The process never outlives its worker: it ends when its socket closes, and the system kills it with its parent. Signals
-to the process group are for the worker, which drains first.
+The process never outlives its worker. A worker that stops kills its ranks after its last step. If it ends otherwise, a
+rank ends when its socket closes, and Linux kills it when the worker's thread that started it ends. Signals to the
+process group are for the worker, which drains first.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def main() -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Let the system kill this process as soon as its parent ends."""
+    """Let Linux kill this process as soon as the thread of the parent that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before
         os._exit(1)

@@ -1,10 +1,17 @@
 """A rank's work between its start and the end of its worker, and what the worker learns if the rank fails."""
 
+import os
 import socket
 
 import structlog
+import torch
 
-from engine.ranks.launch import RankSetup, serve_rank
+from engine.load import resolve
+from engine.models.model_config import ModelConfig
+from engine.ranks.collectives import shared_store
+from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message, send_message
+from engine.ranks.rank import Rank, map_kv
+from engine.ranks.shared import SharedGroup, StepMemory, decode_command
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import configure_logging, flush_outputs
 
@@ -16,7 +23,7 @@ def serve(leader: socket.socket) -> int:
     try:
         setup = RankSetup.receive(leader)
         configure_logging("rank_worker", level=setup.log_level)
-        serve_rank(setup, leader)
+        _serve_rank(setup, leader)
     except ConnectionError:  # the worker has ended
         return 1
     except Exception as error:
@@ -26,3 +33,25 @@ def serve(leader: socket.socket) -> int:
         flush_outputs()
         return 1
     return 0
+
+
+def _serve_rank(setup: RankSetup, leader: socket.socket) -> None:
+    """Load the rank's share, then execute commands until the leader is gone. Raises ConfigurationError, and
+    ConnectionError if the leader ends before the rank is ready.
+    """
+    os.sched_setaffinity(0, setup.cores)
+    torch.set_num_threads(setup.num_threads)
+    settings, config = resolve(setup.settings)
+    assert isinstance(config, ModelConfig), "the leader has checked it"
+    memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=setup.max_blocks, fd=setup.memory_fd)
+    group = SharedGroup(setup.rank, setup.size, memory)
+    rank = Rank(settings, config, group, shared_store(setup.store_fd))
+    send_message(leader, loaded=True)
+    allocated = receive_message(leader)
+    num_blocks = allocated["num_blocks"]
+    caches = rank.caches(num_blocks, map_kv(setup.kv_fd, allocated["kv_bytes"]))
+    rank.connect()
+    execute = rank.follow(caches[setup.rank])
+    send_message(leader, ready=True)
+    while message := leader.recv(MAX_MESSAGE_BYTES):
+        execute(decode_command(message))

@@ -51,29 +51,29 @@ class RouterProcess:
         self.public = Server(listen)
         self._callers = keys or NoKeys()
         caller = Caller(mint_id(), settings.load_credentials())
-        self.internal = coordinate(settings, self.membership, caller)
+        self.coordination = coordinate(settings, self.membership, caller)
         self.metrics = RouterMetrics()
         self.journal = Journal(time.monotonic, [self.metrics])
         self._channels = Channels(self.membership, caller.credentials.tls)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
-        prefills = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
-        self.models = [
+        prefill_client = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
+        self.model_routers = [
             ModelRouter(
                 model_settings.located(_downloading),
-                self.internal.limiter_for(model_settings.served_name),
+                self.coordination.limiter_for(model_settings.served_name),
                 table=self.membership,
                 links=self._links,
-                prefills=prefills,
+                prefill_client=prefill_client,
                 journal=self.journal,
                 on_change=self._mesh_changed,
                 on_gap=self.metrics.gaps.add,
             )
             for model_settings in settings.each_model()
         ]
-        self._services = GenerationServices([model.service for model in self.models], self.journal)
+        self._services = GenerationServices([model_router.service for model_router in self.model_routers], self.journal)
         self._readiness = Readiness(
             self.public,
-            [model.mesh for model in self.models],
+            [model_router.mesh for model_router in self.model_routers],
             expect_prefill=settings.expect_prefill,
             expect_decode=settings.expect_decode,
             on_ready=lambda: announce("ready"),
@@ -83,16 +83,16 @@ class RouterProcess:
     async def start(self) -> None:
         """Serve the public and the internal port, and follow the mesh."""
         self.membership.on_change(self._mesh_changed)
-        self.metrics.watch(self.models)
+        self.metrics.watch(self.model_routers)
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
         )
-        mesh_servicer = MeshServicer(self.models, self.journal, self._callers, time.monotonic)
+        mesh_servicer = MeshServicer(self.model_routers, self.journal, self._callers, time.monotonic)
         mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
-        await asyncio.gather(*(model.start() for model in self.models))
-        await self.internal.start()
+        await asyncio.gather(*(model_router.start() for model_router in self.model_routers))
+        await self.coordination.start()
         await self.public.start(SERVICES)
-        runs = (self._readiness.run(), *(model.run() for model in self.models))
+        runs = (self._readiness.run(), *(model_router.run() for model_router in self.model_routers))
         self._tasks = [asyncio.create_task(run) for run in runs]
 
     async def stop(self, grace_s: float) -> None:
@@ -103,22 +103,22 @@ class RouterProcess:
         await self._readiness.end()
         await self._services.drain(grace_s)
         await self.public.stop(_FLUSH_S)
-        for model in self.models:
-            model.close()
+        for model_router in self.model_routers:
+            model_router.close()
         await self._links.close()
         await self._channels.close()
-        await self.internal.stop()
+        await self.coordination.stop()
 
     def _require_served(self, info: WorkerInfo) -> None:
-        require_served([model.model for model in self.models], info)
+        require_served([model_router.model for model_router in self.model_routers], info)
 
     def _mesh_changed(self) -> None:
         """A worker has joined, left, reported, been proven or tripped; or a link has come up or broken."""
         self.journal.follow(self.membership.workers())
         self._channels.reconcile()
         self._links.reconcile()
-        for model in self.models:
-            model.mesh_changed()
+        for model_router in self.model_routers:
+            model_router.mesh_changed()
         self._readiness.wake()
 
 
@@ -143,7 +143,7 @@ async def serve(settings: RouterSettings) -> None:
     gc.freeze()  # long-lived objects: garbage collection need not scan them with the interpreter lock held
     async with serving_metrics(router.metrics.registry, settings), watching_loop(router.metrics.registry):
         await router.start()
-        announce("listening", address=router.public.address, registry_address=router.internal.address)
+        announce("listening", address=router.public.address, registry_address=router.coordination.address)
         await until_stopped(settings)
         await router.stop(settings.grace_s)
 

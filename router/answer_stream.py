@@ -19,7 +19,7 @@ from mesh.domain.errors import DeadlineExceeded
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
 from router.api.validation import ValidRequest
-from router.choice import Choice, Chunk, TokenEvent, TopToken
+from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken
 from router.served_model import PromptEncoder
 
 # Over all choices of a stream, alternatives included. An event takes about 200 bytes, so this is less than 1 MiB.
@@ -72,7 +72,7 @@ class GenerationStream:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when no choice runs any more."""
 
-    async def chunks(self) -> AsyncGenerator[Chunk, None]:
+    async def chunks(self) -> AsyncGenerator[ChoiceEvents, None]:
         """Yield chunks as they become ready. Raises the error that the stream ends with."""
         try:
             while self._num_open or self._ready or self._error is not None:
@@ -126,7 +126,7 @@ class GenerationStream:
             self._waiter = self._loop.create_future()
             await self._waiter
 
-    def _take_ready(self) -> list[Chunk]:
+    def _take_ready(self) -> list[ChoiceEvents]:
         choices, self._ready = self._ready, {}
         chunks = [chunk for choice in choices if (chunk := choice.take()) is not None]
         return chunks if self._num_best is None else [replace(chunk, index=i) for i, chunk in enumerate(chunks)]
@@ -192,7 +192,7 @@ class Delta(NamedTuple):
     A delta without a chunk carries a part of the prompt's tokens, and more deltas follow.
     """
 
-    chunk: Chunk | None
+    chunk: ChoiceEvents | None
     prompt: PromptInfo | None = None
     echo: str = ""
 
@@ -218,7 +218,7 @@ class Answer:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield all messages; each choice's first one carries the echo. Raises the error that the request ends with."""
-        waiting: list[Chunk] = []
+        waiting: list[ChoiceEvents] = []
         prompt_sent = False
         echoed: set[int] = set()
         async with aclosing(self._stream.chunks()) as chunks:
@@ -242,7 +242,7 @@ class Answer:
                     prompt = None
                 waiting.clear()
 
-    def _knows_prompt(self, chunk: Chunk) -> bool:
+    def _knows_prompt(self, chunk: ChoiceEvents) -> bool:
         """The prompt's log-probs come with the first tokens of the first choice; other choices wait for them."""
         return not self._valid.params.prompt_logprobs or chunk.index == 0
 

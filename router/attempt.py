@@ -29,12 +29,12 @@ from mesh.domain.errors import (
     TransferFailed,
     WorkerLost,
 )
-from mesh.domain.request import Request, mint_id
-from mesh.domain.tokens import StepOutput
+from mesh.domain.request import SequenceSpec, mint_id
+from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import WorkerInfo
 from mesh.rpc.status import ERROR_KEY
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
-from router.admission.in_flight import Reservation
+from router.admission.in_flight import CapacityReservation
 from router.choice import Choice
 from router.timeline import Timeline
 from router.workers.connections import Caller, Channels, responses_of
@@ -62,7 +62,7 @@ class TransferFinished:
     duration_s: float | None
 
 
-PrefillEvent = PrefillStarted | StepOutput | TransferFinished
+PrefillEvent = PrefillStarted | SequenceOutput | TransferFinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class PrefillClient:
         self._timeout_s = timeout_s
 
     async def run(
-        self, worker: WorkerInfo, request: Request, destination: KVDestination
+        self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yield the events of one prefill. Closing the generator cancels the call.
 
@@ -147,16 +147,16 @@ def _is_too_large(error: MeshError) -> bool:
     )
 
 
-def _message(request: Request, destination: KVDestination) -> prefill_pb2.PrefillRequest:
+def _message(request: SequenceSpec, destination: KVDestination) -> prefill_pb2.PrefillRequest:
     proto = prefill_pb2.KvDestination(
         address=destination.decode.address,
         worker_id=destination.decode.worker_id,
         incarnation=destination.decode.incarnation,
         transfer_id=destination.transfer_id,
         ready_tokens=destination.ready_tokens,
-        ranks=wire.ranks_to_proto(destination.decode.ranks),
+        ranks=wire.kv_endpoints_to_proto(destination.decode.kv_endpoints),
     )
-    return prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=proto)
+    return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=proto)
 
 
 def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:
@@ -182,7 +182,7 @@ class AttemptTimeouts:
 
 
 class Attempt:
-    """Call `run` once, or `close`. A SequenceListener of its decode link.
+    """One attempt at a choice, and the SequenceListener of its decode link. Call `run` once, or `close`.
 
     The attempt owns the reservation. `forks` are attempts that start together with this one and share its prompt.
     """
@@ -190,11 +190,11 @@ class Attempt:
     def __init__(
         self,
         choice: Choice,
-        request: Request,
-        reservation: Reservation,
+        request: SequenceSpec,
+        reservation: CapacityReservation,
         *,
         link: DecodeLink,
-        prefills: PrefillClient,
+        prefill_client: PrefillClient,
         timeline: Timeline,
         timeouts: AttemptTimeouts,
         forks: "Sequence[Attempt]" = (),
@@ -209,9 +209,9 @@ class Attempt:
         self._link = link
         self._timeline = timeline
         self._forks = forks
-        self._prefills = prefills
+        self._prefill_client = prefill_client
         self._timeouts = timeouts
-        self._prefill: asyncio.Task[None] | None = None
+        self._prefill_call: asyncio.Task[None] | None = None
         self._has_first_token = False
         self._is_transferred = False
         self._is_decoding = False
@@ -230,8 +230,8 @@ class Attempt:
             if not self._reservation.is_fork:
                 await self._start()
             await self._wait_ended()
-            if self._forks and self._prefill is not None:  # forks need its KV, even if it ended with its first token
-                await asyncio.wait({self._prefill})
+            if self._forks and self._prefill_call is not None:  # forks need its KV, even after one token
+                await asyncio.wait({self._prefill_call})
         finally:
             self.close()
 
@@ -253,7 +253,7 @@ class Attempt:
         if not self._reserved.done():
             self._reserved.set_result(ready_tokens)
 
-    def on_output(self, output: StepOutput) -> None:
+    def on_output(self, output: SequenceOutput) -> None:
         if not self._is_decoding:
             self._is_decoding = True
             self._timeline.mark("decode_started")
@@ -270,7 +270,7 @@ class Attempt:
         """A worker has stalled, and other workers can take over."""
         self._end(WorkerLost(f"worker {worker.worker_id} has stalled"), worker)
 
-    def _accept(self, output: StepOutput) -> None:
+    def _accept(self, output: SequenceOutput) -> None:
         self._last_event_s = self._clock()
         try:
             if self._request.attempt == 0 and output.cached_tokens:
@@ -324,19 +324,19 @@ class Attempt:
 
     def _prefill_runs(self) -> bool:
         """True while the prefill call runs: the call has a deadline of its own."""
-        return self._prefill is not None and not self._prefill.done()
+        return self._prefill_call is not None and not self._prefill_call.done()
 
     def _start_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
-        self._prefill = asyncio.get_running_loop().create_task(self._run_prefill(worker, destination))
-        self._prefill.add_done_callback(self._prefill_ended)
+        self._prefill_call = asyncio.get_running_loop().create_task(self._run_prefill(worker, destination))
+        self._prefill_call.add_done_callback(self._prefill_ended)
 
     async def _run_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
-        async with aclosing(self._prefills.run(worker, self._request, destination)) as events:
+        async with aclosing(self._prefill_client.run(worker, self._request, destination)) as events:
             async for event in events:
                 self._on_prefill(event)
 
     def _on_prefill(self, event: PrefillEvent) -> None:
-        if isinstance(event, StepOutput):
+        if isinstance(event, SequenceOutput):
             if (event.request_id, event.attempt) != (self._request.request_id, self._request.attempt):
                 return
             if event.tokens:  # events without tokens carry log-probs of the prompt
@@ -373,7 +373,7 @@ class Attempt:
         `run` calls this; callers only need it if `run` never ran.
         """
         self._link.abort((self._request.request_id, self._request.attempt))
-        if self._prefill is not None:
-            self._prefill.cancel()
+        if self._prefill_call is not None:
+            self._prefill_call.cancel()
         self._reservation.release()
         self._end(None, None)

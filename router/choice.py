@@ -1,6 +1,6 @@
 """One choice: a continuation of the prompt, with its tokens, text, and events that the client has not read. No I/O.
 
-    StepOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ Chunk
+    SequenceOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ ChoiceEvents
 
 Every token makes exactly one event, in order and at once; its text is empty while it is held back. Text that is
 released only at the end is added to the last token, so that the joined texts of all events are the result.
@@ -10,8 +10,9 @@ Sibling choices of one prompt start together: the prompt is computed and sent on
     first choice    waits for its siblings ─▶ is placed, with capacity for all ─▶ starts them as forks ─▶ computed
     other choices   wait for a fork ─────────────▶ an attempt on the same decode worker ──▶ fork from the prompt there
 
-Only the first attempts of choices are started together. A choice that replays later is placed alone. So is a choice
-that asks for a fork after the first choice has its first token: the prompt is in prefix caches by then.
+A choice that replays before the first choice has its first token asks for a fork again, and starts with the first
+choice's next attempt. A choice is placed alone if it has tokens of its own, or if the first choice has its first token:
+the prompt is in prefix caches by then.
 """
 
 import asyncio
@@ -20,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from mesh.domain.errors import AttemptsFailed
-from mesh.domain.request import Request
-from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
+from mesh.domain.request import SequenceSpec
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceOutput, TokenLogprob
 from router.admission.fair_queue import QueueEntry
 from router.api.validation import ValidRequest
 from router.tenants import Tenant
@@ -42,7 +43,7 @@ class WaitingFork:
     """A choice that waits to be forked. `attempt` resolves to its attempt, or to None if it must be placed alone."""
 
     choice: "Choice"
-    request: Request
+    request: SequenceSpec
     timeline: Timeline
     attempt: "asyncio.Future[Attempt | None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -108,9 +109,9 @@ class TokenOrder:
         self.next_index = 0
         self._max_early = max_early
         self._num_early = 0
-        self._early: list[StepOutput] = []
+        self._early: list[SequenceOutput] = []
 
-    def accept(self, output: StepOutput) -> list[_Batch]:
+    def accept(self, output: SequenceOutput) -> list[_Batch]:
         """Return the tokens that are in order now, with the finish reason that follows the last one, if any."""
         if output.first_index > self.next_index:
             if self._num_early + _size(output) <= self._max_early:
@@ -127,14 +128,14 @@ class TokenOrder:
         self._early.clear()
         self._num_early = 0
 
-    def _pop_due(self) -> StepOutput | None:
+    def _pop_due(self) -> SequenceOutput | None:
         for index, output in enumerate(self._early):
             if output.first_index <= self.next_index:
                 self._num_early -= _size(output)
                 return self._early.pop(index)
         return None
 
-    def _cut(self, output: StepOutput) -> _Batch:
+    def _cut(self, output: SequenceOutput) -> _Batch:
         """Drop tokens seen before. The finish reason counts only if no later token is known."""
         num_seen = self.next_index - output.first_index
         tokens = output.tokens[num_seen:] if num_seen else output.tokens
@@ -143,7 +144,7 @@ class TokenOrder:
         return tokens, output.finish_reason if is_last else None
 
 
-def _size(output: StepOutput) -> int:
+def _size(output: SequenceOutput) -> int:
     """Number of tokens; 1 for an output that only ends the sequence, so that it is kept too."""
     return max(1, len(output.tokens))
 
@@ -177,7 +178,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChoiceEvents:
     """New events of one choice; `finish_reason`, `usage` and `timing` come with its last one."""
 
     index: int
@@ -247,13 +248,13 @@ class Choice:
         queue_entry = self._valid.queue_entry
         return queue_entry if self.index == 0 else replace(queue_entry, first_token_by_s=None)
 
-    def next_request(self, attempt: int, *, eos_token_ids: frozenset[int], namespace: str) -> Request:
+    def next_spec(self, attempt: int, *, eos_token_ids: frozenset[int], namespace: str) -> SequenceSpec:
         """Return the request of the next attempt: the prompt and all tokens generated so far."""
         self._order.restart()
         params = self._valid.params
         if not self._knows_prompt:
             self.prompt_logprobs = []
-        return Request(
+        return SequenceSpec(
             request_id=self.request_id,
             attempt=attempt,
             token_ids=(*self._valid.worker_prompt, *self.token_ids),
@@ -266,7 +267,7 @@ class Choice:
             traceparent=self.traceparent,
         )
 
-    def accept(self, output: StepOutput) -> None:
+    def accept(self, output: SequenceOutput) -> None:
         """Take in a worker's output.
 
         Output after the end is dropped. Raises AttemptsFailed for an unknown finish reason.
@@ -294,13 +295,13 @@ class Choice:
         """Record how many prompt tokens the first attempt found in a prefix cache."""
         self.cached_tokens = max(num_tokens, self.cached_tokens or 0)
 
-    def take(self) -> Chunk | None:
+    def take(self) -> ChoiceEvents | None:
         """Return the unread events, or None without any. The last chunk has the finish reason."""
         if not self._pending and self.finish_reason is None:
             return None
         tokens, self._pending = self._pending, []
         usage = self.usage() if self.finish_reason is not None else None
-        return Chunk(self.index, tokens, self.finish_reason, usage, self.timing)
+        return ChoiceEvents(self.index, tokens, self.finish_reason, usage, self.timing)
 
     def usage(self) -> Usage:
         """Token counts so far."""

@@ -2,13 +2,13 @@
 
 queued ─▶ placed (queue, placement) ─▶ attempt 0 ─▶ finished
              ▲                            │ Replayable: worker lost, KV refused, preempted, no capacity, draining
-             └── backoff ◀── Replay ◀─────┘           next attempt: prompt + tokens so far, same seed, front of queue
+             └ backoff ◀─ FailureHistory ◀┘           next attempt: prompt + tokens so far, same seed, front of queue
                 (and budget)                          the failure counts against the workers that may have caused it
 deadline passed ─▶ DeadlineExceeded       too many failures without a token ─▶ NoWorkers or Overloaded
 cancelled ─▶ the attempt aborts on both workers and releases its reservation
 
-Replay decides how often, how soon, and on which workers not. Consecutive attempts without a new token are counted. So
-are workers lost under the request, because a request that crashes workers must not be retried forever.
+FailureHistory decides how often to replay, how soon, and on which workers not. Consecutive attempts without a new token
+are counted. So are workers lost under the request, because a request that crashes workers must not be retried forever.
 
 The first replay after progress is free and, if a worker was lost, immediate: all streams of a dead worker move at once.
 Later replays draw on one budget per model and wait for it rather than fail, so that no failure causes a storm.
@@ -31,10 +31,10 @@ from mesh.domain.errors import (
     WorkerBusy,
     WorkerLost,
 )
-from mesh.domain.request import Fork, Request
+from mesh.domain.request import Fork, SequenceSpec
 from mesh.domain.worker import WorkerInfo
 from mesh.retry import backoff_s
-from router.admission.in_flight import Reservation
+from router.admission.in_flight import CapacityReservation
 from router.admission.placement import Placement, PlacementQuery, PrefixChain
 from router.admission.queue import PlacementQueue
 from router.attempt import Attempt, AttemptTimeouts, PrefillClient
@@ -54,8 +54,11 @@ _MAX_BACKOFF_S = 1.0
 _PREFILL_LOCALLY_AFTER = 3
 
 
-class Replay:
-    """The failures of one choice. `avoid` holds incarnations of workers that failed it since its last progress."""
+class FailureHistory:
+    """The failures of one choice so far, and what follows from them.
+
+    `avoid` holds incarnations of workers that failed it since its last progress.
+    """
 
     def __init__(self, settings: RouterSettings) -> None:
         self.attempt = 0
@@ -114,7 +117,7 @@ class ReplayBudget:
         self._clock = clock
         self._burst = burst
         self._per_s = per_s
-        self._num_tokens = float(burst)  # below zero: tokens promised to waiting replays
+        self._level = float(burst)  # below zero: tokens promised to waiting replays
         self._counted_at_s = clock()
 
     async def draw(self) -> None:
@@ -128,13 +131,13 @@ class ReplayBudget:
     def take_s(self) -> float:
         """Take a token and return the seconds until it is available."""
         now_s = self._clock()
-        refilled = self._num_tokens + (now_s - self._counted_at_s) * self._per_s
-        self._num_tokens, self._counted_at_s = min(self._burst, refilled) - 1, now_s
-        return max(0.0, -self._num_tokens / self._per_s)
+        refilled = self._level + (now_s - self._counted_at_s) * self._per_s
+        self._level, self._counted_at_s = min(self._burst, refilled) - 1, now_s
+        return max(0.0, -self._level / self._per_s)
 
     def give_back(self) -> None:
         """Return an unused token."""
-        self._num_tokens += 1
+        self._level += 1
 
 
 class Dispatcher:
@@ -147,7 +150,7 @@ class Dispatcher:
         *,
         queue: PlacementQueue,
         links: DecodeLinks,
-        prefills: PrefillClient,
+        prefill_client: PrefillClient,
         health: WorkerHealth,
         journal: Journal,
         on_trip: Callable[[], None],
@@ -156,7 +159,7 @@ class Dispatcher:
         self._settings = settings
         self._queue = queue
         self._links = links
-        self._prefills = prefills
+        self._prefill_client = prefill_client
         self._health = health
         self._journal = journal
         self._on_trip = on_trip
@@ -173,19 +176,21 @@ class Dispatcher:
 
         `deadline_s` is on the event loop's clock.
         """
-        replay = Replay(self._settings)
+        failures = FailureHistory(self._settings)
         try:
             async with asyncio.timeout_at(deadline_s):
                 while choice.finish_reason is None:
-                    await self._try_once(choice, replay, timeline, deadline_s)
+                    await self._try_once(choice, failures, timeline, deadline_s)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline has passed") from None
 
-    async def _try_once(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> None:
+    async def _try_once(
+        self, choice: Choice, failures: FailureHistory, timeline: Timeline, deadline_s: float | None
+    ) -> None:
         """Run one attempt; if it fails, wait for the backoff and the replay budget."""
         attempt: Attempt | None = None
         try:
-            attempt = await self._dispatch(choice, replay, timeline, deadline_s)
+            attempt = await self._dispatch(choice, failures, timeline, deadline_s)
             await attempt.run()
             self._health.attempt_finished(attempt.placement)
         except Replayable as error:
@@ -197,14 +202,14 @@ class Dispatcher:
             log.info(
                 "replay",
                 request_id=choice.request_id,
-                attempt=replay.attempt,
+                attempt=failures.attempt,
                 num_tokens=len(choice.token_ids),
                 worker=blamed and blamed.worker_id,
                 cause=type(error).__name__,
                 error=str(error),
             )
-            await asyncio.sleep(replay.after(error, num_tokens=len(choice.token_ids), blamed=blamed))
-            if not replay.is_free:
+            await asyncio.sleep(failures.after(error, num_tokens=len(choice.token_ids), blamed=blamed))
+            if not failures.is_free:
                 await self._budget.draw()
 
     def _count_failure(self, attempt: Attempt, error: Replayable) -> None:
@@ -224,10 +229,12 @@ class Dispatcher:
         if trips:
             self._on_trip()
 
-    async def _dispatch(self, choice: Choice, replay: Replay, timeline: Timeline, deadline_s: float | None) -> Attempt:
+    async def _dispatch(
+        self, choice: Choice, failures: FailureHistory, timeline: Timeline, deadline_s: float | None
+    ) -> Attempt:
         """Return an attempt: forked from the first choice's, or placed through the queue."""
-        request = choice.next_request(
-            replay.attempt,
+        request = choice.next_spec(
+            failures.attempt,
             eos_token_ids=self._model.facts.eos_token_ids,
             namespace=choice.tenant.cache_namespace(self._model.name),
         )
@@ -239,8 +246,8 @@ class Dispatcher:
                 return attempt
         elif siblings is not None:
             await siblings.wait_for_all()
-        query = self._query(choice, request, replay)
-        reservation = await self._queue.place(query, choice.queue_entry, is_replay=replay.attempt > 0)
+        query = self._query(choice, request, failures)
+        reservation = await self._queue.place(query, choice.queue_entry, is_replay=failures.attempt > 0)
         _note_placed(timeline, reservation.placement)
         link = self._links.find(reservation.placement.decode)
         if link is None:
@@ -258,13 +265,13 @@ class Dispatcher:
             request,
             reservation,
             link=link,
-            prefills=self._prefills,
+            prefill_client=self._prefill_client,
             timeline=timeline,
             timeouts=self._timeouts,
             forks=forks,
         )
 
-    def _fork(self, fork: WaitingFork, reservation: Reservation, link: DecodeLink) -> Attempt:
+    def _fork(self, fork: WaitingFork, reservation: CapacityReservation, link: DecodeLink) -> Attempt:
         """Give a sibling an attempt that forks from the one with this reservation."""
         _note_placed(fork.timeline, reservation.placement)
         fork.timeline.mark("prefill_started")
@@ -273,25 +280,25 @@ class Dispatcher:
             fork.request,
             reservation.fork(),
             link=link,
-            prefills=self._prefills,
+            prefill_client=self._prefill_client,
             timeline=fork.timeline,
             timeouts=self._timeouts,
         )
         fork.attempt.set_result(attempt)
         return attempt
 
-    def _query(self, choice: Choice, request: Request, replay: Replay) -> PlacementQuery:
+    def _query(self, choice: Choice, request: SequenceSpec, failures: FailureHistory) -> PlacementQuery:
         return PlacementQuery(
             num_tokens=len(request.token_ids),
             max_total_tokens=request.max_total_tokens,
             chain=PrefixChain(request.token_ids, request.cache_namespace, self._model.whole_prompt(request)),
             num_seqs=choice.siblings.num_seqs if choice.siblings is not None and choice.index == 0 else 1,
-            avoid=replay.avoid,
-            prefill_locally=replay.prefill_locally,
+            avoid=failures.avoid,
+            prefill_locally=failures.prefill_locally,
         )
 
 
-def _fork_of(request: Request) -> Fork:
+def _fork_of(request: SequenceSpec) -> Fork:
     return Fork(request.request_id, request.attempt, request.sampling.seed or 0, request.traceparent)
 
 

@@ -1,8 +1,8 @@
 """The record of a router's requests: recent incidents and traces for operators, and the spans of choices.
 
-The journal is kept in memory only; the access log has the full history. The journal does no I/O; `clock` is the
-registry's monotonic clock, in seconds. A ChoiceSpan begins with its choice; its child spans, the phases, are made from
-the journal's trace when the choice has ended. OpenTelemetry sends spans from a thread of its own.
+The journal is kept in memory only; the access log has the full history. The journal does no I/O; `clock` returns
+monotonic seconds. A ChoiceSpan begins with its choice; its child spans, the phases, are made from the journal's trace
+when the choice has ended. OpenTelemetry sends spans from a thread of its own.
 """
 
 import time
@@ -102,7 +102,7 @@ class JournalReader(Protocol):
 
 
 class Journal:
-    """One instance per router. Counts are since its start."""
+    """Records incidents and traces, and counts how choices end. One per router; counts are since its start."""
 
     def __init__(self, clock: Callable[[], float], readers: Iterable[JournalReader] = ()) -> None:
         self._clock = clock

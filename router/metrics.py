@@ -6,7 +6,6 @@ has ended; only gaps between tokens are counted as they come.
 
 from collections import Counter as CountOf
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -21,25 +20,13 @@ from mesh.domain.errors import (
 )
 from mesh.domain.worker import WorkerRole, WorkerState
 from mesh.metrics import SECONDS, TOKENS, Gaps, OnLoop, new_registry
-from router.admission.in_flight import InFlightTable
-from router.admission.limiter import ConcurrencyLimiter
-from router.admission.queue import PlacementQueue
 from router.journal import CANCELLED, Incident, IncidentKind, Trace
+from router.operated_model import OperatedModel
 from router.timeline import PHASES, Timing
-from router.workers.health import MeshView
-
-
-class OperatedModel(Protocol):
-    """The parts of one model's router that operators are shown. Implementation: ModelRouter."""
-
-    limiter: ConcurrencyLimiter
-    queue: PlacementQueue
-    in_flight: InFlightTable
-    mesh: MeshView
 
 
 class RouterMetrics:
-    """One instance per router. A JournalReader."""
+    """Counts and times what a router's journal reports: a JournalReader, one per router."""
 
     def __init__(self) -> None:
         self.registry = new_registry()

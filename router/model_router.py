@@ -21,8 +21,9 @@ from router.service import GenerationService
 from router.settings import RouterSettings
 from router.workers.canary import CanaryRunner
 from router.workers.decode_link import DecodeLinks
-from router.workers.health import MeshView, WorkerHealth
+from router.workers.health import WorkerHealth
 from router.workers.membership import WorkerTable
+from router.workers.mesh_view import MeshView
 
 
 class ModelRouter:
@@ -39,7 +40,7 @@ class ModelRouter:
         *,
         table: WorkerTable,
         links: DecodeLinks,
-        prefills: PrefillClient,
+        prefill_client: PrefillClient,
         journal: Journal,
         on_change: Callable[[], None],
         on_gap: Callable[[float], None],
@@ -71,7 +72,7 @@ class ModelRouter:
             health=self.health,
             mesh=self.mesh,
             links=links,
-            prefills=prefills,
+            prefill_client=prefill_client,
             timeout_s=settings.canary_timeout_s,
             on_change=on_change,
         )
@@ -81,7 +82,7 @@ class ModelRouter:
             settings,
             queue=self.queue,
             links=links,
-            prefills=prefills,
+            prefill_client=prefill_client,
             health=self.health,
             journal=journal,
             on_trip=on_change,

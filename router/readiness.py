@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from mesh.domain.worker import WorkerRole
 from mesh.rpc.server import Server
-from router.workers.health import MeshView
+from router.workers.mesh_view import MeshView
 
 SERVICES = ("tandem.v1.Generation", "tandem.v1.Mesh")
 _ROUTER_NAMES = ("", *SERVICES)

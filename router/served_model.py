@@ -16,7 +16,7 @@ from typing import TypeVar
 from checkpoint.grammar import GrammarCompiler
 from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
 from mesh.domain.errors import InvalidRequest, LayoutMismatch
-from mesh.domain.request import Request, Structure
+from mesh.domain.request import SequenceSpec, Structure
 from mesh.domain.worker import WorkerInfo
 from router.text.chat import (
     ChatPrompt,
@@ -53,7 +53,7 @@ class ServedModel:
         start = self.facts.decoder_start_token_id
         return () if start is None else (start,)
 
-    def whole_prompt(self, request: Request) -> tuple[int, ...]:
+    def whole_prompt(self, request: SequenceSpec) -> tuple[int, ...]:
         """Return the tokens that all KV depends on: the prompt that an encoder reads; empty for other models."""
         return request.token_ids[: request.num_prompt_tokens] if self.decoder_prompt else ()
 
@@ -75,7 +75,8 @@ class ServedModel:
 class ModelText:
     """Owns the threads and the template process. Call `start` once, and `close` at the end.
 
-    Tokenize calls have an encoder of their own, so that they and generation never wait for each other.
+    Tokenize calls have an encoder of their own, so that they and generation do not wait for each other's tokenizer
+    threads. Both encoders share the template process, one rendering at a time.
     """
 
     def __init__(self, model: ServedModel, model_dir: Path, *, disable_grammars: bool = False) -> None:

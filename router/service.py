@@ -8,7 +8,7 @@ Life of a Generate call:
         ─▶ finished, failed or cancelled: attempts aborted, reservations and permits released
 
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
-has its own threads and its own cap, so Tokenize and Generate never wait for each other.
+has its own threads and its own cap. Tokenize and Generate share the template process, one rendering at a time.
 
 GenerationServices finds a request's model by name.
 """
@@ -47,8 +47,8 @@ from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
-from router.workers.health import MeshView
 from router.workers.membership import capacity_tokens
+from router.workers.mesh_view import MeshView
 
 log = structlog.get_logger(__name__)
 
@@ -97,7 +97,7 @@ class ModelInfo:
 
 
 class GenerationService:
-    """One instance per model. Raises ConfigurationError if the settings' limits do not fit the model.
+    """Serves the calls of one model. Raises ConfigurationError if the settings' limits do not fit the model.
 
     `on_gap` is called with the seconds between two tokens of a choice.
     """

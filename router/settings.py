@@ -53,7 +53,9 @@ class RouterSettings(ModelSettings):
     max_concurrent_requests: int = setting(
         128, "choices in service at a time; more are refused at once", env=("MAX_CONCURRENT_REQUESTS",)
     )
-    max_queued_requests: int = setting(128, "choices waiting for workers; more are refused at once")
+    max_queued_requests: int = setting(
+        128, "attempts waiting for workers, choices of one prompt counted once; more are refused at once"
+    )
     ttft_target_s: float | None = setting(
         None, "default ttft_target of requests: a first token after this many seconds is worthless and not waited for"
     )
@@ -83,7 +85,11 @@ class RouterSettings(ModelSettings):
     no_worker_timeout_s: float = setting(15.0, "how long requests wait while there is no decode worker at all")
     reserve_timeout_s: float = setting(30.0, "how long a decode worker may take to reserve memory")
     prefill_timeout_s: float = setting(300.0, "how long a prompt may take to be computed and handed over")
-    stall_timeout_s: float = setting(60.0, "a sequence without a token for this long is replayed elsewhere")
+    stall_timeout_s: float = setting(
+        60.0,
+        "a sequence without a token for this long is replayed elsewhere, whatever the worker says of itself; see a "
+        "worker's stall_after_s",
+    )
     slow_reader_s: float = setting(20.0, "a client that reads nothing for this long is cut off")
     grace_s: float = setting(10.0, "how long running streams may continue after SIGTERM")
     expect_prefill: int = setting(

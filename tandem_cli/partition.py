@@ -6,10 +6,11 @@ import time
 from pathlib import Path
 
 from checkpoint.source import ModelSource
-from engine.load import RunnerSettings, kv_layout, load_packed, resolve, weights_digest, why_eager
-from engine.models.facts import ModelConfig
+from engine.load import kv_layout, load_packed, resolve, weights_digest, why_eager
+from engine.models.model_config import ModelConfig
 from engine.partition import read_partition, write_partition
 from engine.ranks.share import rank_share
+from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.mesh_plan import find_model

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from checkpoint.source import ModelSource
-from engine.models.config import load_config
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
+from engine.models.read_config import load_config
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 from tandem_cli.capacity.measurement import EngineSteps, StepPlan, probe

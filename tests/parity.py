@@ -35,7 +35,7 @@ import prefill_worker.__main__
 import tandem
 from decode_worker.settings import DecodeSettings
 from engine.load import load_model_runner
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from mesh.logs import configure_logging
 from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess
@@ -132,7 +132,7 @@ async def mesh(model_dir: Path, *, colocated: bool) -> AsyncIterator[tandem.Asyn
     """Router and workers in this process; colocated, the decode worker is alone."""
     router = RouterProcess(RouterSettings(model=str(model_dir), port=0, registry_port=0))
     await router.start()
-    own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.internal.address, "device": "cpu"}
+    own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.coordination.address, "device": "cpu"}
     own |= {"num_threads": 1, "kv_cache_bytes": 2**24, "drain_grace_s": 1.0}
     serving: list[Coroutine[Any, Any, None]] = [
         decode_worker.__main__.serve(DecodeSettings(worker_id="decode-0", max_step_tokens=_SMALL_STEPS, **own))

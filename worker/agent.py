@@ -6,7 +6,6 @@ looks dead.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,7 +42,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class CacheSnapshot:
     """A worker's load and the whole content of its prefix cache. The next report's events start at `next_event`."""
 
     load: WorkerLoad
@@ -62,12 +61,12 @@ class ReportSource(Protocol):
         """Return the load only; the cache events stay for the next report."""
         ...
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> CacheSnapshot:
         """Return the load and the whole cache, which includes all events so far."""
         ...
 
 
-class BeatSink(Protocol):
+class HeartbeatSink(Protocol):
     """The destination of heartbeats. Plug point: a stream to a router, or Redis."""
 
     async def write(self, request: worker_pb2.RegisterRequest) -> None:
@@ -76,7 +75,10 @@ class BeatSink(Protocol):
 
 
 class RegistryAgent:
-    """Keeps one worker registered with one router. Heartbeats report `state`, which the owner may change."""
+    """Makes one worker's heartbeats. `run` sends them to one router; RedisAgent sends them to Redis.
+
+    Heartbeats report `state`, which the owner may change.
+    """
 
     def __init__(self, info: WorkerInfo, source: ReportSource, credentials: Credentials) -> None:
         self.state = WorkerState.READY
@@ -84,7 +86,7 @@ class RegistryAgent:
         self._source = source
         self._credentials = credentials
         self._last = Report()
-        self._pending: asyncio.Task[Report | Snapshot] | None = None
+        self._pending: asyncio.Task[Report | CacheSnapshot] | None = None
         self._is_snapshot_requested = False
         self._wake = asyncio.Event()
 
@@ -93,7 +95,7 @@ class RegistryAgent:
         """The load in the last heartbeat."""
         return self._last.load
 
-    def beat_now(self) -> None:
+    def heartbeat_now(self) -> None:
         """Send the next heartbeat at once, because `state` has changed."""
         self._wake.set()
 
@@ -134,20 +136,20 @@ class RegistryAgent:
             return
         log.info("registered", worker=self.info.worker_id)
         interval_s = wire.duration_from_proto(first.registered.heartbeat_interval)
-        beats = asyncio.create_task(self.beat(call, interval_s))
-        beats.add_done_callback(lambda _: call.cancel())  # a registration without heartbeats is useless
+        heartbeats = asyncio.create_task(self.send_heartbeats(call, interval_s))
+        heartbeats.add_done_callback(lambda _: call.cancel())  # a registration without heartbeats is useless
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 if message.HasField("snapshot_request"):
                     self.ask_snapshot()
         finally:
-            beats.cancel()
+            heartbeats.cancel()
             call.cancel()
-            [ended] = await asyncio.gather(beats, return_exceptions=True)
+            [ended] = await asyncio.gather(heartbeats, return_exceptions=True)
             if isinstance(ended, Exception) and not isinstance(ended, grpc.aio.AioRpcError):
                 log.error("heartbeats failed", exc_info=ended)
 
-    async def beat(self, sink: BeatSink, interval_s: float) -> None:
+    async def send_heartbeats(self, sink: HeartbeatSink, interval_s: float) -> None:
         """Send heartbeats until cancelled, or until `sink` fails."""
         while True:
             for request in await self._requests():
@@ -161,7 +163,7 @@ class RegistryAgent:
     async def _requests(self) -> list[worker_pb2.RegisterRequest]:
         """Return the next messages: a snapshot if a router has requested one, then a heartbeat."""
         report = await self._next_report()
-        if isinstance(report, Snapshot):
+        if isinstance(report, CacheSnapshot):
             self._last = Report(report.load, report.next_event)
             # Routers treat omitted blocks as not cached.
             hashes = report.block_hashes[-MAX_SNAPSHOT_BLOCKS:]
@@ -174,7 +176,7 @@ class RegistryAgent:
         self._last = report
         return [self._heartbeat()]
 
-    async def _next_report(self) -> Report | Snapshot | None:
+    async def _next_report(self) -> Report | CacheSnapshot | None:
         """Return the source's report, or None if it does not come within _REPORT_WAIT_S."""
         pending = self._pending
         if pending is None:
@@ -185,7 +187,7 @@ class RegistryAgent:
         self._pending = None
         return pending.result()
 
-    async def _request_report(self) -> Report | Snapshot:
+    async def _request_report(self) -> Report | CacheSnapshot:
         if self._is_snapshot_requested:
             self._is_snapshot_requested = False
             return await self._source.snapshot()
@@ -208,22 +210,14 @@ def _is_final(error: MeshError) -> bool:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """The Worker gRPC service, for operators: identity, load and drain. `drain` is WorkerRuntime.drain."""
+    """The Worker gRPC service: identity and load, for routers that get no heartbeats of this worker."""
 
-    def __init__(self, info: WorkerInfo, source: ReportSource, drain: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, info: WorkerInfo, source: ReportSource) -> None:
         self._info = info
         self._source = source
-        self._drain = drain
 
     async def GetWorker(
         self, request: worker_pb2.GetWorkerRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetWorkerResponse:
         load = await self._source.load()
         return worker_pb2.GetWorkerResponse(record=wire.worker_to_proto(self._info), load=wire.load_to_proto(load))
-
-    async def Drain(
-        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.DrainResponse:
-        """Accept no new work from now on; running work continues."""
-        await self._drain()
-        return worker_pb2.DrainResponse()

@@ -1,6 +1,12 @@
 """Builds a worker's engine from its settings: model, KV cache and scheduler; describes it to the mesh.
 
-`load_host` also downloads the model if needed, limits the loading time, and reports progress and memory.
+A model is loaded by these functions, from the outside in:
+
+    load_host                  downloads it if needed, limits the time, reports progress and memory
+      build_host               settings of the runner; then the runner, the drafter, the scheduler    -> EngineHost
+        load_runner            ends the process when a rank ends; load tests pass another `Load` instead
+          load_ranked_runner   engine/ranks/launch.py: starts the other ranks; with one rank goes straight on
+            load_model_runner  engine/load.py: weights, KV cache and attention of one rank            -> ModelRunner
 """
 
 import os
@@ -20,13 +26,14 @@ from checkpoint.model_files import tokenizer_fingerprint
 from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemory
-from engine.load import RunnerSettings, draft_block_bytes, kv_layout, load_model_runner, load_speculator
+from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
-from engine.models.config import load_config
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.read_config import load_config
 from engine.ranks.cache import AnyKVCache
 from engine.ranks.launch import fitting_ranks, load_ranked_runner
+from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.speculator import Speculator
@@ -68,6 +75,7 @@ class HostedRunner(Runner, Protocol):
 
 
 Load = Callable[[RunnerSettings, Progress | None], HostedRunner]
+"""Loads a runner, and reports the loaded fraction of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,7 @@ class EngineHost:
     num_ranks: int = 1
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
-        """Scheduler, runner and guesses, joined."""
+        """Scheduler, runner and speculator, joined."""
         return Engine(self.scheduler, self.runner, on_layers, self.settings.compute_cores(), self.speculator)
 
     def worker_info(self, role: WorkerRole) -> WorkerInfo:

@@ -41,7 +41,7 @@ class Worker:
         callbacks = LoopCallbacks(on_step, lambda _: self._engine_died.set(), metrics.stepped)
         self.engine = EngineLoop(host.engine(on_layers), callbacks)
         self.runtime = WorkerRuntime(settings, host.worker_info(role), EngineReports(self.engine))
-        self.runtime.tell(metrics)
+        self.runtime.export_load(metrics)
 
     async def run(
         self,

@@ -8,7 +8,7 @@ from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mesh.domain.request import Request
+from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.metrics import GAP_SECONDS, SECONDS, TOKENS, new_registry
@@ -147,7 +147,7 @@ class DecodeMetrics(WorkerMetrics):
         self._started.labels(kv).inc()
 
 
-def begin_span(service: str, name: str, request: Request) -> Span:
+def begin_span(service: str, name: str, request: SequenceSpec) -> Span:
     """Start a span for a worker's part of a request; a no-op span if the request has no trace. Always end it."""
     if not request.traceparent:
         return INVALID_SPAN

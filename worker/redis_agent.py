@@ -16,12 +16,10 @@ from redis.asyncio.client import PubSub
 from mesh import wire
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, WorkerState
 from mesh.redis_registry import (
-    BEATS,
     FAILURES,
+    HEARTBEATS,
     RECORD_TTL_S,
     WORKERS,
-    RecordSeal,
-    Refused,
     ask_channel,
     record_key,
     require_registry,
@@ -29,6 +27,7 @@ from mesh.redis_registry import (
 )
 from mesh.retry import require_not_cancelled
 from mesh.rpc.credentials import MeshKey
+from mesh.sealed_messages import RecordSeal, Refused
 from mesh.v1 import worker_pb2
 from worker.agent import RegistryAgent
 
@@ -56,12 +55,12 @@ class RedisAgent:
         async with redis.pubsub() as letters:
             # Subscribe before the first heartbeat, because a router may reply to it.
             await letters.subscribe(ask_channel(self._agent.info.worker_id))
-            await self._beat_and_listen(redis, letters)
+            await self._send_and_listen(redis, letters)
 
-    async def _beat_and_listen(self, redis: Redis, letters: PubSub) -> None:
+    async def _send_and_listen(self, redis: Redis, letters: PubSub) -> None:
         publication = _Publication(redis, self._seal, self._agent)
         tasks = [
-            asyncio.create_task(self._agent.beat(publication, HEARTBEAT_INTERVAL_S)),
+            asyncio.create_task(self._agent.send_heartbeats(publication, HEARTBEAT_INTERVAL_S)),
             asyncio.create_task(self._listen(letters)),
         ]
         try:
@@ -107,14 +106,14 @@ class RedisAgent:
         info = self._agent.info
         farewell = worker_pb2.Heartbeat(state=wire.state_to_proto(WorkerState.LOST))
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.publish(BEATS, self._seal.seal(info, worker_pb2.RegisterRequest(heartbeat=farewell)))
+            pipe.publish(HEARTBEATS, self._seal.seal(info, worker_pb2.RegisterRequest(heartbeat=farewell)))
             pipe.delete(record_key(info.worker_id))
             pipe.zrem(WORKERS, info.worker_id)
             await pipe.execute()
 
 
 class _Publication:
-    """The BeatSink to which RegistryAgent writes."""
+    """The HeartbeatSink to which RegistryAgent writes."""
 
     def __init__(self, redis: Redis, seal: RecordSeal, agent: RegistryAgent) -> None:
         self._redis = redis
@@ -130,7 +129,7 @@ class _Publication:
             if request.HasField("heartbeat"):
                 pipe.set(record_key(worker_id), sealed, px=int(RECORD_TTL_S * 1000))
                 pipe.zadd(WORKERS, {worker_id: 0})
-            pipe.publish(BEATS, sealed)
+            pipe.publish(HEARTBEATS, sealed)
             await pipe.execute()
         require_not_cancelled()
         if not self._registered:

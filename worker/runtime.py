@@ -25,7 +25,7 @@ from mesh.process import announce, until_stopped
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
-from worker.agent import RegistryAgent, Report, ReportSource, Snapshot, WorkerServicer
+from worker.agent import CacheSnapshot, RegistryAgent, Report, ReportSource, WorkerServicer
 from worker.metrics import WorkerMetrics
 from worker.settings import WorkerSettings
 
@@ -50,12 +50,12 @@ class WorkerRuntime:
         self.info = replace(info, address=f"{host}:{self.server.port}")
         self._agent = RegistryAgent(self.info, source, self.credentials)
         self._stay_registered = _registration(settings, self.credentials.key, self._agent)
-        servicer = WorkerServicer(self.info, source, self.drain)
+        servicer = WorkerServicer(self.info, source)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
 
-    def tell(self, metrics: WorkerMetrics) -> None:
-        """Export the load and state of the heartbeats as metrics."""
+    def export_load(self, metrics: WorkerMetrics) -> None:
+        """Add the load and state of the heartbeats to the metrics."""
         metrics.watch(self.info, lambda: self._agent.last_load, lambda: self._agent.state)
 
     def is_draining(self) -> bool:
@@ -102,7 +102,7 @@ class WorkerRuntime:
         """Report `state` in heartbeats and health checks. Ignored once the worker drains."""
         if not self.is_draining():
             self._agent.state = state
-            self._agent.beat_now()
+            self._agent.heartbeat_now()
             # set_serving takes effect before its first await, so heartbeat and health always agree.
             await self.server.set_serving(state is WorkerState.READY)
 
@@ -221,7 +221,7 @@ class EngineReports:
     async def load(self) -> WorkerLoad:
         return await self._loop.call(Scheduler.load)
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> CacheSnapshot:
         return await self._loop.call(_snapshot)
 
 
@@ -230,6 +230,6 @@ def _report(scheduler: Scheduler) -> Report:
     return Report(scheduler.load(), first_event, events)
 
 
-def _snapshot(scheduler: Scheduler) -> Snapshot:
+def _snapshot(scheduler: Scheduler) -> CacheSnapshot:
     scheduler.pool.log.take()
-    return Snapshot(scheduler.load(), scheduler.pool.log.next_number, scheduler.pool.cached_hashes)
+    return CacheSnapshot(scheduler.load(), scheduler.pool.log.next_number, scheduler.pool.cached_hashes)

@@ -99,9 +99,14 @@ class WorkerSettings(ModelSettings):
     drain_grace_s: float = setting(30.0, "seconds that running work may take to finish at a stop")
     stall_after_s: float = setting(
         12.0,
-        "not ready once an engine step of up to 64 tokens has run for this long; larger steps in proportion",
+        "report STALLED, and get no new work, once an engine step of up to 64 tokens has run for this long; larger "
+        "steps in proportion; ready again when the step ends",
     )
-    wedged_exit_s: float = setting(300.0, "exit, to be restarted, once one engine step has run for this long; 0: never")
+    wedged_exit_s: float = setting(
+        300.0,
+        "exit, to be restarted, once an engine step of up to 64 tokens has run for this long; larger steps in "
+        "proportion; 0: never; stuck_exit_s is the same for the event loop",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

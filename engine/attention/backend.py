@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from mesh.domain.kv import Span
 
 
@@ -97,7 +97,8 @@ def one_token() -> ForwardMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The attention heads of a model and the treatment of scores. Query head h reads key/value head h // group_size.
+    """The attention heads of a model and the treatment of scores. Query head h reads key/value
+    head h // queries_per_kv_head.
 
     Scores are multiplied by `scale`: `given_scale`, or head_dim ** -0.5 if None. With a softcap, score s becomes
     softcap * tanh(s / softcap). With `alibi`, each head's slope times the distance to the key is subtracted (ALiBi,
@@ -112,7 +113,7 @@ class AttentionShape:
     alibi: tuple[float, ...] | None = None
 
     @property
-    def group_size(self) -> int:
+    def queries_per_kv_head(self) -> int:
         """Number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
@@ -122,7 +123,7 @@ class AttentionShape:
 
     def shard(self, kv_heads: Span) -> "AttentionShape":
         """The shape of a rank that holds only `kv_heads` and the query heads that read them."""
-        first, stop = kv_heads.first * self.group_size, kv_heads.end * self.group_size
+        first, stop = kv_heads.first * self.queries_per_kv_head, kv_heads.end * self.queries_per_kv_head
         alibi = None if self.alibi is None else self.alibi[first:stop]
         return replace(self, num_heads=stop - first, num_kv_heads=kv_heads.count, alibi=alibi)
 

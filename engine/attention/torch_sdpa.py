@@ -93,9 +93,9 @@ class TorchAttention:
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=shape.scale,
-                enable_gqa=shape.group_size > 1,
+                enable_gqa=shape.queries_per_kv_head > 1,
             )
-        keys, values = (heads.repeat_interleave(shape.group_size, 1) for heads in (keys, values))
+        keys, values = (heads.repeat_interleave(shape.queries_per_kv_head, 1) for heads in (keys, values))
         scores = torch.tanh(queries @ keys.transpose(2, 3) * (shape.scale / shape.softcap)) * shape.softcap
         return (scores + mask).softmax(-1, dtype=torch.float32).to(values.dtype) @ values
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch, why_not_paged
 from engine.cores import threads_born_on
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Span
+from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx, why_no_loops
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, qkv_width
 from engine.models.rope import RotaryEmbedding
 from engine.ranks.group import Alone, RankGroup
@@ -38,9 +38,9 @@ class LoopThreads:
     Every rank of a group with several has `num_own` threads, and uses no lent cores.
     """
 
-    def __init__(self, num_own: int, group: RankGroup) -> None:
+    def __init__(self, num_own: int, ranks: RankGroup) -> None:
         self._num_own = num_own
-        self._group = group
+        self._ranks = ranks
         self._helpers: dict[int, ThreadPoolExecutor] = {}
         self._lent: Cores = ()
         self._counter = np.zeros(1, np.int64)
@@ -53,7 +53,7 @@ class LoopThreads:
 
     def use(self, lent: Cores) -> None:
         """Set the lent cores of the next runs."""
-        self._lent = lent if self._group.size == 1 else ()
+        self._lent = lent if self._ranks.size == 1 else ()
 
     def run(self, work: Callable[[Team], object]) -> None:
         """Call `work(team)` in all threads and return when all have returned. `work` must not raise: the other threads
@@ -73,12 +73,12 @@ class LoopThreads:
             future.result()
 
     def _team(self, thread: int, phase_cycles: Int64s) -> Team:
-        count, counter, group = self.count, self._counter, self._group
-        if group.size == 1:
+        count, counter, ranks = self.count, self._counter, self._ranks
+        if ranks.size == 1:
             return Team(thread, count, counter, thread, count, counter, phase_cycles)
         # The counter of all ranks is never reset: another rank may be waiting at it.
-        number = group.rank * count + thread
-        return Team(thread, count, counter, number, group.size * count, group.counter, phase_cycles)
+        number = ranks.rank * count + thread
+        return Team(thread, count, counter, number, ranks.size * count, ranks.counter, phase_cycles)
 
     def _helper(self, core: int) -> ThreadPoolExecutor:
         """The helper of a lent core. A negative number names a helper on the worker's own cores."""
@@ -125,17 +125,17 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> st
 
 
 class CompiledDecoder:
-    """A decoder-only transformer on CPU, or the share of it that one rank of `group` computes."""
+    """A decoder-only transformer on CPU, or the share of it that one rank of `ranks` computes."""
 
     def __init__(
-        self, config: ModelConfig, packed: PackedDecoder, cache: KVCache, group: RankGroup | None = None
+        self, config: ModelConfig, packed: PackedDecoder, cache: KVCache, ranks: RankGroup | None = None
     ) -> None:
         int8 = packed.weights.packed.dtype == np.int8
         self.config = config
         self.attention_backend = "compiled"
-        self._group = group or Alone()
-        self._share = rank_share(config, self._group.rank, self._group.size)
-        self.threads = LoopThreads(torch.get_num_threads(), self._group)
+        self._ranks = ranks or Alone()
+        self._share = rank_share(config, self._ranks.rank, self._ranks.size)
+        self.threads = LoopThreads(torch.get_num_threads(), self._ranks)
         # The loop has its own threads. OpenMP threads would spin on their cores between the few torch operations.
         self.num_torch_threads = 1
         self._thread_buffers: list[Buffers] = []
@@ -156,7 +156,7 @@ class CompiledDecoder:
             shape=head_shape(self._heads, cache.layer(0)),
         )
         self._buffers = Buffers()
-        if self._group.rank == 0:
+        if self._ranks.rank == 0:
             self._compile()
 
     @property
@@ -167,15 +167,15 @@ class CompiledDecoder:
     def use_cores(self, lent: Cores) -> None:
         self.threads.use(lent)
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: Iterable[tuple[int, int]]) -> Tensor:
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> Tensor:
         residual = torch.from_numpy(self._rows("residual", token_ids.shape[0], self.config.hidden_size))
         torch.index_select(self._embed, 0, token_ids, out=residual)
-        self._group.begin_forward(metadata)
-        self.run_layers(metadata, groups)
+        self._ranks.begin_forward(metadata)
+        self.run_layers(metadata, layer_groups)
         return residual
 
-    def run_layers(self, metadata: ForwardMetadata, groups: Iterable[tuple[int, int]]) -> None:
-        """Compute the layers on the embedded tokens in the group's buffers. The part of `forward` that all ranks do."""
+    def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
+        """Compute the layers on the embedded tokens in the ranks' buffers. The part of `forward` that all ranks do."""
         num_tokens = metadata.positions.shape[0]
         model, acts = self._model, self._activations(num_tokens)
         rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
@@ -186,19 +186,19 @@ class CompiledDecoder:
             Work(acts, operand, Attending(acts.queries, model.shape, batch, thread_scratch), cache)
             for operand, thread_scratch in zip(operands, scratch, strict=False)
         ]
-        for first, end in groups:
-            self.threads.run(partial(_run_layers, model, work, Span(first, end)))
+        for first, end in layer_groups:
+            self.threads.run(partial(_run_layers, model, work, Range(first, end)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         num_rows, width = hidden.shape
         torch.from_numpy(self._rows("output_rows", num_rows, width)).copy_(hidden)
-        self._group.begin_logits(num_rows)
+        self._ranks.begin_logits(num_rows)
         self.run_output(num_rows)
         # Columns are padded to whole panels; those past the vocabulary are cut off.
         return torch.from_numpy(self._rows("logits", num_rows, self._logits_width))[:, : self.config.vocab_size]
 
     def run_output(self, num_rows: int) -> None:
-        """Compute logits of the rows in the group's buffers. The part of `logits` that all ranks do."""
+        """Compute logits of the rows in the ranks' buffers. The part of `logits` that all ranks do."""
         rows = self._rows("output_rows", num_rows, self.config.hidden_size)
         own_logits = self._rows("logits", num_rows, self._logits_width, self._share.vocab.first)
         self.threads.run(partial(_output_rows, self._model, rows, own_logits, self._operands(num_rows)))
@@ -207,7 +207,7 @@ class CompiledDecoder:
         """Compile the loops, or load them from disk, so that the first request need not wait. Runs a step of one token,
         through no layer if there is one rank: the others run all layers whenever they are called.
         """
-        num_layers = 0 if self._group.size == 1 else self.config.num_layers
+        num_layers = 0 if self._ranks.size == 1 else self.config.num_layers
         hidden = self.forward(torch.zeros(1, dtype=torch.int64), one_token(), [(0, num_layers)])
         summarise(self.logits(hidden).numpy())
 
@@ -219,7 +219,7 @@ class CompiledDecoder:
         """The buffer `name` as [rows, width]. With `first_column` the view begins there and ends as far into a row that
         is not used, so that a product can write to the columns from there on.
         """
-        buffer: Floats = self._group.buffers.get(name, (rows + 1) * width)
+        buffer: Floats = self._ranks.buffers.get(name, (rows + 1) * width)
         return buffer[first_column : first_column + rows * width].reshape(rows, width)
 
     def _activations(self, rows: int) -> Activations:
@@ -227,7 +227,7 @@ class CompiledDecoder:
         q_width = config.num_heads * config.head_dim
         width = qkv_width(self._heads)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
-        first_query = share.heads.first * config.group_size * config.head_dim
+        first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
         own_mixed = self._rows("mixed", rows, q_width, first_query)
         return Activations(
             residual=self._rows("residual", rows, config.hidden_size),
@@ -242,7 +242,7 @@ class CompiledDecoder:
     def _operands(self, rows: int) -> list[Operand]:
         """One operand for each thread. All threads share the rows and have separate sums."""
         depth = int(self._model.weights.matrices[:, 2].max())
-        shared = self._group.buffers
+        shared = self._ranks.buffers
         a = shared.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32)
         factors, amx = shared.get("factors", rows), amx_shapes() if self._int8 else _NO_AMX
         sums_dtype = np.int32 if self._int8 else np.float32
@@ -252,7 +252,7 @@ class CompiledDecoder:
         return [Operand(a, factors, buffers.get("sums", 2 * TILE_ROWS * UNIT, sums_dtype), amx) for buffers in threads]
 
 
-def _run_layers(model: Model, work: list[Work], layers: Span, team: Team) -> None:
+def _run_layers(model: Model, work: list[Work], layers: Range, team: Team) -> None:
     run_layers(model, work[team.thread], team, layers)
 
 

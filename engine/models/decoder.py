@@ -9,9 +9,9 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.model import DecoderMemory, LayerGroups
-from engine.models.facts import ModelConfig
 from engine.models.layer import Layer, take_layer, take_norm
 from engine.models.linear import LinearLayer, Norm, Parameters, Rows, make_linear
+from engine.models.model_config import ModelConfig
 from engine.models.rope import RotaryEmbedding, rotate
 from engine.ranks.collectives import SummingGroup
 from mesh.domain.host import Cores
@@ -20,15 +20,15 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """A decoder-only transformer, or the share of it that one rank of `group` computes. The constructor takes all
+    """A decoder-only transformer, or the share of it that one rank of `ranks` computes. The constructor takes all
     parameters. Only rank 0 has logits.
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: Parameters, memory: DecoderMemory, group: SummingGroup | None = None
+        self, config: ModelConfig, parameters: Parameters, memory: DecoderMemory, ranks: SummingGroup | None = None
     ) -> None:
         self.config = config
-        self._group = group
+        self._ranks = ranks
         self.num_torch_threads = torch.get_num_threads()
         self._cache, self._attention = memory
         self._heads = attention_shape(config).shard(memory.cache.span.heads)
@@ -37,7 +37,7 @@ class Decoder:
         self._embed_norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
         self._final_norm = take_norm(parameters, "final_norm", config)
         self._lm_head = make_linear(parameters.take_output(self._embed))
-        self._layers = [take_layer(parameters, layer, config, group) for layer in range(config.num_layers)]
+        self._layers = [take_layer(parameters, layer, config, ranks) for layer in range(config.num_layers)]
         self._ropes = _ropes(config, self._embed)
 
     @property
@@ -51,12 +51,12 @@ class Decoder:
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores: OpenMP gives every thread the same share and waits for the slowest."""
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
-        if self._group is not None:
-            self._group.begin_forward(token_ids, metadata)
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
+        if self._ranks is not None:
+            self._ranks.send_step(token_ids, metadata)
         residual = self._embedded(token_ids, metadata.positions)
         rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
-        for first, stop in groups:
+        for first, stop in layer_groups:
             for index in range(first, stop):
                 # If layers with a window have a separate rope, it is the last in `_ropes`.
                 rotation = rotations[0 if self.config.windows[index] is None else -1] if rotations else None

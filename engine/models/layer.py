@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.facts import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Parameters, Rows, make_linear
+from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.ranks.collectives import SummingGroup
 from engine.ranks.share import rank_share
 
@@ -110,13 +110,13 @@ class SharedExpert:
 class Summed:
     """A projection or an MLP of which each rank computes a part: the sum of the parts."""
 
-    def __init__(self, part: LinearLayer | Mlp, group: SummingGroup) -> None:
+    def __init__(self, part: LinearLayer | Mlp, ranks: SummingGroup) -> None:
         self.ops = part.ops
         self._part = part
-        self._group = group
+        self._ranks = ranks
 
     def __call__(self, x: Rows) -> Tensor:
-        return self._group.sum(self._part(x))
+        return self._ranks.sum(self._part(x))
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
         return residual + self(x)
@@ -124,7 +124,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention projections, MLP and norms of a layer; see engine.models.facts.BLOCKS.
+    """Attention projections, MLP and norms of a layer; see engine.models.model_config.BLOCKS.
 
     `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm.
     """
@@ -146,21 +146,21 @@ class Layer:
         return self.post_norm is self.input_norm and self.qkv.ops is self.mlp.ops
 
 
-def take_layer(parameters: Parameters, index: int, config: ModelConfig, group: SummingGroup | None = None) -> Layer:
-    """Take the parameters of layer `index`, and build it. With a group, each rank has the part of its share."""
+def take_layer(parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None = None) -> Layer:
+    """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share."""
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
-    o, mlp = _take_linear(parameters, f"{prefix}o"), _take_any_mlp(parameters, index, config, group)
+    o, mlp = _take_linear(parameters, f"{prefix}o"), _take_any_mlp(parameters, index, config, ranks)
     return Layer(
         parallel=config.block.startswith("parallel"),
         input_norm=norms["input_norm"],
         qkv=_take_linear(parameters, f"{prefix}qkv"),
         q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
         k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
-        o=o if group is None else Summed(o, group),
+        o=o if ranks is None else Summed(o, ranks),
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms["input_norm"]),
-        mlp=mlp if group is None else Summed(mlp, group),
+        mlp=mlp if ranks is None else Summed(mlp, ranks),
         mlp_out_norm=norms.get("mlp_out_norm"),
     )
 
@@ -185,12 +185,12 @@ def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig) -> Dense
     return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
 
 
-def _take_any_mlp(parameters: Parameters, index: int, config: ModelConfig, group: SummingGroup | None) -> Mlp:
+def _take_any_mlp(parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None) -> Mlp:
     prefix, facts = f"layers.{index}.", config.experts
     if facts is None or not facts.layers[index]:
         return _take_mlp(parameters, prefix, config)
     router = parameters.take(f"{prefix}router")
-    held = (rank_share(config) if group is None else rank_share(config, group.rank, group.size)).experts
+    held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.size)).experts
     mlps = {i: _take_mlp(parameters, f"{prefix}experts.{i}.", config) for i in range(held.first, held.end)}
     experts = Experts(facts, router, mlps)
     if not facts.shared_size:

@@ -6,8 +6,7 @@ one way. A LinearLayer multiplies with a matrix; the Ops of its scheme make its 
 activation needs no separate pass over memory. On CPU the scheme "int8" has weights scaled per output, activations
 scaled per row, and integer products by oneDNN. Integer sums are exact, so a row's result does not depend on its batch.
 
-A new scheme needs an entry in SCHEMES, one in _LAYERS, its name in engine/settings.py. engine/load.py must refuse the
-compiled loop for a scheme that the loop lacks, check device and dtype, and choose the dtype of KV.
+CONTRIBUTING.md has the recipe for a new scheme.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -43,19 +42,13 @@ class LinearParameters:
     """A matrix [outputs, inputs] and its bias [outputs].
 
     Scheme "float": `weight` is the matrix. Scheme "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-127, 127] and fp32 scales. Tensor-parallel ranks split the matrix along
-    `shard_axis`: 0 for outputs, 1 for inputs.
+    weight[output]`, with `weight` in [-127, 127] and fp32 scales.
     """
 
     weight: Tensor
     scheme: str = "float"
     scales: Tensor | None = None
     bias: Tensor | None = None
-    shard_axis: int = 0
-
-    @property
-    def num_outputs(self) -> int:
-        return self.weight.shape[0]
 
 
 def _keep(weight: Tensor) -> LinearParameters:
@@ -70,10 +63,14 @@ def _round_to_int8(weight: Tensor) -> LinearParameters:
 
 SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {"float": _keep, "int8": _round_to_int8}
 """Conversions of floating-point weights [outputs, inputs] to each scheme."""
+CUT_BY_INPUTS = frozenset({"float"})
+"""Schemes in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are made
+from whole rows, of weights and of activations.
+"""
 
 
-Values = tuple[str, Tensor, int | None]
-"""Name, values and `shard_axis` of a parameter; it is a matrix if `shard_axis` is not None."""
+Values = tuple[str, Tensor, bool]
+"""Name and values of a parameter, and if it is a matrix."""
 
 
 class Parameters:
@@ -90,22 +87,23 @@ class Parameters:
         self._tensors: dict[str, Tensor] = {}
         self._linears: dict[str, LinearParameters] = {}
 
-    def put(self, name: str, values: Tensor, shard_axis: int | None) -> None:
-        """Add a parameter. It is a matrix, and converted to the scheme, if `shard_axis` is not None."""
+    def put(self, name: str, values: Tensor, *, is_matrix: bool = False) -> None:
+        """Add a parameter. A matrix is converted to the scheme."""
         self._unread.discard(name)
-        if shard_axis is None:
-            self._tensors[name] = values
+        if is_matrix:
+            self._linears[name] = SCHEMES[self.scheme](values)
         else:
-            self._linears[name] = replace(SCHEMES[self.scheme](values), shard_axis=shard_axis)
+            self._tensors[name] = values
 
     def read_all(self) -> None:
         """Read what is left of the source. Raises ConfigurationError."""
-        for name, values, shard_axis in self._source:
-            self.put(name, values, shard_axis)
+        for name, values, is_matrix in self._source:
+            self.put(name, values, is_matrix=is_matrix)
 
     def _read(self, name: str) -> None:
         while name in self._unread:
-            self.put(*next(self._source))
+            found, values, is_matrix = next(self._source)
+            self.put(found, values, is_matrix=is_matrix)
 
     def take(self, name: str) -> Tensor:
         """Remove and return a parameter that is not a matrix. Raises KeyError if it does not exist."""
@@ -126,7 +124,7 @@ class Parameters:
         """Remove and return the output matrix "lm_head"; if absent, it is `embedding` [vocab_size, hidden_size]."""
         self._read("lm_head")
         if "lm_head" not in self._linears:
-            self.put("lm_head", embedding, shard_axis=0)
+            self.put("lm_head", embedding, is_matrix=True)
         return self.take_linear("lm_head")
 
 

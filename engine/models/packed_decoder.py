@@ -17,8 +17,8 @@ from engine.kernels.cpu.arguments import Floats
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES
 from engine.kernels.cpu.matmul import Weights
 from engine.kernels.cpu.packing import MatrixShape, Packer
-from engine.models.facts import ModelConfig
 from engine.models.linear import LinearParameters, Parameters
+from engine.models.model_config import ModelConfig
 from engine.ranks.share import RankShare
 from mesh.domain.errors import ConfigurationError
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.facts import BLOCKS, ModelConfig, rotary_order
+from engine.models.model_config import BLOCKS, ModelConfig, rotary_order
 from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]
@@ -39,9 +39,10 @@ class Source:
 class ParameterSpec:
     """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`.
 
-    With `unit_rows` each row is divided by its length. Matrices have a `shard_axis`, see LinearParameters. A `wide`
-    parameter stays in fp32 if the model is in fp16. A rank holds only the rows `held_rows` and the inputs
-    `held_inputs`; None: all of them. It holds nothing of a parameter that is not `is_held`.
+    With `unit_rows` each row is divided by its length. A parameter that `is_matrix` is multiplied by rows and stored by
+    the weights' scheme; the embedding, norms and biases are not. A `wide` parameter stays in fp32 if the model is in
+    fp16. A rank holds only the rows `held_rows`, which are a matrix's outputs, and the inputs `held_inputs`; None: all
+    of them. It holds nothing of a parameter that is not `is_held`.
     """
 
     name: str
@@ -50,7 +51,7 @@ class ParameterSpec:
     factor: float = 1.0
     offset: float = 0.0
     unit_rows: bool = False
-    shard_axis: int | None = None
+    is_matrix: bool = False
     wide: bool = False
     held_rows: RowOrder | None = None
     held_inputs: Span | None = None
@@ -99,7 +100,7 @@ def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
     if not config.tied:
         stored = Source(f"{names.lm_head}.weight", (vocab, hidden))
         model.specs.append(
-            ParameterSpec("lm_head", (vocab, hidden), (stored,), unit_rows=names.unit_lm_head, shard_axis=0)
+            ParameterSpec("lm_head", (vocab, hidden), (stored,), unit_rows=names.unit_lm_head, is_matrix=True)
         )
     if config.lm_head_bias:
         model.add("lm_head_bias", (vocab,), [Source(f"{names.lm_head}.bias", (vocab,))])
@@ -141,14 +142,14 @@ def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
         (name, num_rows, None if np.array_equal(rows, np.arange(num_rows)) else rows)
         for name, num_rows, rows in _qkv_tensors(config, order)
     ]
-    builder.linear("qkv", tensors, config.hidden_size, has_bias=config.qkv_bias, shard_axis=0)
+    builder.linear("qkv", tensors, config.hidden_size, has_bias=config.qkv_bias)
     if config.qk_norm:
         for which, name in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
             stored = Source(f"{builder.source}{name}.weight", (head_dim,), order)
             builder.add(which, (head_dim,), [stored], offset=names.norm_offset)
     o_tensor = [(names.o, config.hidden_size, None)]
     inputs = config.num_heads * head_dim
-    builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, shard_axis=1, factor=config.residual_scale)
+    builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
 
 
 def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, RowOrder]]:
@@ -166,7 +167,7 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
         ]
     stored = np.arange(heads + 2 * kv_heads)  # heads, in the order of the one tensor
     if names.grouped_qkv:
-        groups = stored.reshape(kv_heads, config.group_size + 2)
+        groups = stored.reshape(kv_heads, config.queries_per_kv_head + 2)
         stored = np.concatenate((groups[:, :-2].ravel(), groups[:, -2], groups[:, -1]))
     rotated, values = stored[: heads + kv_heads], stored[heads + kv_heads :]
     rows = np.concatenate((_rows_of_heads(rotated, order), _rows_of_heads(values, np.arange(head_dim))))
@@ -211,7 +212,6 @@ class _SpecBuilder:
         inputs: int,
         *,
         has_bias: bool,
-        shard_axis: int,
         factor: float = 1.0,
     ) -> None:
         """Add a projection; `tensors`: name, number of rows and row order of each stored tensor."""
@@ -221,7 +221,7 @@ class _SpecBuilder:
             for stem, n, rows in tensors
         ]
         shape = (outputs, inputs)
-        self.specs.append(ParameterSpec(self._target + name, shape, tuple(weights), factor, shard_axis=shard_axis))
+        self.specs.append(ParameterSpec(self._target + name, shape, tuple(weights), factor, is_matrix=True))
         if has_bias:
             biases = [Source(f"{self.source}{stem}.bias", (n,), rows) for stem, n, rows in tensors]
             self.add(f"{name}_bias", (outputs,), biases, factor)
@@ -232,6 +232,6 @@ class _SpecBuilder:
         outputs = 2 * inner if config.gated else inner
         ups = [(stem, outputs // len(up), None) for stem in up]
         name = "gate_up" if config.gated else "up"
-        self.linear(name, ups, config.hidden_size, has_bias=config.mlp_bias, shard_axis=0)
+        self.linear(name, ups, config.hidden_size, has_bias=config.mlp_bias)
         downs = [(down, config.hidden_size, None)]
-        self.linear("down", downs, inner, has_bias=config.mlp_bias, shard_axis=1, factor=config.residual_scale)
+        self.linear("down", downs, inner, has_bias=config.mlp_bias, factor=config.residual_scale)

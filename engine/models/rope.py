@@ -4,7 +4,7 @@ Cosines and sines are computed for the tokens of each step and shared by all lay
 
 There is one kind of rotation: dimension i of a head is paired with i + head_dim / 2. For families that pair neighbours,
 or rotate only a part of the head, the query and key projections are reordered at loading, which does not change scores
-(`engine.models.facts.rotary_order`). Dimensions that are not rotated get frequency 0.
+(`engine.models.model_config.rotary_order`). Dimensions that are not rotated get frequency 0.
 
 With dynamic NTK and LongRoPE the frequencies depend on the length of the sequence, but cached keys keep their rotation.
 transformers rotates a complete prompt with the frequencies of the prompt's length, and every later token with those of
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.facts import RopeConfig
+from engine.models.model_config import RopeConfig
 
 
 class RotaryEmbedding:

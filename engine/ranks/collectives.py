@@ -53,14 +53,14 @@ class SummingGroup:
         self._shared = shared
         self._backend = backend
 
-    def begin_forward(self, token_ids: Tensor, metadata: ForwardMetadata) -> None:
+    def send_step(self, token_ids: Tensor, metadata: ForwardMetadata) -> None:
         """In rank 0: let the other ranks compute this step, too. In the others: nothing."""
         if self.rank == 0:
             self._token_ids(token_ids.shape[0]).copy_(token_ids)
             self._shared.begin_forward(metadata)
 
-    def read_forward(self, command: Forward) -> tuple[Tensor, ForwardMetadata]:
-        """The step that rank 0 has begun: token ids and metadata, valid until the end of the step."""
+    def read_step(self, command: Forward) -> tuple[Tensor, ForwardMetadata]:
+        """The step that rank 0 has sent: token ids and metadata, valid until the end of the step."""
         return self._token_ids(command.num_tokens), read_metadata(self._shared.buffers, command)
 
     def sum(self, part: Tensor) -> Tensor:

@@ -13,98 +13,32 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 
-from checkpoint.model_files import RopeOverride
-from engine.load import RunnerSettings, kv_layout, load_model_runner, reserve_blocks, reserve_memory, resolve, why_eager
+from engine.load import kv_layout, load_model_runner, reserve_blocks, reserve_memory, resolve, why_eager
 from engine.model_runner import ModelRunner
-from engine.models.facts import ModelConfig
+from engine.models.linear import CUT_BY_INPUTS
+from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
+from engine.ranks.messages import RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
 from engine.ranks.share import rank_share
-from engine.ranks.shared import Command, SharedGroup, StepMemory, decode_command, encode_command
+from engine.ranks.shared import Command, SharedGroup, StepMemory, encode_command
+from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 
 log = structlog.get_logger(__name__)
 
-_MAX_MESSAGE_BYTES = 1 << 16
-_MAX_REASON_CHARS = 4000
 _EXIT_WAIT_S = 5.0  # between the end of a rank's socket and that of its process
 
 OnLost = Callable[[str], None]
 """Called on a thread with what has happened to a rank. It should end the process."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankSetup:
-    """The first message to a rank. `cores`: those it runs on."""
-
-    rank: int
-    size: int
-    settings: RunnerSettings
-    max_blocks: int
-    num_threads: int
-    cores: tuple[int, ...]
-    memory_fd: int
-    kv_fd: int
-    store_fd: int
-    log_level: str = "info"
-
-    def send(self, rank: socket.socket) -> None:
-        settings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}
-        settings |= {"model_dir": str(self.settings.model_dir), "rope": asdict(self.settings.rope), "kv_memory": None}
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        _send(rank, **own | {"settings": settings})
-
-    @classmethod
-    def receive(cls, leader: socket.socket) -> "RankSetup":
-        """Raises ConnectionError if the leader has ended."""
-        message = _receive(leader)
-        settings = message.pop("settings")
-        del settings["kv_memory"]
-        model_dir, rope = Path(settings.pop("model_dir")), RopeOverride(**settings.pop("rope"))
-        cores = tuple(message.pop("cores"))
-        return cls(settings=RunnerSettings(model_dir, rope=rope, **settings), cores=cores, **message)
-
-    @staticmethod
-    def send_failure(leader: socket.socket, error: Exception) -> None:
-        """Tell the leader why this rank ends. Only a ConfigurationError is one in the leader, too."""
-        kind, reason = "failed", f"{type(error).__name__}: {error}; its log has the details"
-        if isinstance(error, ConfigurationError):
-            kind, reason = "refused", str(error)
-        with suppress(OSError):
-            _send(leader, **{kind: reason[:_MAX_REASON_CHARS]})
-
-
-def serve_rank(setup: RankSetup, leader: socket.socket) -> None:
-    """Load the rank's share, then execute commands until the leader is gone. Raises ConfigurationError, and
-    ConnectionError if the leader ends before the rank is ready.
-    """
-    os.sched_setaffinity(0, setup.cores)
-    torch.set_num_threads(setup.num_threads)
-    settings, config = resolve(setup.settings)
-    assert isinstance(config, ModelConfig), "the leader has checked it"
-    memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=setup.max_blocks, fd=setup.memory_fd)
-    group = SharedGroup(setup.rank, setup.size, memory)
-    rank = Rank(settings, config, group, shared_store(setup.store_fd))
-    _send(leader, loaded=True)
-    allocated = _receive(leader)
-    num_blocks = allocated["num_blocks"]
-    caches = rank.caches(num_blocks, map_kv(setup.kv_fd, allocated["kv_bytes"]))
-    rank.connect()
-    execute = rank.follow(caches[setup.rank])
-    _send(leader, ready=True)
-    while message := leader.recv(_MAX_MESSAGE_BYTES):
-        execute(decode_command(message))
 
 
 def fitting_ranks(settings: RunnerSettings) -> int:
@@ -125,31 +59,13 @@ def fitting_ranks(settings: RunnerSettings) -> int:
 def load_ranked_runner(
     settings: RunnerSettings, on_progress: Progress | None = None, *, on_lost: OnLost, log_level: str = "info"
 ) -> ModelRunner:
-    """As `load_model_runner`, over `settings.tensor_parallel` ranks. Must be called on a thread that lives as long as
-    the process, because the system ends the ranks with it. Raises ConfigurationError, and WorkerLost if a rank ends.
+    """As `load_model_runner`, over `settings.tensor_parallel` ranks, which the runner's `close` ends.
+
+    Linux kills a rank when the thread that started it ends, so call it on a thread that outlives the runner. Raises
+    ConfigurationError, and WorkerLost if a rank ends.
     """
     if settings.tensor_parallel == 1:
         return load_model_runner(settings, on_progress)
-    runner, _ = _load(settings, on_progress, on_lost, log_level)
-    return runner
-
-
-@contextmanager
-def ranked_runner(settings: RunnerSettings, *, on_lost: OnLost, log_level: str = "info") -> Iterator[ModelRunner]:
-    """As `load_ranked_runner`, for a process that outlives its ranks: they end with the block."""
-    if settings.tensor_parallel == 1:
-        yield load_model_runner(settings)
-        return
-    runner, processes = _load(settings, None, on_lost, log_level)
-    try:
-        yield runner
-    finally:
-        processes.close()
-
-
-def _load(
-    settings: RunnerSettings, on_progress: Progress | None, on_lost: OnLost, log_level: str
-) -> "tuple[ModelRunner, RankProcesses]":
     size = settings.tensor_parallel
     settings, config = resolve(settings)
     config = _require_divisible(settings, config, size)
@@ -170,10 +86,12 @@ def _load(
         leader.connect()
         processes.wait("ready")
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
-        return leader.lead(caches, reservation), processes
+        runner = leader.lead(caches, reservation)
     except BaseException:
         processes.close()
         raise
+    runner.on_close = processes.close
+    return runner
 
 
 def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
@@ -192,9 +110,10 @@ def _require_divisible(settings: RunnerSettings, config: object, size: int) -> M
         raise ConfigurationError(f"tensor_parallel {size} does not fit an encoder-decoder model: use 1")
     rank_share(config, 0, size)
     if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
-        if settings.quantize == "int8":
+        if settings.scheme not in CUT_BY_INPUTS:
             raise ConfigurationError(
-                f"tensor_parallel {size} in int8 needs the compiled decoder, which cannot run here ({reason}): use 1"
+                f"tensor_parallel {size} in {settings.scheme} needs the compiled decoder, "
+                f"which cannot run here ({reason}): use 1"
             )
         log.warning("decoder not compiled; its ranks sum by gloo, which is slow on CPU", ranks=size, reason=reason)
     return config
@@ -298,7 +217,7 @@ class RankProcesses:
     def _receive(self, rank: int) -> dict[str, Any]:
         """The rank's next message. Raises ConfigurationError if it cannot load its share, WorkerLost if it is gone."""
         try:
-            message = _receive(self._sockets[rank - 1])
+            message = receive_message(self._sockets[rank - 1])
         except OSError:
             raise WorkerLost(f"rank {rank} {self._ending(rank)}") from None
         if "refused" in message:
@@ -336,16 +255,3 @@ def _divide_cores(size: int) -> list[tuple[int, ...]]:
         log.warning("ranks share cores and will wait for each other", ranks=size, cores=len(cores))
         return [tuple(cores)] * size
     return [tuple(cores[len(cores) * rank // size : len(cores) * (rank + 1) // size]) for rank in range(size)]
-
-
-def _send(channel: socket.socket, **message: Any) -> None:
-    channel.send(json.dumps(message).encode())
-
-
-def _receive(channel: socket.socket) -> dict[str, Any]:
-    """Raises ConnectionError if the other side has ended."""
-    message = channel.recv(_MAX_MESSAGE_BYTES)
-    if not message:
-        raise ConnectionResetError("the other side has closed the socket")
-    decoded: dict[str, Any] = json.loads(message)
-    return decoded

@@ -11,26 +11,19 @@ import torch
 from engine.kernels.cpu.arguments import Bytes
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
-from engine.load import (
-    RunnerSettings,
-    decoder_memory,
-    kv_layout,
-    load_packed,
-    load_parameters,
-    model_runner,
-    why_eager,
-)
+from engine.load import assemble_runner, decoder_memory, kv_layout, load_packed, load_parameters, why_eager
 from engine.model import LayerGroups
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
 from engine.ranks.cache import ShardedKVCache
 from engine.ranks.collectives import SummingGroup, gloo
 from engine.ranks.share import rank_share, share_specs
 from engine.ranks.shared import Command, Forward, SharedGroup, read_metadata
+from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.kv import KVSpan
 
@@ -71,7 +64,7 @@ class Rank:
         if why_eager(settings, config, self._layout) is None:
             self._packed = load_packed(settings, config, share, on_progress)
         else:
-            specs = share_specs(parameter_specs(config), config, share, "rows")
+            specs = share_specs(parameter_specs(config), config, share, "inputs")
             self._parameters = load_parameters(settings, config, specs, on_progress)
 
     def caches(self, num_blocks: int, memory: Bytes) -> list[KVCache]:
@@ -103,7 +96,7 @@ class Rank:
         decoder = self._compiled(caches[0]) if summing is None else self._eager(caches[0], summing)
         cache = ShardedKVCache(caches, reservation)
         cache.clear_blocks([0])  # in which the decoder has compiled the loops
-        return model_runner(self._settings, decoder, cache)
+        return assemble_runner(self._settings, decoder, cache)
 
     def _compiled(self, cache: KVCache) -> CompiledDecoder:
         assert self._packed is not None
@@ -126,7 +119,7 @@ def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Com
 def _execute_summed(decoder: Decoder, group: SummingGroup, command: Command) -> None:
     """Returns when the rank has done its part of the last sum."""
     assert isinstance(command, Forward), "rank 0 alone computes logits"
-    token_ids, metadata = group.read_forward(command)
+    token_ids, metadata = group.read_step(command)
     num_layers = decoder.config.num_layers
     decoder.forward(token_ids, metadata, LayerGroups(num_layers, num_layers))
 

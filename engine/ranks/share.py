@@ -1,12 +1,12 @@
-"""The share of a model that one tensor-parallel rank holds: some heads, and some columns or rows of every matrix.
+"""The share of a model that one tensor-parallel rank holds: some heads, and some outputs or inputs of every matrix.
 
-There are two cuts. The compiled decoder has the cut "columns": every matrix is cut by outputs, never by inputs. An
+There are two cuts. The compiled decoder has the cut "outputs": every matrix is cut by outputs, never by inputs. An
 output is then a sum over all inputs in the same order with any number of ranks, so the results are equal to the bit,
 and no sums cross ranks. Ranks exchange activations instead, which is cheap where they share memory.
 
-The eager decoder has the cut "rows" (Megatron-LM, Shoeybi et al. 2019): the matrices behind attention and in the MLP's
-end are cut by inputs, so each rank continues with what it has computed, and two sums per layer cross ranks. Experts are
-not cut but shared out. Every rank embeds; rank 0 alone computes logits.
+The eager decoder has the cut "inputs" (Megatron-LM, Shoeybi et al. 2019): the matrices at the end of attention and MLP
+are cut by inputs, the others by outputs, so each rank continues with what it has computed, and two sums per layer cross
+ranks. Experts are not cut but shared out. Every rank embeds; rank 0 alone computes logits.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from typing import Literal
 
 import numpy as np
 
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, RowOrder
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, Span, kv_spans
 
-Cut = Literal["columns", "rows"]
+Cut = Literal["outputs", "inputs"]
 
 _UNIT = 32
 """Outputs are cut at multiples of it: a unit of the compiled products, and two cache lines of fp32."""
@@ -70,18 +70,19 @@ def share_specs(specs: Sequence[ParameterSpec], config: ModelConfig, share: Rank
     """The parameters with the part that the rank holds."""
     if share.size == 1:
         return list(specs)
-    if cut == "columns":
-        return [replace(spec, held_rows=_held_outputs(spec.name, config, share)) for spec in specs]
-    specs = [_summed(spec, config, share) for spec in specs]
+    if cut == "outputs":
+        return [replace(spec, held_rows=_held_rows(spec.name, config, share)) for spec in specs]
+    specs = [_cut_by_inputs(spec, config, share) for spec in specs]
     if share.rank > 0:
         # Without it the output matrix would be the embedding.
-        specs.append(ParameterSpec("lm_head", (0, config.hidden_size), (), shard_axis=0))
+        specs.append(ParameterSpec("lm_head", (0, config.hidden_size), (), is_matrix=True))
     return specs
 
 
-def _held_outputs(name: str, config: ModelConfig, share: RankShare) -> RowOrder | None:
-    """The rows of a parameter that the rank holds; None for all. Rank 0 embeds; others hold rows of a tied embedding as
-    their part of the output matrix.
+def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | None:
+    """The rows of a parameter that the rank holds in the cut "outputs"; None for all.
+
+    Rank 0 embeds; others hold rows of a tied embedding as their part of the output matrix.
     """
     match name.rpartition(".")[2].removesuffix("_bias"):
         case "qkv":
@@ -97,8 +98,8 @@ def _held_outputs(name: str, config: ModelConfig, share: RankShare) -> RowOrder 
     return None
 
 
-def _summed(spec: ParameterSpec, config: ModelConfig, share: RankShare) -> ParameterSpec:
-    """The part of a parameter that the rank holds in the cut "rows". A bias that is added after a sum is rank 0's."""
+def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -> ParameterSpec:
+    """The part of a parameter that the rank holds in the cut "inputs". A bias that is added after a sum is rank 0's."""
     owner, _, name = spec.name.rpartition(".")
     if owner.rpartition(".")[0].endswith(".experts"):
         expert = int(owner.rpartition(".")[2])
@@ -115,11 +116,11 @@ def _summed(spec: ParameterSpec, config: ModelConfig, share: RankShare) -> Param
             return replace(spec, held_rows=_rows(inner))
         case "lm_head":
             return replace(spec, is_held=share.rank == 0)
-        case "o" | "down" if spec.shard_axis is None:
+        case "o" | "down" if not spec.is_matrix:  # a bias
             return replace(spec, is_held=share.rank == 0)
         case "o":
-            group_width = config.group_size * config.head_dim
-            return replace(spec, held_inputs=Span(share.heads.first * group_width, share.heads.count * group_width))
+            width = config.queries_per_kv_head * config.head_dim  # of one KV head's queries
+            return replace(spec, held_inputs=Span(share.heads.first * width, share.heads.count * width))
         case "down":
             return replace(spec, held_inputs=inner)
     return spec
@@ -127,10 +128,10 @@ def _summed(spec: ParameterSpec, config: ModelConfig, share: RankShare) -> Param
 
 def _rows_of_heads(config: ModelConfig, heads: Span) -> RowOrder:
     """Rows of the merged projection [queries, keys, values] that belong to these KV heads."""
-    group, dim = config.group_size, config.head_dim
+    ratio, dim = config.queries_per_kv_head, config.head_dim
     first_key = config.num_heads * dim
     first_value = first_key + config.num_kv_heads * dim
-    queries = np.arange(heads.first * group * dim, heads.end * group * dim)
+    queries = np.arange(heads.first * ratio * dim, heads.end * ratio * dim)
     kv = np.arange(heads.first * dim, heads.end * dim)
     return np.concatenate((queries, first_key + kv, first_value + kv))
 

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from mesh.domain.errors import ConfigurationError
 
 _PAGE = 4096

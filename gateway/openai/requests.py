@@ -28,7 +28,7 @@ from gateway.schema import (
     StructuredBody,
     TokenIds,
 )
-from mesh.domain.request import MAX_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
+from mesh.domain.request import MAX_NUM_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
 from tandem import InvalidRequest
 
 _MAX_DIGITS = 24
@@ -38,8 +38,8 @@ _RANGES: Mapping[str, tuple[int, int | None]] = MappingProxyType(
         "top_p": (0, 1),
         "presence_penalty": (-2, 2),
         "frequency_penalty": (-2, 2),
-        "n": (1, MAX_CHOICES),
-        "best_of": (1, MAX_CHOICES),
+        "n": (1, MAX_NUM_CHOICES),
+        "best_of": (1, MAX_NUM_CHOICES),
         "max_tokens": (1, None),
         "max_completion_tokens": (1, None),
         "logprobs": (0, MAX_TOP_LOGPROBS),

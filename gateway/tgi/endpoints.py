@@ -14,7 +14,7 @@ from gateway.openai.parameters import model_of, rendering_of
 from gateway.openai.requests import ChatBody
 from gateway.schema import Json
 from gateway.tgi.requests import GenerateBody, TokenizeBody, generate_arguments
-from mesh.domain.request import MAX_CHOICES, MAX_STOP_STRINGS
+from mesh.domain.request import MAX_NUM_CHOICES, MAX_STOP_STRINGS
 from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
 
 
@@ -255,7 +255,7 @@ async def info(exchange: Exchange) -> Response:
             "model_dtype": None,
             "model_device_type": None,
             "max_concurrent_requests": model.max_concurrent_requests or settings.max_open_requests,
-            "max_best_of": MAX_CHOICES,
+            "max_best_of": MAX_NUM_CHOICES,
             "max_stop_sequences": MAX_STOP_STRINGS,
             "max_input_tokens": model.max_input_tokens,
             "max_input_length": model.max_input_tokens,

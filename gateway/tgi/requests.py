@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 
 from gateway.schema import Body, JsonObject, Name
-from mesh.domain.request import MAX_CHOICES, MAX_SEED
+from mesh.domain.request import MAX_NUM_CHOICES, MAX_SEED
 from tandem import GenerateArguments, InvalidRequest
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]
@@ -24,7 +24,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 class Parameters(Body):
     """Generation parameters. None means TGI's default."""
 
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_NUM_CHOICES)] | None = None
     temperature: Positive | None = None
     repetition_penalty: Positive | None = None
     frequency_penalty: Penalty | None = None

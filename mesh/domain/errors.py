@@ -19,7 +19,7 @@
         ├── WorkerBusy          the worker has no free blocks
         ├── SequencePreempted   the sequence lost its blocks to older sequences
         ├── WorkerDraining      the worker accepts no new work
-        └── WorkerLost          the worker is unreachable
+        └── WorkerLost          the worker is unreachable, silent, or has failed
 
 `mesh/rpc/status.py` maps these errors to gRPC statuses.
 """
@@ -106,4 +106,5 @@ class WorkerDraining(Replayable):
 
 
 class WorkerLost(Replayable):
-    """The worker has stopped or cannot be reached."""
+    """The worker has stopped, cannot be reached, sent no token or reserved no memory in time, or has reported an
+    internal error."""

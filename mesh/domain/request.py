@@ -17,8 +17,8 @@ from mesh.domain.errors import InvalidRequest
 MAX_SCHEMA_CHARS = 64 << 10
 MAX_REGEX_CHARS = 4 << 10
 MAX_GRAMMAR_CHARS = 8 << 10
-MAX_CHOICE_CHARS = 16 << 10
-MAX_CHOICE_TEXTS = 1024
+MAX_OPTION_CHARS = 16 << 10
+MAX_OPTIONS = 1024
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -29,7 +29,7 @@ MAX_BAD_WORD_TOKENS = 128
 MAX_BAD_WORD_RUNS = 3 * MAX_BAD_WORDS
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
-MAX_CHOICES = 8
+MAX_NUM_CHOICES = 8
 # Tokens and alternatives of all choices, buffered until the choices can be ranked: a few MiB.
 MAX_RANKED_EVENTS = 2**16
 # Log-probs of one prompt, alternatives included: about 200 MiB at a worker, and as much at the router.
@@ -51,8 +51,8 @@ class StructureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """`source` is a JSON schema, a regular expression or a Lark grammar; `choices` lists the texts of a choice. The
-    kind JSON_OBJECT needs neither.
+    """The form of a text: `source` is a JSON schema, a regular expression or a Lark grammar; `choices` lists
+    the texts of a choice. The kind JSON_OBJECT needs neither.
     """
 
     kind: StructureKind
@@ -88,9 +88,9 @@ def _at_most(structure: Structure, limit: int) -> None:
 
 
 def _check_choices(structure: Structure) -> None:
-    _at_most(structure, MAX_CHOICE_CHARS)
-    if not 1 <= len(structure.choices) <= MAX_CHOICE_TEXTS:
-        raise InvalidRequest(f"choice must have 1 to {MAX_CHOICE_TEXTS} texts, got {len(structure.choices)}")
+    _at_most(structure, MAX_OPTION_CHARS)
+    if not 1 <= len(structure.choices) <= MAX_OPTIONS:
+        raise InvalidRequest(f"choice must have 1 to {MAX_OPTIONS} texts, got {len(structure.choices)}")
     if not all(structure.choices):
         raise InvalidRequest("choice: a text is empty")
 
@@ -252,11 +252,11 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One attempt at a request.
+class SequenceSpec:
+    """One attempt at one choice of a request: the sequence that a worker is to run.
 
     `token_ids` holds the prompt (`num_prompt_tokens` tokens, with the decoder's start tokens of an encoder-decoder
-    model), then the tokens that earlier attempts generated; so a replay is simply another Request.
+    model), then the tokens that earlier attempts generated; so a replay is simply another SequenceSpec.
     `sampling.max_new_tokens` and `sampling.seed` are always set, stop strings never. `traceparent` is the W3C trace
     context, empty without tracing.
     `forks` start on the same decode worker as soon as the prompt's KV is complete.
@@ -275,8 +275,8 @@ class Request:
     traceparent: str = ""
     forks: tuple[Fork, ...] = ()
 
-    def forked(self) -> list["Request"]:
-        """Return one complete Request for each fork."""
+    def forked(self) -> list["SequenceSpec"]:
+        """Return one complete SequenceSpec for each fork."""
         return [
             replace(
                 self,

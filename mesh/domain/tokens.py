@@ -46,7 +46,7 @@ class PromptLogprob(NamedTuple):
     top: tuple[TokenLogprob, ...] = ()
 
 
-class StepOutput(NamedTuple):
+class SequenceOutput(NamedTuple):
     """New tokens of one sequence after one engine step.
 
     `first_index` is the index of tokens[0] among the generated tokens of all attempts of the request.
@@ -62,14 +62,14 @@ class StepOutput(NamedTuple):
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     cached_tokens: int = 0
 
-    def in_parts(self) -> "Iterator[StepOutput]":
+    def in_parts(self) -> "Iterator[SequenceOutput]":
         """Split the output into outputs that each fit into one message."""
         entries, start = self.prompt_logprobs, 0
         if entries:
             num_entries = max(1, _MAX_PART_LOGPROBS // (1 + len(entries[-1].top)))
             while len(entries) - start > num_entries:
                 part = entries[start : start + num_entries]
-                yield StepOutput(self.request_id, self.attempt, self.first_index, (), prompt_logprobs=part)
+                yield SequenceOutput(self.request_id, self.attempt, self.first_index, (), prompt_logprobs=part)
                 start += num_entries
         yield self._replace(prompt_logprobs=entries[start:]) if start else self
 

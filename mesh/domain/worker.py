@@ -26,8 +26,8 @@ class WorkerState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class RankInfo:
-    """One rank of a worker: host:port of its KvTransfer service, and the part of the KV that it holds."""
+class KVEndpoint:
+    """Where a rank of a worker takes KV: host:port of its KvTransfer service, and the part of the KV that it holds."""
 
     address: str
     span: KVSpan
@@ -37,7 +37,8 @@ class RankInfo:
 class WorkerInfo:
     """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`.
 
-    `tensor_parallel` processes compute each step together. If `ranks` is empty, the one at `address` reaches all KV.
+    `tensor_parallel` processes compute each step together. `kv_endpoints` names those whose KV has an address of its
+    own. It is empty for every worker today, also with several ranks: the process at `address` reaches all KV.
     """
 
     worker_id: str
@@ -54,7 +55,7 @@ class WorkerInfo:
     device: str = "cpu"
     pid: int = 0
     speculative: str = "none"
-    ranks: tuple[RankInfo, ...] = ()
+    kv_endpoints: tuple[KVEndpoint, ...] = ()
     tensor_parallel: int = 1
     protocol_version: int = PROTOCOL_VERSION
 

@@ -164,11 +164,3 @@ class GetWorkerResponse(_message.Message):
     record: WorkerRecord
     load: WorkerLoad
     def __init__(self, record: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
-
-class DrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class DrainResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...

@@ -102,7 +102,7 @@ class Registry:
 
 
 class WorkerStub:
-    """Router or operator to worker: operating one worker.
+    """Router to worker: asks one worker directly, while its heartbeats do not come.
     """
 
     def __init__(self, channel):
@@ -116,26 +116,14 @@ class WorkerStub:
                 request_serializer=mesh_dot_v1_dot_worker__pb2.GetWorkerRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_worker__pb2.GetWorkerResponse.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/mesh.v1.Worker/Drain',
-                request_serializer=mesh_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
-                response_deserializer=mesh_dot_v1_dot_worker__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class WorkerServicer:
-    """Router or operator to worker: operating one worker.
+    """Router to worker: asks one worker directly, while its heartbeats do not come.
     """
 
     def GetWorker(self, request, context):
         """Returns the worker's record and load.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Makes the worker refuse new work; running sequences go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,11 +137,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=mesh_dot_v1_dot_worker__pb2.GetWorkerRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_worker__pb2.GetWorkerResponse.SerializeToString,
             ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=mesh_dot_v1_dot_worker__pb2.DrainRequest.FromString,
-                    response_serializer=mesh_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'mesh.v1.Worker', rpc_method_handlers)
@@ -163,7 +146,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Router or operator to worker: operating one worker.
+    """Router to worker: asks one worker directly, while its heartbeats do not come.
     """
 
     @staticmethod
@@ -183,33 +166,6 @@ class Worker:
             '/mesh.v1.Worker/GetWorker',
             mesh_dot_v1_dot_worker__pb2.GetWorkerRequest.SerializeToString,
             mesh_dot_v1_dot_worker__pb2.GetWorkerResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/mesh.v1.Worker/Drain',
-            mesh_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
-            mesh_dot_v1_dot_worker__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

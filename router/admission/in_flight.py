@@ -20,7 +20,7 @@ class Transfers:
     num_bytes: int
 
 
-class Reservation:
+class CapacityReservation:
     """One attempt's share of its workers. The holder must release it; a second release does nothing."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Reservation:
         """Leading tokens whose blocks another reservation counts."""
         self.is_fork = False
         """True if another attempt's start message also starts this one."""
-        self.forks: list[Reservation] = []
+        self.forks: list[CapacityReservation] = []
         """Reservations whose shared tokens this one counts."""
         self.holds_prefill = placement.prefill is not None
         self.is_transferring = False
@@ -83,7 +83,7 @@ class Reservation:
         self.prefill_tokens, self.holds_prefill, self.is_transferring = 0, False, False
         self._in_flight.changed()
 
-    def fork(self) -> "Reservation":
+    def fork(self) -> "CapacityReservation":
         """Return a reservation for a sequence at the same decode worker that shares this one's KV."""
         reservation = self._in_flight.reserve(Placement(None, self.placement.decode), self.num_tokens)
         reservation.is_fork, reservation.num_shared_tokens, reservation.prefill_tokens = True, self.num_tokens, 0
@@ -96,11 +96,11 @@ class Reservation:
 
 
 class InFlightTable:
-    """All reservations of one model at one router. `clock` gives the registry's monotonic seconds."""
+    """All reservations of one model at one router. `clock` returns monotonic seconds, as Membership's."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.now_s = clock
-        self._reservations: dict[Reservation, None] = {}
+        self._reservations: dict[CapacityReservation, None] = {}
         self._kv_bytes: Counter[str] = Counter()
         self._callbacks: list[Callable[[], None]] = []
 
@@ -110,14 +110,14 @@ class InFlightTable:
 
     def reserve(
         self, placement: Placement, num_tokens: int, on_first_token: Callable[[], None] | None = None
-    ) -> Reservation:
+    ) -> CapacityReservation:
         """Count an attempt; the caller owns the reservation. `on_first_token` is called once, at its first token."""
-        reservation = Reservation(self, placement, num_tokens, on_first_token)
+        reservation = CapacityReservation(self, placement, num_tokens, on_first_token)
         self._reservations[reservation] = None
         return reservation
 
-    def remove(self, reservation: Reservation) -> None:
-        """Stop counting an attempt. Only Reservation.release calls this."""
+    def remove(self, reservation: CapacityReservation) -> None:
+        """Stop counting an attempt. Only CapacityReservation.release calls this."""
         if self._reservations.pop(reservation, reservation) is None:
             alive = [fork for fork in reservation.forks if fork in self._reservations]
             if alive:  # the first fork counts the shared blocks from now on
@@ -179,7 +179,7 @@ class InFlightTable:
                 _add(sums, prefill, InFlight(1, blocks, 0, reservation.prefill_tokens, short_tokens))
         return sums
 
-    def _is_reported(self, reservation: Reservation, last_seen_s: float) -> bool:
+    def _is_reported(self, reservation: CapacityReservation, last_seen_s: float) -> bool:
         return reservation.confirmed_at_s is not None and last_seen_s > reservation.confirmed_at_s + _REPORT_DELAY_S
 
 

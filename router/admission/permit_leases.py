@@ -154,7 +154,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class PermitExchange:
     """One round trip to Redis: keeps, then takes. `present` keeps the router in the set of known routers, `returning`
     says that it must already be there, and `num_routers` is the last known size of the set.
     """
@@ -174,7 +174,7 @@ class PermitStore:
         self._times = times
         self._of_model = f"@{model}" if model else ""
 
-    async def exchange(self, redis: Redis, exchange: Exchange) -> tuple[Known | None, list[Taken]]:
+    async def exchange(self, redis: Redis, exchange: PermitExchange) -> tuple[Known | None, list[Taken]]:
         """Return the known routers (None without a Keep) and an answer to each Take."""
         async with redis.pipeline(transaction=False) as pipe:
             for keep in exchange.keeps:
@@ -193,17 +193,17 @@ class PermitStore:
         """Remove the router, which must have released all its permits."""
         await redis.zrem(self._key("routers"), self._router_id)
 
-    def _keep_args(self, keep: Keep, exchange: Exchange) -> list[str | int]:
+    def _keep_args(self, keep: Keep, exchange: PermitExchange) -> list[str | int]:
         router_id = self._router_id if exchange.present else ""
         head = [*self._caution(exchange), router_id, int(exchange.returning)]
         return [*head, len(keep.released), *keep.released, *keep.held]
 
-    def _take_args(self, take: Take, exchange: Exchange) -> list[str | int]:
+    def _take_args(self, take: Take, exchange: PermitExchange) -> list[str | int]:
         tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
         caps = (take.cap, tenant_cap, take.allowance, take.held)
         return [*self._caution(exchange), self._router_id, *caps, *take.ids]
 
-    def _caution(self, exchange: Exchange) -> list[str | int]:
+    def _caution(self, exchange: PermitExchange) -> list[str | int]:
         return [self._times.lease_ms, self._times.settling_ms, exchange.num_routers]
 
     def _keys(self, tenant: str) -> tuple[str, str, str, str]:

@@ -109,7 +109,7 @@ class NoPlacement(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class MeshSnapshot:
     """The input of placement. `prefill_threshold` and `prefill_overflow` are settings of the router.
 
     Three sets hold incarnations: `unreachable` workers have no working connection, `unproven` workers need a canary,
@@ -136,7 +136,7 @@ Cost = Callable[[PlacementQuery, Candidate], float]
 """A policy: placement chooses the candidate with the lowest cost."""
 
 
-def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
+def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacement:
     """Choose the workers of an attempt, or return why none fit now."""
     decoders = healthy(snapshot, WorkerRole.DECODE)
     if not decoders:
@@ -162,7 +162,7 @@ def place(query: PlacementQuery, snapshot: Snapshot) -> Placement | NoPlacement:
     return Placement(None if prefill is None else prefill.info, decode.info)
 
 
-def usable(snapshot: Snapshot) -> list[WorkerView]:
+def usable(snapshot: MeshSnapshot) -> list[WorkerView]:
     """Return READY, reachable workers of this model and tokenizer, proven or not."""
     return [
         view
@@ -174,7 +174,7 @@ def usable(snapshot: Snapshot) -> list[WorkerView]:
     ]
 
 
-def healthy(snapshot: Snapshot, role: WorkerRole) -> list[Candidate]:
+def healthy(snapshot: MeshSnapshot, role: WorkerRole) -> list[Candidate]:
     """Return workers of a role that may get clients' requests: usable and proven."""
     return [
         Candidate(view, snapshot.in_flight.get(view.info.incarnation, InFlight()))
@@ -204,7 +204,7 @@ def is_short(num_tokens: int, info: WorkerInfo) -> bool:
     return num_tokens <= info.max_batch_tokens // 2
 
 
-def is_short_in(snapshot: Snapshot) -> Callable[[PlacementQuery], bool]:
+def is_short_in(snapshot: MeshSnapshot) -> Callable[[PlacementQuery], bool]:
     """Return a predicate: is the prompt short for all prefill workers?"""
     workers = [candidate.info for candidate in healthy(snapshot, WorkerRole.PREFILL)]
     return lambda query: all(is_short(query.num_tokens, info) for info in workers)

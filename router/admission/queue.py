@@ -1,6 +1,6 @@
-"""The queue for workers: attempts wait here, in order, until a prefill and a decode worker have room.
+"""The queue for workers: attempts wait here, in order, until a prefill and a decode worker have capacity.
 
-    place() ─▶ waiters (ordered by fair_queue.py) ──pump: is there capacity for the head?──▶ Reservation
+    place() ─▶ waiters (ordered by fair_queue.py) ──pump: is there capacity for the head?──▶ CapacityReservation
        │          │ cancelled or past its deadline: removed at once
        │          │ its first token can no longer come in time: Overloaded
        │          │ no decode worker at all for `no_worker_timeout_s`: NoWorkers
@@ -23,16 +23,16 @@ from dataclasses import dataclass
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded, WorkerBusy
 from router.admission.fair_queue import FairQueue, QueueEntry
-from router.admission.in_flight import InFlightTable, Reservation
+from router.admission.in_flight import CapacityReservation, InFlightTable
 from router.admission.limiter import Forecast, retry_after_s
-from router.admission.placement import NoPlacement, Placement, PlacementQuery, Snapshot, is_short_in, place
+from router.admission.placement import MeshSnapshot, NoPlacement, Placement, PlacementQuery, is_short_in, place
 
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
     query: PlacementQuery
     entry: QueueEntry
-    reservation: asyncio.Future[Reservation]
+    reservation: asyncio.Future[CapacityReservation]
     is_replay: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -67,12 +67,13 @@ class _Outage:
 
 
 class PlacementQueue:
-    """Used by one event loop. `snapshot` returns the mesh as it is now."""
+    """The attempts that wait for workers, in their order. Used by one event loop. `snapshot` returns the mesh as it is
+    now."""
 
     def __init__(
         self,
         in_flight: InFlightTable,
-        snapshot: Callable[[], Snapshot],
+        snapshot: Callable[[], MeshSnapshot],
         forecast: Forecast,
         *,
         max_queued: int,
@@ -102,7 +103,7 @@ class PlacementQueue:
         """Why the head still waits; None if the queue is empty."""
         return self._shortage if self._waiters else None
 
-    async def place(self, query: PlacementQuery, entry: QueueEntry, *, is_replay: bool = False) -> Reservation:
+    async def place(self, query: PlacementQuery, entry: QueueEntry, *, is_replay: bool = False) -> CapacityReservation:
         """Wait for capacity. The caller owns the reservation.
 
         Raises Overloaded if the queue is full or the first token would come too late (never for a replay, which goes to
@@ -227,7 +228,7 @@ class PlacementQueue:
         self._shortage = placed
         return placed is NoPlacement.NO_PREFILL_CAPACITY and self._place_other_kind(first, snapshot)
 
-    def _place_other_kind(self, first: _Waiter, snapshot: Snapshot) -> bool:
+    def _place_other_kind(self, first: _Waiter, snapshot: MeshSnapshot) -> bool:
         """Place the first short prompt past a long head that waits for prefill capacity, or the other way round."""
         is_short = is_short_in(snapshot)
         candidate = self._waiters.first_where(lambda waiter: is_short(waiter.query) is not is_short(first.query))

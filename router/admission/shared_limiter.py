@@ -33,7 +33,7 @@ from mesh.domain.request import mint_id
 from mesh.redis_registry import FAILURES, open_redis
 from mesh.retry import require_not_cancelled
 from router.admission.limiter import Permit
-from router.admission.permit_leases import Exchange, Keep, LeaseTimes, PermitStore, Take, Taken
+from router.admission.permit_leases import Keep, LeaseTimes, PermitExchange, PermitStore, Take, Taken
 from router.tenants import ANONYMOUS, Tenant
 
 log = structlog.get_logger(__name__)
@@ -210,7 +210,7 @@ class SharedPermits:
             async with asyncio.timeout(_LEAVE_S), open_redis(self._url, timeout_s=_PATIENCE_S) as redis:
                 while self._holdings.num_released:
                     keeps = self._holdings.keeps(renew=False)
-                    await self._store.exchange(redis, Exchange(present=False, keeps=keeps))
+                    await self._store.exchange(redis, PermitExchange(present=False, keeps=keeps))
                     self._holdings.mark_sent(keeps)
                 await self._store.leave(redis)
         except FAILURES as error:
@@ -229,7 +229,7 @@ class SharedPermits:
         keeps = self._holdings.keeps(renew=renew)
         if not keeps and not asks:
             return
-        exchange = Exchange(renew, self._num_routers, renew and self._was_connected, keeps, self._takes(asks))
+        exchange = PermitExchange(renew, self._num_routers, renew and self._was_connected, keeps, self._takes(asks))
         try:
             known, answers = await self._store.exchange(redis, exchange)
         except FAILURES as error:

@@ -15,7 +15,7 @@ from router.admission.in_flight import Transfers
 from router.admission.placement import InFlight, NoPlacement
 from router.api.generation_servicer import timing_to_proto
 from router.journal import Incident, Journal, Trace
-from router.metrics import OperatedModel
+from router.operated_model import OperatedModel
 from router.tenants import CallerDirectory
 from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
@@ -45,7 +45,7 @@ _STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
 
 
 class MeshServicer(mesh_pb2_grpc.MeshServicer):
-    """`clock` is the registry's monotonic clock, in seconds."""
+    """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as that of Membership."""
 
     def __init__(
         self, models: Sequence[OperatedModel], journal: Journal, callers: CallerDirectory, clock: Callable[[], float]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import (
-    MAX_CHOICES,
+    MAX_NUM_CHOICES,
     MAX_PROMPT_LOGPROBS,
     MAX_RANKED_EVENTS,
     MAX_SEED,
@@ -86,7 +86,7 @@ class ValidRequest:
 
 def check_counts(params: GenerateParams, *, max_choices: int) -> None:
     """Check counts and targets, which needs no tokenizer, before any work is done. Raises InvalidRequest."""
-    limit = min(MAX_CHOICES, max_choices)
+    limit = min(MAX_NUM_CHOICES, max_choices)
     if not 1 <= params.num_choices <= limit:
         raise InvalidRequest(f"num_choices must be in [1, {limit}], got {params.num_choices}")
     if params.best_of is not None and not params.num_choices <= params.best_of <= limit:

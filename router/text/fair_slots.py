@@ -28,7 +28,7 @@ class _Waiter:
 
 
 class FairSlots:
-    """Used by one event loop."""
+    """Slots for work on text, for which tenants take turns. Used by one event loop."""
 
     def __init__(self, num_slots: int, *, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
         self._num_free = num_slots

@@ -26,8 +26,9 @@ from router.choice import Choice
 from router.served_model import ServedModel
 from router.timeline import Timeline
 from router.workers.decode_link import DecodeLinks
-from router.workers.health import Canary, MeshView, Trust, WorkerHealth
+from router.workers.health import Canary, Trust, WorkerHealth
 from router.workers.membership import capacity_tokens
+from router.workers.mesh_view import MeshView
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +52,7 @@ class CanaryRunner:
         health: WorkerHealth,
         mesh: MeshView,
         links: DecodeLinks,
-        prefills: PrefillClient,
+        prefill_client: PrefillClient,
         timeout_s: float,
         on_change: Callable[[], None],
     ) -> None:
@@ -59,7 +60,7 @@ class CanaryRunner:
         self._health = health
         self._mesh = mesh
         self._links = links
-        self._prefills = prefills
+        self._prefill_client = prefill_client
         self._timeout_s = timeout_s
         self._on_change = on_change
         self._in_flight = InFlightTable(time.monotonic)  # its own: canaries are too small to delay clients' requests
@@ -136,7 +137,7 @@ class CanaryRunner:
             raise WorkerLost("the decode worker has just been lost")
         choice = Choice(0, self._request(placement), self._model.tokenizer)
         namespace = f"{self._model.name}{NAMESPACE}{choice.request_id}"
-        request = choice.next_request(0, eos_token_ids=frozenset(), namespace=namespace)
+        request = choice.next_spec(0, eos_token_ids=frozenset(), namespace=namespace)
         timeline = Timeline(asyncio.get_running_loop().time)
         timeline.begin_attempt()
         attempt = Attempt(
@@ -144,7 +145,7 @@ class CanaryRunner:
             replace(request, time_left_s=self._timeout_s),
             self._in_flight.reserve(placement, choice.num_tokens),
             link=link,
-            prefills=self._prefills,
+            prefill_client=self._prefill_client,
             timeline=timeline,
             timeouts=AttemptTimeouts(self._timeout_s, self._timeout_s, self._timeout_s),
         )

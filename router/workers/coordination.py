@@ -127,15 +127,18 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
                 info.worker_id, info.incarnation, request.snapshot.next_number, request.snapshot.block_hashes
             )
             return True
-        beat = request.heartbeat
+        heartbeat = request.heartbeat
         self._membership.heartbeat(
-            info.worker_id, info.incarnation, wire.load_from_proto(beat.load), wire.state_from_proto(beat.state)
+            info.worker_id,
+            info.incarnation,
+            wire.load_from_proto(heartbeat.load),
+            wire.state_from_proto(heartbeat.state),
         )
         return self._membership.apply_cache_events(
             info.worker_id,
             info.incarnation,
-            beat.cache_events.first_number,
-            [CacheEvent(event.block_hash, event.evicted) for event in beat.cache_events.events],
+            heartbeat.cache_events.first_number,
+            [CacheEvent(event.block_hash, event.evicted) for event in heartbeat.cache_events.events],
         )
 
 

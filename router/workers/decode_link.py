@@ -28,8 +28,8 @@ from mesh.domain.errors import (
     WorkerDraining,
     WorkerLost,
 )
-from mesh.domain.request import Request
-from mesh.domain.tokens import SequenceFailure, StepOutput
+from mesh.domain.request import SequenceSpec
+from mesh.domain.tokens import SequenceFailure, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.retry import backoff_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc
@@ -62,7 +62,7 @@ class SequenceListener(Protocol):
         """The worker holds the blocks, and the KV of this many leading tokens is already in its prefix cache."""
         ...
 
-    def on_output(self, output: StepOutput) -> None:
+    def on_output(self, output: SequenceOutput) -> None:
         """The worker has sampled new tokens, or the sequence has finished."""
         ...
 
@@ -102,7 +102,7 @@ class DecodeLink:
 
     def start(
         self,
-        request: Request,
+        request: SequenceSpec,
         transfer_id: str,
         listener: SequenceListener,
         fork_listeners: Sequence[SequenceListener] = (),
@@ -111,7 +111,7 @@ class DecodeLink:
         self._listeners[request.request_id, request.attempt] = listener
         for fork, fork_listener in zip(request.forks, fork_listeners, strict=True):
             self._listeners[fork.request_id, fork.attempt] = fork_listener
-        start = decode_pb2.StartSequence(sequence=wire.request_to_proto(request), transfer_id=transfer_id)
+        start = decode_pb2.StartSequence(sequence=wire.spec_to_proto(request), transfer_id=transfer_id)
         self._commands.put_nowait(decode_pb2.AttachRequest(start=start))
 
     def abort(self, key: SequenceKey) -> None:
@@ -149,7 +149,7 @@ class DecodeLink:
             if listener is not None:
                 listener.on_failed(_error_of(response.failed))
 
-    def _deliver_output(self, output: StepOutput) -> None:
+    def _deliver_output(self, output: SequenceOutput) -> None:
         key = (output.request_id, output.attempt)
         listener = self._listeners.get(key)
         if listener is None:

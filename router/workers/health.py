@@ -12,8 +12,7 @@ worker needs no partner for its first step, and serves as LOCAL, prefilling itse
 changes from canary to canary. A failed canary is held against no worker, because it cannot tell which end of a transfer
 was at fault: the subject merely stays where it was until its next canary.
 
-MeshView combines that trust with the table of workers, the links and the work in flight: the mesh as one model sees it
-now.
+MeshView (mesh_view.py) combines that trust with the table of workers, the links and the work in flight.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,13 +20,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from mesh.domain.errors import LeaseExpired, Replayable, TransferCorrupt, TransferFailed, WorkerLost
-from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.retry import backoff_s
-from router.admission.in_flight import InFlightTable
-from router.admission.placement import Placement, Snapshot, healthy, usable
-from router.served_model import ServedModel
-from router.workers.decode_link import DecodeLinks
-from router.workers.membership import WorkerTable, WorkerView
+from router.admission.placement import Placement
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
@@ -212,87 +207,3 @@ def _next_step(
         return None
     partner = partners[record.num_failed_canaries % len(partners)]
     return Placement(partner, info) if info.role is WorkerRole.DECODE else Placement(info, partner)
-
-
-class MeshView:
-    """The workers of one model, computed afresh by every call."""
-
-    def __init__(
-        self,
-        model: ServedModel,
-        *,
-        table: WorkerTable,
-        links: DecodeLinks,
-        in_flight: InFlightTable,
-        health: WorkerHealth,
-        prefill_threshold: int = 0,
-        prefill_overflow: int = 0,
-    ) -> None:
-        self._model = model
-        self._table = table
-        self._links = links
-        self._in_flight = in_flight
-        self._health = health
-        self._prefill_threshold = prefill_threshold
-        self._prefill_overflow = prefill_overflow
-
-    def snapshot(self) -> Snapshot:
-        """Return the input of placement."""
-        views = self.views()
-        trust_levels = [(view.info, self._health.trust(view.info)) for view in views]
-        can_transfer = any(view.info.role is WorkerRole.PREFILL for view in views)
-        return Snapshot(
-            views=views,
-            model=self._model.name,
-            tokenizer_fingerprint=self._model.facts.tokenizer_fingerprint,
-            in_flight=self._in_flight.by_worker(views),
-            unreachable=self._links.unreachable(views),
-            unproven=frozenset(info.incarnation for info, trust in trust_levels if trust is Trust.NONE),
-            local_only=frozenset(
-                info.incarnation for info, trust in trust_levels if trust is Trust.LOCAL and can_transfer
-            ),
-            prefill_threshold=self._prefill_threshold,
-            prefill_overflow=self._prefill_overflow,
-        )
-
-    def num_healthy(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
-        """Count workers that may get requests; `with_transfers` leaves out decode workers that must prefill."""
-        snapshot = self.snapshot()
-        excluded = snapshot.local_only if with_transfers else frozenset()
-        return sum(candidate.info.incarnation not in excluded for candidate in healthy(snapshot, role))
-
-    def views(self) -> list[WorkerView]:
-        """All known workers of the model with their load, lost ones included."""
-        return [view for view in self._table.workers() if view.info.model == self._model.name]
-
-    def serving(self) -> frozenset[str]:
-        """Incarnations of workers that get clients' requests."""
-        snapshot = self.snapshot()
-        return frozenset(candidate.info.incarnation for role in WorkerRole for candidate in healthy(snapshot, role))
-
-    def canary_error(self, info: WorkerInfo) -> str:
-        """The error of the worker's last canary; empty if it succeeded."""
-        return self._health.canary_error(info)
-
-    def workers(self) -> list[WorkerInfo]:
-        """All known workers of the model, lost ones included."""
-        return [view.info for view in self.views()]
-
-    def usable(self) -> list[WorkerInfo]:
-        """Workers that may get requests once a canary has proven them."""
-        return [view.info for view in usable(self.snapshot())]
-
-    def to_abandon(self) -> list[WorkerInfo]:
-        """Stalled workers whose requests should move. Empty if no other worker can serve: the stall may end."""
-        views = self.views()
-        stalled = [view.info for view in views if view.state is WorkerState.STALLED]
-        return stalled if stalled and self.has_path else []
-
-    @property
-    def has_path(self) -> bool:
-        """True if requests can be served. A proven decode worker suffices, because it can prefill itself."""
-        return self.num_healthy(WorkerRole.DECODE) > 0
-
-    def decode_workers(self) -> list[WorkerInfo]:
-        """Decode workers, including those that are briefly lost."""
-        return [view.info for view in self.views() if view.info.role is WorkerRole.DECODE]

@@ -1,8 +1,8 @@
 """The router's side of the Redis registry: follows all workers and feeds a Membership.
 
-    beat published ─▶ signature valid, fresh, not a replay? ─▶ Membership: join, heartbeat, cache events
+    heartbeat published ─▶ signature valid, fresh, not a replay? ─▶ Membership: join, heartbeat, cache events
                           └─ no: refused                          └─ gap in the events: request a snapshot
-    every second: read the newest beat of every worker from its key, in case published messages were lost
+    every second: read the newest heartbeat of every worker from its key, in case published messages were lost
 
 While Redis, or the network to it, is unavailable the Membership stays as it is, and silent workers are checked directly
 (DirectChecks). The same check keeps a worker that alone has lost its connection to Redis. Workers register again when
@@ -24,21 +24,11 @@ from mesh import wire
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.logs import LogLimit
-from mesh.redis_registry import (
-    BEATS,
-    WORKERS,
-    Beat,
-    RecordSeal,
-    Refused,
-    ReplayGuard,
-    ask_channel,
-    record_key,
-    require_registry,
-    stay_connected,
-)
+from mesh.redis_registry import HEARTBEATS, WORKERS, ask_channel, record_key, require_registry, stay_connected
 from mesh.retry import require_not_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
+from mesh.sealed_messages import FreshnessGuard, RecordSeal, Refused, WorkerMessage
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter, SharedPermits
@@ -52,7 +42,7 @@ log = structlog.get_logger(__name__)
 _MAX_WORKERS = 10_000
 _LOAD_INTERVAL_S = 1.0
 _DEAF_S = 3.0
-# The same beat comes both from its key and over the channel; that is no replay attack.
+# The same heartbeat comes both from its key and over the channel; that is no replay attack.
 _OVERLAP_S = 2.0
 _PROBE_AFTER_S = 3 * HEARTBEAT_INTERVAL_S
 
@@ -70,13 +60,13 @@ class RedisRegistry:
         self._url = url
         self._membership = membership
         self._seal = RecordSeal(key)
-        self._guard = ReplayGuard()
+        self._guard = FreshnessGuard()
         self._checks = DirectChecks(membership, credentials)
         self._log_limit = LogLimit(burst=1)
         self._misfits: dict[str, str] = {}  # refused incarnations, by worker id
         self._outbox: dict[str, bytes] = {}  # messages to send, by worker id: a refusal, or empty to request a snapshot
         self.connected = asyncio.Event()
-        """Set while this router receives beats."""
+        """Set while this router receives heartbeats."""
 
     async def run(self) -> None:
         """Follow the workers until cancelled."""
@@ -86,18 +76,18 @@ class RedisRegistry:
 
     async def _follow(self, redis: Redis) -> None:
         try:
-            async with redis.pubsub() as beats:
-                await beats.subscribe(BEATS)
+            async with redis.pubsub() as heartbeats:
+                await heartbeats.subscribe(HEARTBEATS)
                 loaded_s = heard_s = 0.0
                 while True:
                     require_not_cancelled()
                     if time.monotonic() - loaded_s > _LOAD_INTERVAL_S:
-                        await beats.ping()
+                        await heartbeats.ping()
                         await self._load(redis)
                         loaded_s = time.monotonic()
                         heard_s = heard_s or loaded_s
                         self.connected.set()
-                    message = await beats.get_message(ignore_subscribe_messages=True, timeout=HEARTBEAT_INTERVAL_S)
+                    message = await heartbeats.get_message(ignore_subscribe_messages=True, timeout=HEARTBEAT_INTERVAL_S)
                     if message is not None:
                         heard_s = time.monotonic()
                         if message["type"] == "message":
@@ -109,7 +99,7 @@ class RedisRegistry:
             self.connected.clear()
 
     async def _load(self, redis: Redis) -> None:
-        """Read the newest beat of each worker from its key, and remove the ids of workers whose keys have expired."""
+        """Read the newest heartbeat of each worker from its key; remove the ids of workers whose keys have expired."""
         ids = [str(name, "utf-8", "replace") for name in await _members(redis)]
         records = await redis.mget([record_key(name) for name in ids]) if ids else []
         for record in records:
@@ -128,17 +118,17 @@ class RedisRegistry:
 
     def _take(self, sealed: bytes) -> None:
         try:
-            beat = self._seal.open(sealed)
-            if self._guard.is_new(beat):
-                self._apply(beat)
-            elif self._guard.lag_s(beat) > _OVERLAP_S:
-                raise Refused("it is older than a beat that its worker has sent before: replayed")
+            received = self._seal.open(sealed)
+            if self._guard.is_new(received):
+                self._apply(received)
+            elif self._guard.lag_s(received) > _OVERLAP_S:
+                raise Refused("it is older than a heartbeat that its worker has sent before: replayed")
         except Refused as refused:
             if self._log_limit.admit(str(refused)) is not None:
                 log.warning("registry message refused", cause=str(refused))
 
-    def _apply(self, beat: Beat) -> None:
-        info, message = beat.info, beat.message
+    def _apply(self, received: WorkerMessage) -> None:
+        info, message = received.info, received.message
         if message.HasField("snapshot"):
             snapshot = message.snapshot
             self._membership.replace_cache(
@@ -173,7 +163,7 @@ class RedisRegistry:
             if self._misfits.get(info.worker_id) != info.incarnation:
                 self._misfits[info.worker_id] = info.incarnation
                 log.error("worker refused", worker=info.worker_id, address=info.address, error=str(mismatch))
-            # Sent again with every beat: the worker may not have subscribed yet.
+            # Sent again with every heartbeat: the worker may not have subscribed yet.
             self._outbox[info.worker_id] = self._seal.seal_refusal(info.incarnation, str(mismatch))
             return False
         self._misfits.pop(info.worker_id, None)
@@ -183,7 +173,7 @@ class RedisRegistry:
     async def _watch_silence(self) -> None:
         """Check silent workers directly, and expire those that do not answer.
 
-        While Redis is unavailable, lost workers are checked as well, because no beat can come.
+        While Redis is unavailable, lost workers are checked as well, because no heartbeat can come.
         """
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)

@@ -26,9 +26,9 @@ from decode_worker.settings import DecodeSettings
 from engine.cores import threads_born_on
 from engine.kernels.cpu.step import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
-from engine.models.config import load_decoder_config
+from engine.models.read_config import load_decoder_config
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, SamplingParams, mint_id
+from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
 from tandem_cli.mesh_plan import BUNDLED_MODELS
 from worker.engine_host import EngineHost, EngineLimits, build_host, load_runner
@@ -164,7 +164,7 @@ class EngineSteps:
         for _ in range(count):
             prompt = tuple(self._rng.randrange(3, 250) for _ in range(num_tokens))
             sampling = SamplingParams(max_new_tokens=num_new, seed=0, ignore_eos=True)
-            self._host.scheduler.add(SequenceState(Request(mint_id(), 0, prompt, len(prompt), sampling)))
+            self._host.scheduler.add(SequenceState(SequenceSpec(mint_id(), 0, prompt, len(prompt), sampling)))
 
     def _step_ms(self) -> float:
         started = self._clock()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from mesh.domain.errors import ConfigurationError
 

@@ -16,8 +16,9 @@ import torch
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.kv_cache import KVCache
-from engine.load import RunnerSettings, kv_layout
-from engine.models.config import load_config
+from engine.load import kv_layout
+from engine.models.read_config import load_config
+from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.weights import Progress
 from mesh.domain.tokens import SampledToken
@@ -59,6 +60,8 @@ class PacedRunner:
         return [_output(item) for item in batch.items]
 
     def forget(self, sequence: SequenceState) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _output(item: ScheduledSequence) -> RunnerOutput:

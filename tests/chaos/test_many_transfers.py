@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer import SERVICE_NAME, KvTransferServicer, Reservation
+from kvtransfer import SERVICE_NAME, ExpectedTransfer, KvTransferServicer
 from mesh.domain.errors import MeshError
 from mesh.rpc.server import Listen, Server
 from tests.evidence import Evidence
 from tests.fakes.transfers import FIRST_TOKEN
 from tests.service.cancel_storm import check_storms
 from tests.service.stalled_pass import check_stalled_pass
-from tests.service.transfer_pair import KEY, Pair, push_all
+from tests.service.transfer_pair import KEY, Pair, announce_all
 from tests.unit.kvtransfer.clean_transfers import check_no_false_alarms
 
 NUM_TRANSFERS = int(os.environ.get("TANDEM_CHAOS_TRANSFERS", "5000"))
@@ -44,7 +44,9 @@ class Cuts:
         """Transfers one after another, each until it gets through."""
         for number in range(count):
             attempt = 0
-            while not await self._get_through(Reservation(f"{client}-{number}", attempt, self._blocks(client), 0, 11)):
+            while not await self._get_through(
+                ExpectedTransfer(f"{client}-{number}", attempt, self._blocks(client), 0, 11)
+            ):
                 attempt += 1
                 self.num_retried += 1
             self.num_done += 1
@@ -61,11 +63,11 @@ class Cuts:
     def _blocks(self, client: int) -> tuple[int, ...]:
         return (3 * client, 3 * client + 1, 3 * client + 2)
 
-    async def _get_through(self, reservation: Reservation) -> bool:
+    async def _get_through(self, reservation: ExpectedTransfer) -> bool:
         pair = self._pair
         pair.receiver.expect(reservation)
         transfer = pair.open(reservation, address=self._servers.address)
-        push_all(transfer)
+        announce_all(transfer)
         try:
             await transfer.commit(11, FIRST_TOKEN)
         except MeshError:
@@ -132,7 +134,7 @@ async def test_transfers_over_connections_that_break(transport: str, tmp_path: P
             target="all, 0 restarts by hand",
             ok=running.num_done == count * NUM_AT_ONCE,
         )
-        assert pair.receiver._expected == {}
+        assert pair.receiver._incoming == {}
 
 
 @pytest.mark.soak

@@ -59,17 +59,18 @@ class CapWatch:
                 await asyncio.sleep(_CAP_INTERVAL_S)
 
     def breaches(self, excused: Iterable[Disturbance] = ()) -> list[InService]:
-        """Samples over the cap. In times of `excused` only leases count: there routers go by their shares."""
-        excused, cap = list(excused), self.cluster.shape.cap
-        return [
-            sample
-            for sample in self.samples
-            if (sample.leased or 0) > cap
-            or (
-                (sample.held or 0) > cap
-                and not any(disturbance.began_s <= sample.at_s <= disturbance.ended_s for disturbance in excused)
-            )
-        ]
+        """Samples over the cap. In times of `excused` only leases count: there routers go by their shares. What they
+        have admitted then may still run afterwards, so the count must have been within the cap once before it counts.
+        """
+        excused, cap, breaches, has_settled = list(excused), self.cluster.shape.cap, [], True
+        for sample in self.samples:
+            if any(disturbance.began_s <= sample.at_s <= disturbance.ended_s for disturbance in excused):
+                has_settled = False
+            elif sample.held is not None and sample.held <= cap:
+                has_settled = True
+            if (sample.leased or 0) > cap or (has_settled and (sample.held or 0) > cap):
+                breaches.append(sample)
+        return breaches
 
     @property
     def most_held(self) -> int:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.load import RunnerSettings, kv_layout, load_model_runner
+from engine.load import kv_layout, load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import why_not_compiled
-from engine.models.config import load_decoder_config
+from engine.models.read_config import load_decoder_config
+from engine.runner_settings import RunnerSettings
 
 ARMS: dict[str, dict[str, object]] = {
     "compiled": {},

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.model_runner import ModelRunner
 from engine.sequence import SequenceState
-from mesh.domain.request import Request
+from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
 
@@ -31,7 +31,7 @@ class Driver:
         self._free = random.Random(seed).sample(range(runner.kv_cache.num_blocks), runner.kv_cache.num_blocks)
         self.announced: list[tuple[int, int]] = []
 
-    def add(self, request: Request) -> Run:
+    def add(self, request: SequenceSpec) -> Run:
         return Run(SequenceState(request))
 
     def step(self, *work: tuple[Run, int]) -> list[RunnerOutput]:

@@ -1,7 +1,8 @@
 """Moving a sequence's KV from one runner to another; shared by the CPU and the GPU tests."""
 
-from engine.load import RunnerSettings, load_model_runner
+from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
+from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import KVSpan, Span
 from tests.component.driving import Driver, Run
 from tests.component.parity import prompts

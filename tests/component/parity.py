@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import RunnerSettings, load_model_runner
+from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
+from engine.runner_settings import RunnerSettings
 from tests.component.checkpoints import VOCAB_SIZE
 from tests.component.driving import Driver, Run
 from tests.component.remote_families import load_reference

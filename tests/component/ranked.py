@@ -18,7 +18,7 @@ from torch import distributed
 from engine.kv_memory import KVMemory, KVReservation
 from engine.load import kv_layout, resolve
 from engine.model_runner import ModelRunner
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.ranks.launch import load_ranked_runner
 from engine.ranks.rank import Rank, kv_bytes
 from engine.ranks.shared import Command, SharedGroup, StepMemory

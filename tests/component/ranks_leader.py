@@ -16,9 +16,9 @@ import psutil
 
 from decode_worker.__main__ import serve
 from decode_worker.settings import DecodeSettings
-from engine.load import RunnerSettings
 from engine.ranks.launch import RankSetup
 from engine.ranks.rank import Rank
+from engine.runner_settings import RunnerSettings
 from mesh.logs import configure_logging
 from mesh.process import ServiceProgram, announce
 from tests.component.driving import Driver

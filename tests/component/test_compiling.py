@@ -10,7 +10,7 @@ from engine.kernels.cpu import compiler
 from engine.kernels.cpu.compiler import jit
 from engine.load import kv_layout, load_model_runner
 from engine.models.compiled_decoder import why_not_compiled
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from tests.component.arms import load_arm, settings
 from tests.component.checkpoints import OTHER_FAMILIES
 from tests.component.parity import check_parity, run_mixed

@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.kernels.cpu.arguments import Address, Matrix, Share, Span
+from engine.kernels.cpu.arguments import Address, Matrix, Range, Share
 from engine.kernels.cpu.compiler import OPTIONS
 from engine.kernels.cpu.machine import TILE_ROWS, UNIT, amx_shapes, cpu_flags, has_amx
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
@@ -70,7 +70,7 @@ class Products:
     def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_shares: int = 1) -> Array:
         """All shares of a product of whole rows x, one after the other; `out` is filled and returned."""
         operand = self.operand(len(x))
-        put_rows(x, self.weights.matrices[index, 2], operand, Span(0, len(x)))
+        put_rows(x, self.weights.matrices[index, 2], operand, Range(0, len(x)))
         begin_products(operand)
         for share in range(num_shares):
             if self.shapes[index].gated:
@@ -148,8 +148,8 @@ def test_rows_are_put_and_normed(kind: str, width: int) -> None:
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + eps) * weight
     for put, expected in ((put_rows, x), (norm_rows, normed)):
         arguments = (x, depth) if put is put_rows else (x, Norm(weight, eps), depth)
-        for span in (Span(0, 2), Span(2, 5)):
-            put(*arguments, operand, span)
+        for part in (Range(0, 2), Range(2, 5)):
+            put(*arguments, operand, part)
         q = operand.a[: 5 * depth].reshape(5, depth)[:, :width].astype(np.float64)
         found = (q - (128 if kind == "int8" else 0)) * operand.factors[:, None]
         level = operand.factors[:, None] if kind == "int8" else 0

@@ -13,7 +13,7 @@ from checkpoint.model_files import read_model_facts
 from decode_worker.settings import DecodeSettings
 from engine.load import draft_block_bytes, load_model_runner
 from engine.model_runner import ModelRunner
-from engine.models.config import load_config, load_decoder_config
+from engine.models.read_config import load_config, load_decoder_config
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerRole

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.models.config import load_config
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_config
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 

@@ -14,7 +14,7 @@ from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
 from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
-from mesh.domain.request import Fork, Request
+from mesh.domain.request import Fork, SequenceSpec
 from mesh.domain.tokens import SampledToken
 from tests.component.arms import ARMS, load_arm
 from tests.fakes.requests import make_request
@@ -41,7 +41,7 @@ def run(
     return tokens, scheduler.load().computed_tokens
 
 
-def choices(length: int) -> Request:
+def choices(length: int) -> SequenceSpec:
     sampling = {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2}
     request = make_request("0", [7 * i % 250 for i in range(length)], max_new_tokens=12, sampling=sampling)
     return replace(request, forks=tuple(Fork(str(seed), 0, seed) for seed in (1, 2, 3)), top_logprobs=2)

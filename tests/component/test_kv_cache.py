@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kv_cache import KVCache
-from engine.load import RunnerSettings
+from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from tests.component.kv_moves import check_round_trip
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.load import RunnerSettings, kv_layout, load_model_runner
-from engine.models.config import load_config
+from engine.load import kv_layout, load_model_runner
+from engine.models.read_config import load_config
+from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.settings import load_settings
 from prefill_worker.settings import PrefillSettings

@@ -16,9 +16,11 @@ import torch
 
 from engine.kv_cache import KVCache
 from engine.kv_memory import Budget, KVMemory, KVReservation
-from engine.load import RunnerSettings, kv_layout, load_model_runner
-from engine.memory import DeviceMemory, Entry, anonymous_bytes, device_memory, open_ledger
-from engine.models.config import load_config
+from engine.load import kv_layout, load_model_runner
+from engine.memory import DeviceMemory, anonymous_bytes, device_memory
+from engine.memory_ledger import Entry, open_ledger
+from engine.models.read_config import load_config
+from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tests.defects import Repaired
 from worker.settings import WorkerSettings
@@ -146,7 +148,7 @@ def test_other_devices_have_other_memory(ledger: str, monkeypatch: pytest.Monkey
 _HOLDER = """
 import sys, time
 from engine.memory import DeviceMemory
-from engine.memory import open_ledger
+from engine.memory_ledger import open_ledger
 ledger = open_ledger(sys.argv[1])
 held = ledger.enter(DeviceMemory("cpu", 1, 1, True), "other", 0)
 with ledger.locked():
@@ -241,6 +243,11 @@ def test_cache_keeps_the_reservation(ledger: str, checkpoint: Callable[[str], Pa
 def test_wrong_settings(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         WorkerSettings(model="m", registry_address="h:1", **wrong)  # type: ignore[arg-type]
+
+
+def test_an_unknown_device_does_not_count_as_the_machine() -> None:
+    with pytest.raises(ConfigurationError, match="'xpu' is not known: use cpu or cuda"):
+        device_memory(torch.device("xpu"))
 
 
 def test_a_gpu_is_known_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> None:

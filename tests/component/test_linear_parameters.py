@@ -19,11 +19,11 @@ def test_every_scheme_multiplies_with_the_matrix(scheme: str) -> None:
 
 def test_parameters_are_taken_once_and_matrices_come_with_their_bias() -> None:
     parameters = Parameters("int8")
-    parameters.put("norm", torch.ones(3), None)
-    parameters.put("o", torch.randn(4, 3), shard_axis=1)
-    parameters.put("o_bias", torch.arange(4.0), None)
+    parameters.put("norm", torch.ones(3))
+    parameters.put("o", torch.randn(4, 3), is_matrix=True)
+    parameters.put("o_bias", torch.arange(4.0))
     matrix = parameters.take_linear("o")
-    assert (matrix.scheme, matrix.shard_axis, matrix.weight.dtype, matrix.num_outputs) == ("int8", 1, torch.int8, 4)
+    assert (matrix.scheme, matrix.weight.dtype, matrix.weight.shape) == ("int8", torch.int8, (4, 3))
     assert matrix.bias is not None
     assert matrix.bias.tolist() == [0, 1, 2, 3]
     assert parameters.take("norm").tolist() == [1, 1, 1]
@@ -36,17 +36,17 @@ def test_parameters_are_taken_once_and_matrices_come_with_their_bias() -> None:
 
 def test_the_embedding_is_the_output_matrix_where_there_is_no_other() -> None:
     parameters, embedding = Parameters(), torch.randn(6, 3)
-    parameters.put("lm_head_bias", torch.ones(6), None)
+    parameters.put("lm_head_bias", torch.ones(6))
     output = parameters.take_output(embedding)
     assert output.weight is embedding
     assert output.bias is not None
     own = torch.randn(6, 3)
-    parameters.put("lm_head", own, shard_axis=0)
+    parameters.put("lm_head", own, is_matrix=True)
     assert parameters.take_output(embedding).weight is own
 
 
 def test_a_rank_has_the_query_heads_that_read_its_kv_heads_and_their_slopes() -> None:
     whole = AttentionShape(6, 3, 8, alibi=tuple(range(6)))
     part = whole.shard(Span(1, 2))
-    assert (part.num_heads, part.num_kv_heads, part.group_size, part.alibi) == (4, 2, 2, (2, 3, 4, 5))
+    assert (part.num_heads, part.num_kv_heads, part.queries_per_kv_head, part.alibi) == (4, 2, 2, (2, 3, 4, 5))
     assert whole.shard(Span(0, 3)) == whole

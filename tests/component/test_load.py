@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.load import RunnerSettings, fingerprint, load_model_runner
-from engine.models.config import load_config
+from engine.load import fingerprint, load_model_runner
 from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_config
+from engine.runner_settings import RunnerSettings
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from tests.component.checkpoints import WINDOW, build_checkpoint

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.load import RunnerSettings, resolve
+from engine.load import resolve
 from engine.model_runner import ModelRunner
-from engine.models.facts import ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.ranks import launch
-from engine.ranks.launch import RankProcesses, load_ranked_runner, max_sequence_blocks, ranked_runner
+from engine.ranks.launch import RankProcesses, load_ranked_runner, max_sequence_blocks
 from engine.ranks.shared import Forward, Logits, StepMemory, decode_command, encode_command
+from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.speculation.drafters import NgramDrafter
 from mesh.domain.errors import ConfigurationError, WorkerLost
@@ -77,7 +78,7 @@ def test_two_processes_equal_one(checkpoint: Checkpoint) -> None:
     alone = results(load_arm(checkpoint("llama"), "compiled"))
     cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
     wanted = settings(checkpoint("llama"), tensor_parallel=2)
-    with ranked_runner(wanted, on_lost=pytest.fail) as runner:
+    with closing(load_ranked_runner(wanted, on_lost=pytest.fail)) as runner:
         ranks = ranks_of(os.getpid())
         assert len(ranks) == 1
         assert results(runner) == alone
@@ -89,7 +90,11 @@ def test_more_processes_than_cores_are_slow_but_right(checkpoint: Checkpoint) ->
     alone = mixed(load_arm(checkpoint("llama"), "compiled", quantize="int8"))
     wanted = settings(checkpoint("llama"), quantize="int8", tensor_parallel=3)
     one_core = {min(os.sched_getaffinity(0))}
-    with capture_logs() as logs, pinned(one_core), ranked_runner(wanted, on_lost=pytest.fail) as runner:
+    with (
+        capture_logs() as logs,
+        pinned(one_core),
+        closing(load_ranked_runner(wanted, on_lost=pytest.fail)) as runner,
+    ):
         assert [rank.cpu_affinity() for rank in ranks_of(os.getpid())] == [[*one_core]] * 2
         assert mixed(runner) == alone
     warning = {"event": "ranks share cores and will wait for each other", "ranks": 3, "cores": 1}
@@ -158,7 +163,7 @@ def test_garbled_command_ends_the_rank_with_its_reason(checkpoint: Checkpoint, m
 
     monkeypatch.setattr(RankProcesses, "watch", note_and_watch)
     wanted = RunnerSettings(checkpoint("llama"), num_blocks=8, tensor_parallel=2)
-    with ranked_runner(wanted, on_lost=on_lost):
+    with closing(load_ranked_runner(wanted, on_lost=on_lost)):
         ranks = ranks_of(os.getpid())
         watched[0].tell(garbled="?")
         assert is_lost.wait(LIMIT_S)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from decode_worker.settings import DecodeSettings
-from engine.load import RunnerSettings, load_model_runner
+from engine.load import load_model_runner
 from engine.ranks.launch import fitting_ranks
+from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerRole

@@ -18,7 +18,7 @@ from engine.sequence import SequenceState
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.request import Request, Structure, StructureKind
+from mesh.domain.request import SequenceSpec, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, SampledToken
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm
@@ -49,7 +49,7 @@ _WAYS: Mapping[str, dict[str, object]] = {
 """One request of each: they run in one batch."""
 
 
-def requests() -> list[Request]:
+def requests() -> list[SequenceSpec]:
     """Prompts that repeat themselves, so that looking up finds something."""
     prompts = {name: [*b"to and fro and "] * 2 + [*name.encode()] for name in _WAYS}
     return [
@@ -59,7 +59,7 @@ def requests() -> list[Request]:
 
 
 def answer(
-    runner: ModelRunner, drafter: Drafter | None, asked: list[Request], **limits: int
+    runner: ModelRunner, drafter: Drafter | None, asked: list[SequenceSpec], **limits: int
 ) -> tuple[Answers, Scheduler]:
     """What comes of the requests, all at once, and the scheduler afterwards."""
     config = {"block_size": runner.kv_cache.layout.block_size, "max_batch_tokens": 64, "max_num_seqs": 16} | limits

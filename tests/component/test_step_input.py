@@ -39,7 +39,7 @@ def test_every_token_is_where_its_sequence_says(several: list[ScheduledBatch]) -
     for batch in several:
         step = builder.build(batch)
         metadata = step.metadata(CPU)
-        assert (step.number, step.copies.tolist()) == (7, [[1, 2], [3, 4]])
+        assert step.copies.tolist() == [[1, 2], [3, 4]]
         sampled = []
         for row, item in enumerate(batch.items):
             first, end = step.query_starts[row : row + 2].tolist()

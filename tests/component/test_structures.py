@@ -18,7 +18,7 @@ from engine.masks import TokenMasks
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
-from mesh.domain.request import Request, Structure, StructureKind
+from mesh.domain.request import SequenceSpec, Structure, StructureKind
 from tests.component.arms import load_arm
 from tests.component.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.component.driving import Driver, Run
@@ -72,7 +72,7 @@ def text_of(checkpoint: Callable[[str], Path]) -> Callable[[list[int]], str]:
     return lambda ids: tokenizer.decode([id_ for id_ in ids if id_ != EOS_TOKEN_ID])
 
 
-def asked(name: str, structure: Structure | None, *, max_new_tokens: int = 400, **sampling: Any) -> Request:
+def asked(name: str, structure: Structure | None, *, max_new_tokens: int = 400, **sampling: Any) -> SequenceSpec:
     request = make_request(
         name, PROMPT, max_new_tokens=max_new_tokens, eos_token_ids=frozenset({EOS_TOKEN_ID}), top_logprobs=2
     )
@@ -80,7 +80,7 @@ def asked(name: str, structure: Structure | None, *, max_new_tokens: int = 400, 
     return replace(request, sampling=replace(request.sampling, **values))
 
 
-def generate(runner: ModelRunner, *requests: Request) -> list[Run]:
+def generate(runner: ModelRunner, *requests: SequenceSpec) -> list[Run]:
     """All in one batch, each until its end; tokens that were generated before take the path they took then."""
     driver = Driver(runner)
     runs = [driver.add(request) for request in requests]

@@ -20,7 +20,7 @@ from tests.evidence import Evidence
 from tests.waiting import until
 
 NUM_STREAMS = 6
-NUM_TOKENS = 200
+NUM_TOKENS = 420  # enough that no stream ends before all have begun
 NUM_KILLS = 40
 RESTART_S = 240.0  # a busy machine takes a minute for two workers of two ranks
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from mesh.domain.kv import KVLayout, block_hashes
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from router.admission.placement import PlacementQuery, PrefixChain, Snapshot
+from router.admission.placement import MeshSnapshot, PlacementQuery, PrefixChain
 from router.workers.membership import WorkerView
 
 BLOCK = 4
@@ -41,8 +41,8 @@ def decode(name: str = "d0", **changes: Any) -> WorkerView:
     return make_view(name, WorkerRole.DECODE, **changes)
 
 
-def snapshot(*views: WorkerView, **changes: Any) -> Snapshot:
-    return Snapshot(views=views, model="m", tokenizer_fingerprint="t", **changes)
+def snapshot(*views: WorkerView, **changes: Any) -> MeshSnapshot:
+    return MeshSnapshot(views=views, model="m", tokenizer_fingerprint="t", **changes)
 
 
 def query(num_tokens: int = 8, **changes: Any) -> PlacementQuery:

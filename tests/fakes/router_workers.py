@@ -18,8 +18,8 @@ import grpc
 from mesh import wire
 from mesh.domain.errors import MeshError, TransferFailed, WorkerLost
 from mesh.domain.kv import KVLayout
-from mesh.domain.request import Request
-from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
+from mesh.domain.request import SequenceSpec
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, MeshKey
@@ -50,7 +50,7 @@ def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def is_canary(request: Request) -> bool:
+def is_canary(request: SequenceSpec) -> bool:
     """True for a request of the router's own."""
     return NAMESPACE in request.cache_namespace
 
@@ -58,11 +58,11 @@ def is_canary(request: Request) -> bool:
 class FakeModel:
     """Generates the tokens of one attempt."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: SequenceSpec) -> None:
         self.request = request
         self._ids = list(request.token_ids)
 
-    def step(self, *, with_prompt: bool = False, cached_tokens: int = 0) -> StepOutput:
+    def step(self, *, with_prompt: bool = False, cached_tokens: int = 0) -> SequenceOutput:
         request = self.request
         token_id = next_token(self._ids, sorted(request.sampling.logit_bias))
         index = len(self._ids) - request.num_prompt_tokens
@@ -71,7 +71,7 @@ class FakeModel:
         token = SampledToken(token_id, -float(index) - 0.5, top)
         prompt = with_prompt and request.prompt_logprobs
         logprobs = tuple(PromptLogprob(-1.0 if place else None, top) for place in range(request.num_prompt_tokens))
-        return StepOutput(
+        return SequenceOutput(
             request.request_id,
             request.attempt,
             index,
@@ -347,7 +347,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def _follow(self, session: _Session, requests: AsyncIterator[decode_pb2.AttachRequest]) -> None:
         async for request in requests:
             if request.WhichOneof("command") == "start":
-                model = FakeModel(wire.request_from_proto(request.start.sequence))
+                model = FakeModel(wire.spec_from_proto(request.start.sequence))
                 key = (model.request.request_id, model.request.attempt)
                 prompt = _SharedPrompt()
                 run = self._run(session, model, request.start.transfer_id, self._script(model.request), prompt)
@@ -364,7 +364,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     session.tasks[key].cancel()
                 self.aborted.add(key)
 
-    def _script(self, request: Request) -> DecodeScript:
+    def _script(self, request: SequenceSpec) -> DecodeScript:
         if is_canary(request):
             return self.canary
         return self.scripts.pop(0) if self.scripts else DecodeScript()
@@ -461,7 +461,7 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        if is_canary(wire.request_from_proto(request.sequence)):
+        if is_canary(wire.spec_from_proto(request.sequence)):
             self.canaries.add(request)
             async for response in self._run(request, self.canary):
                 yield response
@@ -486,7 +486,7 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         if script.hold is not None:
             await script.hold.wait()
         _raise(script.fail_before_first)
-        output = FakeModel(wire.request_from_proto(request.sequence)).step(
+        output = FakeModel(wire.spec_from_proto(request.sequence)).step(
             with_prompt=True, cached_tokens=script.cached_tokens
         )
         *parts, first = (

@@ -70,6 +70,7 @@ class FakeRunner:
         self.gate.set()
         self.in_step = threading.Event()
         """Set once a first step has begun."""
+        self.is_closed = False
         self.fail_with: Exception | None = None
         self.refused: dict[str, str] = {}
         """Requests that cannot go on, and why; "early": before they begin; "not finite": the model fails."""
@@ -93,6 +94,9 @@ class FakeRunner:
         else:
             ready.set_result(None)
         return ready
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
         self.lent_cores.append(lent)

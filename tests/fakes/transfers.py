@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from kvtransfer import KVReceiver, ReceiverCallbacks, Reservation, TransferSettings
+from kvtransfer import ExpectedTransfer, KVReceiver, ReceiverCallbacks, TransferSettings
 from kvtransfer.chunks import ChunkRange, Digest, chunk_checksum, transfer_seed
 from kvtransfer.messages import Ack, Chunk, Commit, Granted, ReceiverMessage, SenderMessage, TransferOpen
 from kvtransfer.store import KVStore
@@ -17,7 +17,7 @@ INCARNATION = "this-run"
 GRPC_ONLY = TransferSettings(transports=("grpc",), num_threads=1)
 
 
-def open_message(store: KVStore, reservation: Reservation) -> TransferOpen:
+def open_message(store: KVStore, reservation: ExpectedTransfer) -> TransferOpen:
     return TransferOpen(
         reservation.transfer_id,
         reservation.attempt,
@@ -32,7 +32,7 @@ def open_message(store: KVStore, reservation: Reservation) -> TransferOpen:
 
 
 def make_chunk(
-    store: KVStore, reservation: Reservation, block_ids: Sequence[int], number: int, place: ChunkRange
+    store: KVStore, reservation: ExpectedTransfer, block_ids: Sequence[int], number: int, place: ChunkRange
 ) -> Chunk:
     """`block_ids` is the sender's block table."""
     payload = bytearray(place.num_bytes(store.layout))
@@ -43,7 +43,7 @@ def make_chunk(
     return Chunk(number, place, len(payload), checksum, Payload(bytes(payload)))
 
 
-def make_commit(reservation: Reservation, chunks: Sequence[Chunk]) -> Commit:
+def make_commit(reservation: ExpectedTransfer, chunks: Sequence[Chunk]) -> Commit:
     digest = Digest()
     for chunk in chunks:
         digest.add(chunk.checksum)

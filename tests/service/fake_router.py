@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from mesh import wire
-from mesh.domain.request import Request, mint_id
+from mesh.domain.request import SequenceSpec, mint_id
 from mesh.rpc.channel import open_channel
 from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.service.worker_rig import INCARNATION, MESH_KEY, WorkerRig
@@ -39,18 +39,18 @@ class FakeRouter:
     def box(self, request_id: str) -> "asyncio.Queue[decode_pb2.AttachResponse]":
         return self.inbox.setdefault(request_id, asyncio.Queue())
 
-    async def start(self, request: Request, transfer_id: str = "") -> None:
-        start = decode_pb2.StartSequence(sequence=wire.request_to_proto(request), transfer_id=transfer_id)
+    async def start(self, request: SequenceSpec, transfer_id: str = "") -> None:
+        start = decode_pb2.StartSequence(sequence=wire.spec_to_proto(request), transfer_id=transfer_id)
         async with self.writing:
             await self.attach.write(decode_pb2.AttachRequest(start=start))
 
-    async def abort(self, request: Request) -> None:
+    async def abort(self, request: SequenceSpec) -> None:
         abort = decode_pb2.AbortSequence(request_id=request.request_id, attempt=request.attempt)
         async with self.writing:
             await self.attach.write(decode_pb2.AttachRequest(abort=abort))
 
     def prefill(
-        self, request: Request, transfer_id: str, ready_tokens: int, timeout_s: float = 60
+        self, request: SequenceSpec, transfer_id: str, ready_tokens: int, timeout_s: float = 60
     ) -> grpc.aio.UnaryStreamCall:
         destination = prefill_pb2.KvDestination(
             address=self.rig.decode_address,
@@ -59,10 +59,10 @@ class FakeRouter:
             transfer_id=transfer_id,
             ready_tokens=ready_tokens,
         )
-        message = prefill_pb2.PrefillRequest(sequence=wire.request_to_proto(request), destination=destination)
+        message = prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=destination)
         return self.prefill_stub.Prefill(message, metadata=MESH_KEY.metadata(), timeout=timeout_s)
 
-    async def run(self, request: Request) -> list[int]:
+    async def run(self, request: SequenceSpec) -> list[int]:
         """The whole way through both workers; generated token ids."""
         transfer_id = mint_id()
         await self.start(request, transfer_id)
@@ -76,7 +76,7 @@ class FakeRouter:
                     return ids
         return ids + await self.collect(request)
 
-    async def collect(self, request: Request) -> list[int]:
+    async def collect(self, request: SequenceSpec) -> list[int]:
         """Tokens from the decode worker until it finishes the sequence."""
         ids: list[int] = []
         while True:

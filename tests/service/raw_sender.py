@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import grpc
 
-from kvtransfer import Reservation
+from kvtransfer import ExpectedTransfer
 from kvtransfer.messages import SenderMessage, request_to_bytes
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.channel import open_channel
@@ -68,7 +68,7 @@ def honest_messages(prompt: Sequence[int], transfer_id: str, attempt: int = 0) -
     for position, token_id in enumerate(prompt):
         store.data[:, :, position // layout.block_size, position % layout.block_size] = token_id
     block_ids = tuple(range(num_blocks))
-    reservation = Reservation(transfer_id, attempt, block_ids, 0, len(prompt))
+    reservation = ExpectedTransfer(transfer_id, attempt, block_ids, 0, len(prompt))
     places = [box(0, num_blocks, layer, 1, layout.whole.heads) for layer in range(layout.num_layers)]
     chunks = [make_chunk(store, reservation, block_ids, number, place) for number, place in enumerate(places)]
     opening = replace(open_message(store, reservation), receiver_incarnation=INCARNATION)

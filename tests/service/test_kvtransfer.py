@@ -17,14 +17,14 @@ from structlog.testing import capture_logs
 
 from kvtransfer import (
     SERVICE_NAME,
+    ExpectedTransfer,
     KVSender,
-    Reservation,
     TransferSettings,
     TransferSpec,
 )
 from kvtransfer.chunks import ChunkRange
+from kvtransfer.outgoing_conversation import OutgoingConversation
 from kvtransfer.push_call import ChannelPool
-from kvtransfer.sending import SendingConversation
 from kvtransfer.transports.base import Slot
 from mesh.domain.errors import (
     ConfigurationError,
@@ -42,7 +42,17 @@ from mesh.wire import duration_to_proto
 from tests.fakes.kv_store import TINY, FakeKVStore, InPlaceKVStore
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION
 from tests.fakes.transport import MemoryTransport
-from tests.service.transfer_pair import KEY, RESERVATION, SOURCE_IDS, Pair, arenas, push_all, serving, turn_until, until
+from tests.service.transfer_pair import (
+    KEY,
+    RESERVATION,
+    SOURCE_IDS,
+    Pair,
+    announce_all,
+    arenas,
+    serving,
+    turn_until,
+    until,
+)
 
 
 @pytest.fixture(
@@ -67,7 +77,7 @@ async def test_pushed_from_the_engines_thread_layer_by_layer_in_token_chunks(pai
     def engine() -> None:
         for first, num in ((0, 1), (1, 2)):
             for layer in range(TINY.num_layers):
-                transfer.push(Span(first, num), Span(layer, 1))
+                transfer.announce(Span(first, num), Span(layer, 1))
 
     thread = threading.Thread(target=engine)
     thread.start()
@@ -78,7 +88,7 @@ async def test_pushed_from_the_engines_thread_layer_by_layer_in_token_chunks(pai
     assert pair.outcomes.committed == [("transfer", FIRST_TOKEN)]
     assert pair.target.blocks(RESERVATION.block_ids) == pair.source.blocks(SOURCE_IDS)
     await transfer.abort()
-    transfer.push(Span(0, 1), Span(0, 1))
+    transfer.announce(Span(0, 1), Span(0, 1))
     await transfer.ended()
 
 
@@ -93,9 +103,9 @@ async def test_a_bit_that_flips_on_the_way_is_refused_and_never_committed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the sender has summed it up: on the wire, or in the arena."""
-    seal = SendingConversation._fill
+    seal = OutgoingConversation._fill
 
-    def fill(conversation: SendingConversation, slot: Slot, number: int, chunk_range: ChunkRange) -> Any:
+    def fill(conversation: OutgoingConversation, slot: Slot, number: int, chunk_range: ChunkRange) -> Any:
         filled = seal(conversation, slot, number, chunk_range)
         if number != 4:
             return filled
@@ -105,7 +115,7 @@ async def test_a_bit_that_flips_on_the_way_is_refused_and_never_committed(
         return replace(filled, request=bytes(request))
 
     with monkeypatch.context() as patch:
-        patch.setattr(SendingConversation, "_fill", fill)
+        patch.setattr(OutgoingConversation, "_fill", fill)
         with pytest.raises(TransferCorrupt, match="chunk 4 does not match its checksum"):
             await pair.start().commit(11, FIRST_TOKEN)
     assert isinstance(await pair.failure(), TransferCorrupt)
@@ -122,7 +132,7 @@ async def test_nothing_to_send(pair: Pair) -> None:
 
 async def test_more_transfers_than_slots_all_get_through(pair: Pair) -> None:
     async def one(number: int) -> None:
-        reservation = Reservation(f"t{number}", 1, (number, 8, 9), 0, 11)
+        reservation = ExpectedTransfer(f"t{number}", 1, (number, 8, 9), 0, 11)
         await pair.start(reservation).commit(11, FIRST_TOKEN)
 
     await asyncio.gather(*(one(number) for number in range(8)))
@@ -136,7 +146,7 @@ async def test_bad_specs_and_pushes_are_the_callers_errors(pair: Pair) -> None:
     transfer = pair.open()
     for piece in ((0, 4, 0, 1), (2, 1, 3, 1), (0, 1, -1, 2)):
         with pytest.raises(ValueError, match="outside of 3 blocks or the store's layers"):
-            transfer.push(Span(*piece[:2]), Span(*piece[2:]))
+            transfer.announce(Span(*piece[:2]), Span(*piece[2:]))
     await transfer.abort()
 
 
@@ -153,7 +163,7 @@ async def test_a_wrong_key_is_refused_and_changes_nothing(tmp_path: Path, key: M
 async def test_strangers_are_refused(pair: Pair, change: dict[str, object]) -> None:
     pair.receiver.expect(RESERVATION)
     transfer = pair.open(**change)  # type: ignore[arg-type]
-    push_all(transfer)
+    announce_all(transfer)
     with pytest.raises(TransferFailed):
         await transfer.commit(11, FIRST_TOKEN)
     with pytest.raises(TransferFailed):
@@ -189,7 +199,7 @@ async def test_a_wrong_number_of_tokens_or_a_missing_push_is_refused(pair: Pair)
         await pair.start().commit(12, FIRST_TOKEN)
     pair.receiver.expect(RESERVATION)
     transfer = pair.open()
-    transfer.push(Span(0, 3), Span(0, 2))
+    transfer.announce(Span(0, 3), Span(0, 2))
     with pytest.raises(TransferFailed, match="6 of 18 blocks"):
         await transfer.commit(11, FIRST_TOKEN)
     await pair.require_working()
@@ -197,7 +207,7 @@ async def test_a_wrong_number_of_tokens_or_a_missing_push_is_refused(pair: Pair)
 
 async def test_pushed_twice_is_refused(pair: Pair) -> None:
     transfer = pair.start()
-    transfer.push(Span(1, 1), Span(1, 1))
+    transfer.announce(Span(1, 1), Span(1, 1))
     with pytest.raises(TransferCorrupt, match="has arrived before"):
         await transfer.commit(11, FIRST_TOKEN)
     await pair.require_working()
@@ -298,7 +308,7 @@ async def test_receiver_aborts_while_the_sender_computes(pair: Pair) -> None:
     """The sender learns of it without commit, so that it can stop."""
     pair.receiver.expect(RESERVATION)
     transfer = pair.open()
-    transfer.push(Span(0, 1), Span(0, 1))
+    transfer.announce(Span(0, 1), Span(0, 1))
     await until(pair.target.writing.arrived)
     await pair.receiver.abort("transfer")
     with pytest.raises(TransferFailed, match="aborted by its receiver"):
@@ -339,14 +349,14 @@ async def test_a_stuck_receiver_is_given_up_and_a_slow_sender_is_not(tmp_path: P
         pair.receiver.expect(RESERVATION)
         transfer = pair.open()
         conversation = transfer._conversation
-        transfer.push(Span(0, 1), Span(0, 1))
+        transfer.announce(Span(0, 1), Span(0, 1))
         watchdog = conversation._watchdog
         await turn_until(lambda: conversation._num_chunks == 1 and not watchdog._num_unanswered)
         when = watchdog._timeout.when()
         assert when is not None
         assert when > asyncio.get_running_loop().time() + 5  # no answer is due: only the lease runs
-        transfer.push(Span(1, 2), Span(0, 1))
-        transfer.push(Span(0, 3), Span(1, 2))
+        transfer.announce(Span(1, 2), Span(0, 1))
+        transfer.announce(Span(0, 3), Span(1, 2))
         await transfer.commit(11, FIRST_TOKEN)
 
 
@@ -401,7 +411,7 @@ async def test_misbehaving_receivers(servicer: Misbehaving, message: str) -> Non
         settings = TransferSettings(lease_s=1, progress_timeout_s=0.5, chunk_bytes=1)
         sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(KEY), settings, (transport,))
         transfer = sender.open(TransferSpec("transfer", 1, server.address, INCARNATION, SOURCE_IDS, TINY.whole))
-        push_all(transfer)
+        announce_all(transfer)
         with pytest.raises(TransferFailed, match=message):
             await transfer.commit(11, FIRST_TOKEN)
         assert transport.payloads == {}
@@ -416,7 +426,7 @@ async def test_garbage_on_the_wire_ends_that_call_only(pair: Pair) -> None:
             await call.write(garbage)
             assert await call.code() is not grpc.StatusCode.OK
     assert pair.outcomes.failed == []
-    push_all(transfer := pair.open())
+    announce_all(transfer := pair.open())
     await transfer.commit(11, FIRST_TOKEN)
 
 
@@ -431,7 +441,7 @@ async def main():
     spec, settings, key = json.loads(sys.argv[1])
     sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(MeshKey(key)), TransferSettings(**settings))
     transfer = sender.open(TransferSpec(**spec, span=TINY.whole))
-    transfer.push(Span(0, 3), Span(0, 2))
+    transfer.announce(Span(0, 3), Span(0, 2))
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -498,7 +508,7 @@ async def test_abort_storm_leaves_nothing(shm_pair: Pair, phase: int) -> None:
     pair = shm_pair
 
     async def one(number: int) -> None:
-        reservation = Reservation(f"t{number}", 1, (4, 9, 2), 0, 11)
+        reservation = ExpectedTransfer(f"t{number}", 1, (4, 9, 2), 0, 11)
         transfer = pair.start(reservation)
         commit = asyncio.create_task(transfer.commit(11, FIRST_TOKEN))
         for _ in range(phase * (number + 1)):
@@ -510,5 +520,5 @@ async def test_abort_storm_leaves_nothing(shm_pair: Pair, phase: int) -> None:
 
     await asyncio.gather(*(one(number) for number in range(6)))
     pair.require_slots_back()
-    assert pair.receiver._expected == {}
+    assert pair.receiver._incoming == {}
     await pair.require_working()

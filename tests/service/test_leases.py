@@ -26,7 +26,7 @@ from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, make_chunk, make_com
 from tests.service.fake_router import fake_router
 from tests.service.raw_sender import honest_messages, raw_sender
 from tests.service.stalled_pass import check_stalled_pass
-from tests.service.transfer_pair import KEY, RESERVATION, SOURCE_IDS, Pair, push_all, serving, until
+from tests.service.transfer_pair import KEY, RESERVATION, SOURCE_IDS, Pair, announce_all, serving, until
 from tests.service.worker_rig import MESH_KEY, worker_rig
 
 LEASE_S = 1.0
@@ -89,7 +89,7 @@ async def test_a_reservation_nobody_opens_is_given_up(tmp_path: Path) -> None:
             await pair.open().commit(11, FIRST_TOKEN)
         pair.receiver.expect(RESERVATION)
         transfer = pair.open()
-        push_all(transfer)
+        announce_all(transfer)
         await transfer.commit(11, FIRST_TOKEN)
         await asyncio.sleep(1.5 * LEASE_S)
         assert len(pair.outcomes.failed) == 1  # neither the aborted nor the opened one
@@ -188,7 +188,7 @@ async def main():
     spec, settings, key = json.loads(sys.argv[1])
     sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(MeshKey(key)), TransferSettings(**settings))
     transfer = sender.open(TransferSpec(**spec, span=TINY.whole))
-    transfer.push(Span(0, 3), Span(0, 2))
+    transfer.announce(Span(0, 3), Span(0, 2))
     await asyncio.Event().wait()
 
 asyncio.run(main())

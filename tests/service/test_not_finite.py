@@ -14,8 +14,9 @@ import decode_worker.__main__
 import prefill_worker.__main__
 import tandem
 from decode_worker.settings import DecodeSettings
-from engine.load import RunnerSettings, load_model_runner
+from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
+from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess
@@ -41,7 +42,7 @@ def load_poisoned(settings: RunnerSettings, on_progress: Progress | None = None)
 async def mesh(model_dir: Path, *, colocated: bool, **changes: Any) -> AsyncIterator[tandem.AsyncClient]:
     router = RouterProcess(RouterSettings(model=str(model_dir), port=0, registry_port=0))
     await router.start()
-    own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.internal.address, "device": "cpu"}
+    own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.coordination.address, "device": "cpu"}
     own |= {"num_threads": 1, "kv_cache_bytes": 2**24, "drain_grace_s": 1.0, **changes}
     serving = [decode_worker.__main__.serve(DecodeSettings(worker_id="decode-0", **own), load_poisoned)]
     if not colocated:

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from decode_worker.session import Event, Session, Step
 from kvtransfer import TransferSettings
-from mesh.domain.request import Fork, Request
+from mesh.domain.request import Fork, SequenceSpec
 from mesh.rpc.channel import open_channel
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from tandem.v1 import sampling_pb2
@@ -136,6 +136,8 @@ async def test_preemption_is_reported_for_replay() -> None:
             message = await router.box("young").get()
             failed = message.failed if message.HasField("failed") else None
         assert failed.reason == decode_pb2.SEQUENCE_FAILURE_PREEMPTED
+        count = rig.decode_metrics.registry.get_sample_value("tandem_engine_preemptions_total", {"role": "decode"})
+        assert count == 1
         await router.collect(make_request("old", [1]))
         await rig.wait_whole()
 
@@ -220,7 +222,7 @@ async def test_stop_token_ends_the_sequence() -> None:
         assert last.tokens[-1].id == expected[4]
 
 
-def forking(prompt: list[int], *, num_forks: int = 2, **changes: object) -> Request:
+def forking(prompt: list[int], *, num_forks: int = 2, **changes: object) -> SequenceSpec:
     forks = tuple(Fork(f"f{place}", 0, place) for place in range(num_forks))
     return make_request("a", prompt, forks=forks, **changes)
 
@@ -282,6 +284,20 @@ async def test_forks_of_a_prompt_that_never_comes_are_given_back(how: str) -> No
         if how == "newer attempt":
             await router.abort(replace(request, attempt=1))
         await rig.wait_whole()
+
+
+async def test_forks_without_a_slot_are_replayed_and_are_no_preemption() -> None:
+    async with worker_rig(decode=EngineRig.make(max_num_seqs=2)) as rig, fake_router(rig) as router:
+        request = forking(list(range(9)), max_new_tokens=6)
+        first, second = request.forked()
+        await router.start(request)
+        assert (await router.box(second.request_id).get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_PREEMPTED
+        for each in (request, first):
+            assert await router.collect(each) == fake_continuation(request.token_ids, 6)
+        value = rig.decode_metrics.registry.get_sample_value
+        assert value("tandem_engine_preemptions_total", {"role": "decode"}) == 0
+        failures = {"role": "decode", "reason": "preempted"}
+        assert value("tandem_engine_sequence_failures_total", failures) == 1
 
 
 async def test_forks_that_wait_end_with_their_router() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 from kvtransfer import (
     SERVICE_NAME,
+    ExpectedTransfer,
     KVReceiver,
     KVSender,
     KvTransferServicer,
     OutgoingTransfer,
-    Reservation,
     TransferSettings,
     TransferSpec,
 )
@@ -32,7 +32,7 @@ from tests.waiting import LIMIT_S, describe
 
 KEY = MeshKey("a mesh key for tests")
 SOURCE_IDS = (1, 2, 3)
-RESERVATION = Reservation("transfer", 1, (4, 9, 2), 0, 11)
+RESERVATION = ExpectedTransfer("transfer", 1, (4, 9, 2), 0, 11)
 WAIT_S = LIMIT_S
 
 
@@ -108,7 +108,7 @@ class Pair:
             if isinstance(transport, ShmSendTransport):
                 assert transport.num_free_slots == transport.num_slots
 
-    def open(self, reservation: Reservation = RESERVATION, **change: object) -> OutgoingTransfer:
+    def open(self, reservation: ExpectedTransfer = RESERVATION, **change: object) -> OutgoingTransfer:
         spec = TransferSpec(
             reservation.transfer_id,
             reservation.attempt,
@@ -120,11 +120,11 @@ class Pair:
         )
         return self.sender.open(replace(spec, **change))  # type: ignore[arg-type]
 
-    def start(self, reservation: Reservation = RESERVATION) -> OutgoingTransfer:
-        """Expected, opened, and all pushed."""
+    def start(self, reservation: ExpectedTransfer = RESERVATION) -> OutgoingTransfer:
+        """Expected, opened, and all announced."""
         self.receiver.expect(reservation)
         transfer = self.open(reservation)
-        push_all(transfer)
+        announce_all(transfer)
         return transfer
 
     async def require_working(self) -> None:
@@ -143,6 +143,6 @@ class Pair:
         return error
 
 
-def push_all(transfer: OutgoingTransfer) -> None:
+def announce_all(transfer: OutgoingTransfer) -> None:
     for layer in range(TINY.num_layers):
-        transfer.push(Span(0, 3), Span(layer, 1))
+        transfer.announce(Span(0, 3), Span(layer, 1))

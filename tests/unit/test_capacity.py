@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shapes import BUNDLED
-from engine.models.config import load_config
+from engine.models.read_config import load_config
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.capacity.planning import (
     Load,

@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from decode_worker.session import Failed, Session, Step
 from mesh import wire
-from mesh.domain.tokens import PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
+from mesh.domain.tokens import PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from tests.defects import Repaired
 
 TOP = tuple(TokenLogprob(place, -1.0) for place in range(20))
 
 
-def output(request_id: str, index: int = 0, num_prompt: int = 0, num_top: int = 20) -> StepOutput:
+def output(request_id: str, index: int = 0, num_prompt: int = 0, num_top: int = 20) -> SequenceOutput:
     entries = tuple(PromptLogprob(-float(place), TOP[:num_top]) for place in range(num_prompt))
-    return StepOutput(request_id, 0, index, (SampledToken(7, -0.5),), prompt_logprobs=entries, cached_tokens=3)
+    return SequenceOutput(request_id, 0, index, (SampledToken(7, -0.5),), prompt_logprobs=entries, cached_tokens=3)
 
 
 @given(st.integers(0, 5000), st.integers(0, 20))
@@ -47,7 +47,7 @@ async def test_other_sequences_tokens_go_between_the_parts(repaired: Repaired) -
     session.send(Step([output("long", 0, 2000)]))
     session.send(Step([output("long", 1), output("other", 5)]))
     async with asyncio.timeout(60):
-        found: list[StepOutput] = []
+        found: list[SequenceOutput] = []
         async for event in session.events():
             assert isinstance(event, Step)
             found += event.outputs

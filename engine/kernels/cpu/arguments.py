@@ -29,7 +29,7 @@ class Share(NamedTuple):
     num_shares: int
 
 
-class Span(NamedTuple):
+class Range(NamedTuple):
     """A range of rows, tokens, heads or units: [first, end)."""
 
     first: int

@@ -22,8 +22,8 @@ from engine.kernels.cpu.arguments import (
     Int64s,
     LayerKV,
     Matrix,
+    Range,
     Share,
-    Span,
 )
 from engine.kernels.cpu.chunk import Chunk, attend_chunk
 from engine.kernels.cpu.compiler import address, jit
@@ -64,7 +64,7 @@ def attend(attending: Attending, cache: Cache, layer: int, window: int, share: S
         if rows.num_prompt:
             attend_chunk(Chunk(seq, rows.first, rows.num_prompt, rows.position), attending, kv, share)
         for row in range(rows.first + rows.num_prompt, rows.end):
-            heads = Span(max(0, first_item - item), min(num_heads, end_item - item))
+            heads = Range(max(0, first_item - item), min(num_heads, end_item - item))
             if heads.first < heads.end:
                 attend_decode(DecodeQuery(seq, row, rows.position + row - rows.first + 1), heads, attending, kv)
             item += num_heads
@@ -123,8 +123,8 @@ class _Steps(NamedTuple):
 
 
 @jit
-def attend_decode(decode: DecodeQuery, heads: Span, attending: Attending, kv: LayerKV) -> None:
-    """Attend with one query, for the query heads that share the key/value heads of the span `heads`."""
+def attend_decode(decode: DecodeQuery, heads: Range, attending: Attending, kv: LayerKV) -> None:
+    """Attend with one query, for the query heads that share the key/value heads in `heads`."""
     queries, shape, batch, scratch = attending
     seq, row_number, end = decode
     start = max(0, end - kv.window)
@@ -137,7 +137,7 @@ def attend_decode(decode: DecodeQuery, heads: Span, attending: Attending, kv: La
     prepared = prepare_queries(query, num_rows, shape, scratch, kv.element)
     keys, values = _Segments(kv.keys, slots, kv.element), _Segments(kv.values, slots, kv.element)
     _score_segments(prepared, heads, attending, keys, _NextSegments(kv.values, slots))
-    visible = Span(start - first * KEYS, end - first * KEYS)
+    visible = Range(start - first * KEYS, end - first * KEYS)
     for g in range(num_rows):
         row = address(scratch.scores) + g * width * FLOAT_BYTES
         scratch.factors[g] = np.float32(1.0) / exponents(row, width // KEYS, visible, shape.scale * scratch.factors[g])
@@ -151,7 +151,7 @@ def attend_decode(decode: DecodeQuery, heads: Span, attending: Attending, kv: La
 
 
 @jit
-def _score_segments(queries: Matrix, heads: Span, attending: Attending, keys: _Segments, after: _NextSegments) -> None:
+def _score_segments(queries: Matrix, heads: Range, attending: Attending, keys: _Segments, after: _NextSegments) -> None:
     """Write scores [query heads, keys] of all segments to scratch.scores, without the queries' factors."""
     shape, slots = attending.shape, keys.slots
     num_heads, (group, _, step) = heads.end - heads.first, _steps(shape)
@@ -175,7 +175,7 @@ def _score_segments(queries: Matrix, heads: Span, attending: Attending, keys: _S
 
 
 @jit
-def _add_segments(out: Address, heads: Span, attending: Attending, values: _Segments, after: _NextSegments) -> None:
+def _add_segments(out: Address, heads: Range, attending: Attending, values: _Segments, after: _NextSegments) -> None:
     """Add the values of all segments to `out`, weighted by the softmax weights in scratch.scores."""
     shape, slots = attending.shape, values.slots
     num_heads, (group, head_bytes, step) = heads.end - heads.first, _steps(shape)

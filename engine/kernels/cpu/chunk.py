@@ -16,8 +16,8 @@ from engine.kernels.cpu.arguments import (
     Matrix,
     Queries,
     QueryBlock,
+    Range,
     Share,
-    Span,
 )
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.kv_segments import head_of, read_keys, read_values
@@ -61,7 +61,7 @@ def attend_chunk(chunk: Chunk, attending: Attending, kv: LayerKV, share: Share) 
     shape, batch = attending.shape, attending.batch
     group, end_row, context = shape.num_heads // shape.num_kv_heads, row + count, position + count
     first = max(0, position + 1 - kv.window) // KEY_TILE * KEY_TILE
-    tokens = Span(first, context)
+    tokens = Range(first, context)
     in_bf16 = len(attending.scratch.keys16) > 0
     size = AMX_QUERY_BLOCK if in_bf16 else QUERY_BLOCK
     item = 0
@@ -85,7 +85,7 @@ def attend_chunk(chunk: Chunk, attending: Attending, kv: LayerKV, share: Share) 
 
 
 @jit
-def _pack_head(segments: Int64s, tokens: Span, kv_head: int, attending: Attending, kv: LayerKV) -> None:
+def _pack_head(segments: Int64s, tokens: Range, kv_head: int, attending: Attending, kv: LayerKV) -> None:
     """Pack one head of the tokens into scratch, padded to whole key tiles with the last tokens' segment.
 
     Keys become panels [keys / 16][head_dim][16], values panels [head_dim / 16][keys][16].
@@ -108,7 +108,7 @@ def _pack_head(segments: Int64s, tokens: Span, kv_head: int, attending: Attendin
 
 
 @jit
-def _attend_block(block: QueryBlock, head: int, tokens: Span, window: int, attending: Attending) -> None:
+def _attend_block(block: QueryBlock, head: int, tokens: Range, window: int, attending: Attending) -> None:
     """Attend with up to QUERY_BLOCK queries of one head. tokens: those whose keys are packed."""
     row, count, position = block
     queries, shape, _, scratch = attending
@@ -125,7 +125,7 @@ def _attend_block(block: QueryBlock, head: int, tokens: Span, window: int, atten
             multiply_tile(TileProduct(left, keys, out), dim, QUERY_TILE_ROWS, 2, scores[0])
     for i in range(count):
         end = position + i + 1 - first - begin
-        visible = Span(max(0, end - window), end)
+        visible = Range(max(0, end - window), end)
         total = exponents(address(scores) + i * width * FLOAT_BYTES, width // KEYS, visible, shape.scale)
         scratch.factors[i] = np.float32(1.0) / total
     num_packed = padded_keys(tokens.end - first)
@@ -161,7 +161,7 @@ def _store_tile(scratch: AttentionScratch, queries: Queries, columns: _TileColum
 
 
 @jit
-def pack_head_bf16(segments: Int64s, tokens: Span, kv_head: int, attending: Attending, kv: LayerKV) -> None:
+def pack_head_bf16(segments: Int64s, tokens: Range, kv_head: int, attending: Attending, kv: LayerKV) -> None:
     """Pack one head of the tokens into scratch, padded to whole key tiles with the last tokens' segment.
 
     Keys become panels [keys / 16][head_dim / 2][16][2], values panels [head_dim / 16][keys / 2][16][2].
@@ -194,7 +194,7 @@ def padded_keys(num_keys: int) -> int:
 
 
 @jit
-def attend_block_bf16(block: QueryBlock, head: int, tokens: Span, window: int, attending: Attending) -> None:
+def attend_block_bf16(block: QueryBlock, head: int, tokens: Range, window: int, attending: Attending) -> None:
     """Attend with up to AMX_QUERY_BLOCK queries of one head. tokens: those whose keys are packed."""
     row, count, position = block
     queries, shape, _, scratch = attending
@@ -212,7 +212,7 @@ def attend_block_bf16(block: QueryBlock, head: int, tokens: Span, window: int, a
     for i in range(count):
         end = position + i + 1 - first - begin
         at = address(scores) + i * width * FLOAT_BYTES
-        visible = Span(max(0, end - window), end)
+        visible = Range(max(0, end - window), end)
         scratch.factors[i] = np.float32(1.0) / exponents(at, width // KEYS, visible, shape.scale)
         to_bf16(at, width // LANES, address(scratch.rows16) + i * width * HALF_BYTES)
     num_packed = padded_keys(tokens.end - first)

@@ -7,7 +7,7 @@ row's result does not depend on its batch.
 
 from typing import NamedTuple
 
-from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Int32s, Int64s, Matrix, Share, Span
+from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Int32s, Int64s, Matrix, Range, Share
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
 from engine.kernels.cpu.tiles import (
@@ -118,7 +118,7 @@ def product(operand: Operand, weights: Weights, matrix: int, target: Target, sha
     """
     rows, columns = _rows(operand, weights, matrix, target), _columns(weights, matrix)
     num_units = (columns.num_columns + UNIT - 1) // UNIT
-    units = Span(num_units * share.number // share.num_shares, num_units * (share.number + 1) // share.num_shares)
+    units = Range(num_units * share.number // share.num_shares, num_units * (share.number + 1) // share.num_shares)
     if len(operand.amx) and rows.num_rows >= _AMX_MIN_ROWS:
         _amx_product(rows, columns, target.mode, units, operand.sums[0])
     else:
@@ -149,7 +149,7 @@ def _columns(weights: Weights, matrix: int) -> _Columns:
 
 
 @jit
-def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Span, element: Element) -> None:
+def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     panel = columns.unit_bytes // 2
     sums = Matrix(rows.sums, _SUM_BYTES)
     for unit in range(units.first, units.end):
@@ -183,7 +183,7 @@ def _multiply_rows(matrices: TileProduct, depth: int, max_rows: int, element: El
 
 
 @jit
-def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Span, element: Element) -> None:
+def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     """The sums of a tile are finished while the next tile is multiplied. Two buffers of sums alternate."""
     depth, panel = rows.a_step // _AMX_ROW_BYTES, columns.unit_bytes // 2
     num_tiles = (rows.num_rows + TILE_ROWS - 1) // TILE_ROWS

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, Attending, Cache, Element, Floats, HeadShape, Int64s, Span
+from engine.kernels.cpu.arguments import Address, Attending, Cache, Element, Floats, HeadShape, Int64s, Range
 from engine.kernels.cpu.compiler import address, jit, select_by_dtype
 from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES
@@ -54,20 +54,20 @@ select_by_dtype(put_row, types.uint8, _quantise_row, _copy_row)
 
 
 @jit
-def put_rows(x: Floats, depth: int, operand: Operand, span: Span) -> None:
-    """Write the rows of x [rows, width] in the span to the operand, whose rows have `depth` elements."""
+def put_rows(x: Floats, depth: int, operand: Operand, part: Range) -> None:
+    """Write the rows of x [rows, width] in the range to the operand, whose rows have `depth` elements."""
     num_vectors, step, a = x.shape[1] // LANES, x.shape[1] * FLOAT_BYTES, operand.a
-    for r in range(span.first, span.end):
+    for r in range(part.first, part.end):
         out = address(a) + r * depth * a.itemsize
         operand.factors[r] = put_row(address(x) + r * step, num_vectors, out, a[0])
 
 
 @jit
-def norm_rows(x: Floats, norm: Norm, depth: int, operand: Operand, span: Span) -> None:
+def norm_rows(x: Floats, norm: Norm, depth: int, operand: Operand, part: Range) -> None:
     """Like `put_rows`, after a root-mean-square norm of each row."""
     width, a = x.shape[1], operand.a
     weighted, weight = np.empty(width, np.float32), address(norm.weight)
-    for r in range(span.first, span.end):
+    for r in range(part.first, part.end):
         total = weigh_row(address(x) + r * width * FLOAT_BYTES, weight, width // LANES, address(weighted))
         out = address(a) + r * depth * a.itemsize
         factor = put_row(address(weighted), width // LANES, out, a[0])
@@ -102,8 +102,8 @@ def _rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
 
 
 @jit
-def rotate_and_store(qkv: Floats, norm: Norm, attending: Attending, cache: Cache, layer: int, span: Span) -> None:
-    """Normalise and rotate queries and keys of the rows in the span, in place; write keys and values to the cache.
+def rotate_and_store(qkv: Floats, norm: Norm, attending: Attending, cache: Cache, layer: int, part: Range) -> None:
+    """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
     qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]. norm: see `Norm`, of heads.
     """
@@ -111,7 +111,7 @@ def rotate_and_store(qkv: Floats, norm: Norm, attending: Attending, cache: Cache
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     row_step = (num_heads + 2 * num_kv_heads) * dim
     layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
-    for r in range(span.first, span.end):
+    for r in range(part.first, part.end):
         heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
         if len(norm.weight):
             for head in range(num_heads + num_kv_heads):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arguments import Attending, Cache, Floats, HeadShape, Int64s, Queries, Share, Span
+from engine.kernels.cpu.arguments import Attending, Cache, Floats, HeadShape, Int64s, Queries, Range, Share
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.barrier import wait
 from engine.kernels.cpu.compiler import (
@@ -94,18 +94,18 @@ class _Matrices(NamedTuple):
 
 
 @jit
-def run_layers(model: Model, work: Work, team: Team, layers: Span) -> None:
-    """Compute the layers of a span: update the residual and write KV to the cache. Every thread calls this function."""
+def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
+    """Compute a range of layers: update the residual and write KV to the cache. Every thread calls this function."""
     acts, operand, attending, cache = work
     weights, share = model.weights, Share(team.thread, team.num_threads)
-    span = _part(len(acts.residual), team.number, team.num_all)
+    part = _part(len(acts.residual), team.number, team.num_all)
     own_span = _part(len(acts.residual), team.thread, team.num_threads)
     begin_products(operand)
     start_phases(team.phase_cycles)
     for layer in range(layers.first, layers.end):
         qkv, output, gate_up, down = _matrices(layer)
         input_norm, post_norm = Norm(model.input_norms[layer], model.eps), Norm(model.post_norms[layer], model.eps)
-        norm_rows(acts.residual, input_norm, weights.matrices[qkv, 2], operand, span)
+        norm_rows(acts.residual, input_norm, weights.matrices[qkv, 2], operand, part)
         _finish_phase(team, NORM)
         product(operand, weights, qkv, Target(acts.qkv, STORE), share)
         _finish_own_phase(team, QKV)
@@ -113,15 +113,15 @@ def run_layers(model: Model, work: Work, team: Team, layers: Span) -> None:
         _finish_own_phase(team, STORE_KV)
         attend(attending, cache, layer, model.windows[layer], share)
         _finish_phase(team, ATTENTION)
-        put_rows(acts.mixed, weights.matrices[output, 2], operand, span)
+        put_rows(acts.mixed, weights.matrices[output, 2], operand, part)
         _finish_phase(team, QUANTISE)
         product(operand, weights, output, Target(acts.own_residual, ADD), share)
         _finish_phase(team, OUTPUT)
-        norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, span)
+        norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, part)
         _finish_phase(team, NORM)
         product(operand, weights, gate_up, Target(acts.own_inner, GATE), share)
         _finish_phase(team, GATE_UP)
-        put_rows(acts.inner, weights.matrices[down, 2], operand, span)
+        put_rows(acts.inner, weights.matrices[down, 2], operand, part)
         _finish_phase(team, QUANTISE)
         product(operand, weights, down, Target(acts.own_residual, ADD), share)
         _finish_phase(team, DOWN)
@@ -135,9 +135,9 @@ def _matrices(layer: int) -> _Matrices:
 
 
 @jit
-def _part(num_rows: int, number: int, num_parts: int) -> Span:
+def _part(num_rows: int, number: int, num_parts: int) -> Range:
     """The rows of thread `number` in phases that share out rows."""
-    return Span(num_rows * number // num_parts, num_rows * (number + 1) // num_parts)
+    return Range(num_rows * number // num_parts, num_rows * (number + 1) // num_parts)
 
 
 @jit

@@ -161,11 +161,11 @@ def pair_rows(
 
 
 class _Row:
-    """Scores of one query. Those in the span are visible to the query, the others are hidden."""
+    """Scores of one query. Those in the range are visible to the query, the others are hidden."""
 
-    def __init__(self, emit: Emitter, at: Value, num_vectors: Value, span: Value) -> None:
+    def __init__(self, emit: Emitter, at: Value, num_vectors: Value, visible: Value) -> None:
         self._emit, self._at, self._num_vectors = emit, emit.pointer(at), num_vectors
-        self._start, self._end = (emit.builder.extract_value(span, i) for i in range(2))
+        self._start, self._end = (emit.builder.extract_value(visible, i) for i in range(2))
 
     def at(self, index: Value) -> Value:
         return self._emit.at(self._at, self._emit.builder.mul(index, INT64(VECTOR_BYTES)))
@@ -192,12 +192,12 @@ class _Row:
 
 @emitted
 def exponents(
-    typing: TypingContext, scores: NumbaType, num_vectors: NumbaType, span: NumbaType, scale: NumbaType
+    typing: TypingContext, scores: NumbaType, num_vectors: NumbaType, visible: NumbaType, scale: NumbaType
 ) -> Intrinsic:
     """scores = 2^((scores - largest) * scale) in place for the visible scores, 0 for hidden ones; returns the sum.
 
-    `span` is a pair (first, end) of visible scores and not empty. The sum does not depend on the number of hidden
-    vectors before the span: a prompt that is chunked differently starts at another offset in its window.
+    `visible` is a pair (first, end) of visible scores and not empty. The sum does not depend on the number of hidden
+    vectors before the range: a prompt that is chunked differently starts at another offset in its window.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
@@ -216,7 +216,7 @@ def exponents(
         row.hide(0.0)
         return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])
 
-    return types.float32(_INTP, _INTP, span, types.float32), generate
+    return types.float32(_INTP, _INTP, visible, types.float32), generate
 
 
 @emitted

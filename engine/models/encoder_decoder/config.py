@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.models.facts import ModelConfig, RawConfig, integer, weights_dtype
+from engine.models.model_config import ModelConfig, RawConfig, integer, weights_dtype
 from mesh.domain.errors import ConfigurationError
 
 ARCHITECTURES = {

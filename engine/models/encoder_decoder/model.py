@@ -84,13 +84,13 @@ class EncoderDecoder:
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores, like Decoder."""
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, groups: LayerGroups) -> Tensor:
+    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
         """Only the decoder's tokens have hidden states; rows of the encoder's tokens are zero."""
         step = plan_step(metadata, self._cache.layout.block_size)
         prompts = self._encode(token_ids[step.encoder_rows], step.lengths) if step.lengths else None
         masks = [causal_bias(group, self._decoder.bias) for group in step.groups]
         residual = self._embedded(token_ids[step.decoder_rows])  # [num decoder tokens, hidden_size]
-        for first, stop in groups:
+        for first, stop in layer_groups:
             for index in range(first, stop):
                 residual = self._decode(index, residual, prompts, step, masks)
         if prompts is None:
@@ -221,7 +221,7 @@ def _attention_specs(
     return [
         _norm_spec(config, f"{target}.norm", f"{source}.layer_norm"),
         *projections,
-        _matrix_spec(f"{target}.o", (hidden, inner), f"{source}.{attention}.o", shard_axis=1),
+        _matrix_spec(f"{target}.o", (hidden, inner), f"{source}.{attention}.o"),
     ]
 
 
@@ -231,7 +231,7 @@ def _mlp_specs(config: EncoderDecoderConfig, source: str, target: str) -> list[P
     return [
         _norm_spec(config, f"{target}.norm", f"{source}.layer_norm"),
         _matrix_spec(f"{target}.up", (len(ups) * inner, hidden), *ups),
-        _matrix_spec(f"{target}.down", (hidden, inner), f"{source}.DenseReluDense.wo", shard_axis=1, wide=True),
+        _matrix_spec(f"{target}.down", (hidden, inner), f"{source}.DenseReluDense.wo", wide=True),
     ]
 
 
@@ -246,10 +246,8 @@ def _table_spec(name: str, shape: tuple[int, int], source: str) -> ParameterSpec
     return ParameterSpec(name, shape, (Source(f"{source}.weight", shape),))
 
 
-def _matrix_spec(
-    name: str, shape: tuple[int, int], *sources: str, shard_axis: int = 0, wide: bool = False
-) -> ParameterSpec:
+def _matrix_spec(name: str, shape: tuple[int, int], *sources: str, wide: bool = False) -> ParameterSpec:
     """A matrix stacked from sources of equal size."""
     part = (shape[0] // len(sources), shape[1])
     stacked = tuple(Source(f"{source}.weight", part) for source in sources)
-    return ParameterSpec(name, shape, stacked, shard_axis=shard_axis, wide=wide)
+    return ParameterSpec(name, shape, stacked, is_matrix=True, wide=wide)

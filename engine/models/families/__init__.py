@@ -1,1 +1,1 @@
-"""The model families: functions from config.json to ModelConfig. `engine/models/config.py` has the table of them."""
+"""The model families: functions from config.json to ModelConfig. Their table is in `engine/models/read_config.py`."""

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig, TensorNames, integer
+from engine.models.model_config import ModelConfig, RawConfig, TensorNames, integer
 
 _TENSORS = TensorNames(
     embed="transformer.word_embeddings",

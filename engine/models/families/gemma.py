@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig, TensorNames, first_of, layer_windows, parse_rope
+from engine.models.model_config import ModelConfig, RawConfig, TensorNames, first_of, layer_windows, parse_rope
 
 _GEMMA = TensorNames(norm_offset=1.0)
 _GEMMA2 = replace(

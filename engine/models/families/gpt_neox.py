@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig, TensorNames, parse_rope, rotated_dim
+from engine.models.model_config import ModelConfig, RawConfig, TensorNames, parse_rope, rotated_dim
 
 _TENSORS = TensorNames(
     embed="gpt_neox.embed_in",

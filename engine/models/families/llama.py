@@ -9,7 +9,7 @@ ALiBi instead of rotary positions. InternLM has attention biases (1), one groupe
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig, TensorNames, integer, layer_windows, refuse, rotated_dim
+from engine.models.model_config import ModelConfig, RawConfig, TensorNames, integer, layer_windows, refuse, rotated_dim
 
 
 def llama(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ExpertsConfig, ModelConfig, RawConfig, TensorNames, integer, refuse
 from engine.models.families.llama import llama, qwen2, qwen3
+from engine.models.model_config import ExpertsConfig, ModelConfig, RawConfig, TensorNames, integer, refuse
 
 _MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig, TensorNames, refuse
+from engine.models.model_config import ModelConfig, RawConfig, TensorNames, refuse
 from mesh.domain.errors import ConfigurationError
 
 _TENSORS = TensorNames(

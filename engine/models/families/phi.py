@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.facts import ModelConfig, RawConfig, TensorNames, refuse, rotated_dim
+from engine.models.model_config import ModelConfig, RawConfig, TensorNames, refuse, rotated_dim
 
 _PHI = TensorNames(
     final_norm="model.final_layernorm",

@@ -100,7 +100,7 @@ async def test_ping_waits_for_a_prefill_and_a_decode_worker(make_mesh: Any) -> N
         await mesh.decode()
         assert (await http.get("/ping")).status_code == 503
         await mesh.prefill()
-        backend.readiness.forget()
+        backend.router_health.forget()
         assert (await http.get("/ping")).status_code == 200
 
 

@@ -113,7 +113,7 @@ async def test_hub_asks_for_info_and_health(gateway: RunningGateway) -> None:
         assert (info["model_id"], info["max_input_tokens"], info["max_total_tokens"]) == ("fake", 999, 1000)
         assert await client.health_check() is True
         await gateway.router.set_serving(False)
-        gateway.backend.readiness.forget()
+        gateway.backend.router_health.forget()
         assert await client.health_check() is False
     response = await gateway.http.get("/health")
     assert (response.status_code, response.json()["error_type"]) == (503, "healthcheck")

@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import tandem
-from gateway.backend import Readiness
+from gateway.backend import RouterHealth
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.health import METHODS, Health
@@ -64,7 +64,7 @@ async def test_a_watcher_that_takes_nothing_holds_up_nobody(make_server: Make, r
             await server.set_serving(True)
             assert (await watch.read()).status == SERVING
         client = await stack.enter_async_context(tandem.AsyncClient(server.address))
-        assert await Readiness(client).is_ready()
+        assert await RouterHealth(client).is_ready()
         await client.wait_ready(SOON_S)
         began_s = time.monotonic()
         stopping = asyncio.create_task(server.stop(0.5))

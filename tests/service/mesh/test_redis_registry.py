@@ -12,9 +12,10 @@ from structlog.testing import capture_logs
 from mesh import wire
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerState
-from mesh.redis_registry import BEATS, WORKERS, RecordSeal, record_key
+from mesh.redis_registry import HEARTBEATS, WORKERS, record_key
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
+from mesh.sealed_messages import RecordSeal
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers import redis_registry
 from router.workers.membership import Membership, WorkerView
@@ -56,10 +57,6 @@ class Router:
         return view
 
 
-async def no_drain() -> None:
-    """Nobody asks these workers to drain."""
-
-
 class Worker:
     """A worker's outside: its server and its registration."""
 
@@ -67,7 +64,7 @@ class Worker:
         self.server = Server(Listen("127.0.0.1", 0, KEY))
         self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address, **changes)
         self.agent = RegistryAgent(self.info, FakeEngine(), MEMBER)
-        servicer = WorkerServicer(self.info, FakeEngine(), drain=no_drain)
+        servicer = WorkerServicer(self.info, FakeEngine())
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         self._redis = RedisAgent(url, KEY, self.agent)
 
@@ -135,15 +132,15 @@ async def test_forged_tampered_and_replayed_messages_have_no_effect(redis_server
     overtaken = RecordSeal(KEY, lambda: time.time() - 5).seal(replace(INFO, address="former:1"), beat())
     async with redis_server.client() as redis:
         with capture_logs() as logs:
-            await redis.publish(BEATS, genuine)
+            await redis.publish(HEARTBEATS, genuine)
             for _ in range(50):
                 for message in (evil.seal(forged, beat()), other_address, old, overtaken, b"noise", b""):
-                    await redis.publish(BEATS, message)
+                    await redis.publish(HEARTBEATS, message)
             await redis.set(record_key("forged"), evil.seal(forged, beat()))
             await redis.zadd(WORKERS, {"forged": 0, b"\xff\xfe": 0})
             loaded = asyncio.create_task(router.until(lambda view: view.load.num_running == 2))
             await asyncio.sleep(1.1)  # the key has been read as well
-            await redis.publish(BEATS, seal.seal(INFO, beat(num_running=2)))
+            await redis.publish(HEARTBEATS, seal.seal(INFO, beat(num_running=2)))
             view = await loaded
     assert view.info == INFO
     assert [view.info.worker_id for view in router.membership.workers()] == [INFO.worker_id]

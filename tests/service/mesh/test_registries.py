@@ -106,7 +106,7 @@ async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
     await rig.watch.until(lambda view: view.last_seen_s > seen + 0.3)
     engine.stuck.set()
     agent.state = WorkerState.DRAINING
-    agent.beat_now()
+    agent.heartbeat_now()
     await rig.watch.until(lambda view: view.state is WorkerState.DRAINING)
     running.cancel()
     await rig.watch.until(lambda view: view.state is WorkerState.LOST)
@@ -118,7 +118,7 @@ async def test_cache_events_are_followed_and_a_late_router_gets_a_snapshot(rig: 
     rig.register(agent)
     await rig.watch.until(lambda view: view.cached == {b"a"})
     engine.events = [CacheEvent(b"b", False), CacheEvent(b"a", True)]
-    agent.beat_now()
+    agent.heartbeat_now()
     await rig.watch.until(lambda view: view.cached == {b"b"})
     await rig.registry.stop()
     rig.membership = Membership(time.monotonic)

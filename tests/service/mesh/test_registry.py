@@ -17,7 +17,7 @@ from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.unit.router.test_membership import INFO
 from tests.waiting import LIMIT_S
-from worker.agent import RegistryAgent, Report, Snapshot
+from worker.agent import CacheSnapshot, RegistryAgent, Report
 
 KEY = MeshKey("a-key-for-tests-only")
 MEMBER = Credentials(KEY)
@@ -41,11 +41,11 @@ class FakeEngine:
     async def load(self) -> WorkerLoad:
         return WorkerLoad()
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> CacheSnapshot:
         await self.stuck.wait()
         self.next_number += len(self.events)
         self.events = []
-        return Snapshot(WorkerLoad(num_running=3), self.next_number, [b"a", b"s"])
+        return CacheSnapshot(WorkerLoad(num_running=3), self.next_number, [b"a", b"s"])
 
 
 class Watch:
@@ -83,7 +83,7 @@ async def test_worker_registers_beats_through_a_long_step_and_leaves() -> None:
     await watch.until(lambda view: view.last_seen_s > seen + 0.3)
     engine.stuck.set()
     agent.state = WorkerState.DRAINING
-    agent.beat_now()
+    agent.heartbeat_now()
     await watch.until(lambda view: view.state is WorkerState.DRAINING)
     running.cancel()
     await watch.until(lambda view: view.state is WorkerState.LOST)
@@ -116,9 +116,9 @@ class HugeEngine(FakeEngine):
         self.hashes = [number.to_bytes(32, "big") for number in range(self.num_blocks)]
         self.events = [CacheEvent(block_hash, False) for block_hash in self.hashes]
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> CacheSnapshot:
         await super().snapshot()
-        return Snapshot(WorkerLoad(num_running=3), self.next_number, self.hashes)
+        return CacheSnapshot(WorkerLoad(num_running=3), self.next_number, self.hashes)
 
 
 async def test_a_huge_prefix_cache_does_not_break_the_registration(repaired: Repaired) -> None:

@@ -37,7 +37,7 @@ class Mesh:
     @property
     def model(self) -> ModelRouter:
         """The router's part of the only model, or the first."""
-        return self.router.models[0]
+        return self.router.model_routers[0]
 
     async def start(self) -> None:
         await self.router.start()
@@ -57,7 +57,7 @@ class Mesh:
         worker.canary = canary or worker.canary
         self.workers.append(worker)
         await worker.start()
-        await worker.register(self.router.internal.address)
+        await worker.register(self.router.coordination.address)
         return worker
 
     async def decode(self, name: str = "decode-0", *, settle: bool = True, **changes: Any) -> FakeDecodeWorker:

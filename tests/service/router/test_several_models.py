@@ -27,7 +27,7 @@ async def pair(tmp_path: Path, model_dir: Path) -> Any:
 
 async def add(mesh: Mesh, model: str, **changes: Any) -> FakeDecodeWorker:
     worker: FakeDecodeWorker = await mesh.add(FakeDecodeWorker, f"{model}-decode-0", model=model, **changes)
-    router = next(each for each in mesh.router.models if each.model.name == model)
+    router = next(each for each in mesh.router.model_routers if each.model.name == model)
     await mesh.until(lambda: router.mesh.has_path)
     return worker
 
@@ -35,7 +35,7 @@ async def add(mesh: Mesh, model: str, **changes: Any) -> FakeDecodeWorker:
 async def test_requests_go_to_the_model_they_name(pair: Mesh) -> None:
     a, b = await add(pair, "a"), await add(pair, "b")
     prefill = await pair.add(FakePrefillWorker, "b-prefill-0", model="b")
-    await pair.until(lambda: pair.router.models[1].mesh.num_healthy(prefill.role) == 1)
+    await pair.until(lambda: pair.router.model_routers[1].mesh.num_healthy(prefill.role) == 1)
     for model, worker, other in (("a", a, b), ("b", b, a)):
         before = len(other.started.items)
         result = await pair.generate(prompt="hello", model=model, max_new_tokens=3)
@@ -75,12 +75,12 @@ async def test_caps_queues_and_losses_are_each_models_own(pair: Mesh) -> None:
     a, b = await add(pair, "a"), await add(pair, "b")
     a.gate.close()
     running = asyncio.create_task(pair.generate(prompt="hello", model="a", max_new_tokens=3))
-    await pair.until(lambda: pair.router.models[0].limiter.num_held == 1)
+    await pair.until(lambda: pair.router.model_routers[0].limiter.num_held == 1)
     with pytest.raises(grpc.aio.AioRpcError, match="RESOURCE_EXHAUSTED"):
         await pair.generate(prompt="hello", model="a")
     assert len((await pair.generate(prompt="hello", model="b", max_new_tokens=3)).ids()) == 3
     await b.kill()
-    await pair.until(lambda: not pair.router.models[1].mesh.has_path)
+    await pair.until(lambda: not pair.router.model_routers[1].mesh.has_path)
     a.gate.open()
     assert len((await running).ids()) == 3
     ready = {

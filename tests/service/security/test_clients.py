@@ -103,7 +103,7 @@ async def test_a_forged_worker_never_joins(make_mesh: Any, evidence: Evidence) -
 
 
 TOO_MUCH: list[tuple[str, dict[str, Any]]] = [
-    ("num_choices", {"num_choices": limits.MAX_CHOICES + 1}),
+    ("num_choices", {"num_choices": limits.MAX_NUM_CHOICES + 1}),
     ("num_choices", {"num_choices": 2**32 - 1}),
     ("top_logprobs", {"output": {"top_logprobs": limits.MAX_TOP_LOGPROBS + 1}}),
     ("stop has", {"stop": ["x"] * (limits.MAX_STOP_STRINGS + 1)}),
@@ -149,13 +149,13 @@ async def test_the_largest_of_everything_is_served(make_mesh: Any) -> None:
     result = await mesh.generate(
         token_ids=PROMPT,
         max_new_tokens=2,
-        num_choices=limits.MAX_CHOICES,
+        num_choices=limits.MAX_NUM_CHOICES,
         output={"top_logprobs": limits.MAX_TOP_LOGPROBS},
         stop=["x" * limits.MAX_STOP_CHARS] * limits.MAX_STOP_STRINGS,
         stop_token_ids=[1] * limits.MAX_STOP_TOKEN_IDS,
         seed=limits.MAX_SEED,
     )
-    assert {message.index for message in result.messages} == set(range(limits.MAX_CHOICES))
+    assert {message.index for message in result.messages} == set(range(limits.MAX_NUM_CHOICES))
 
 
 async def test_bodies_above_4_mib_are_refused(make_mesh: Any) -> None:

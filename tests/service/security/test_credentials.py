@@ -106,7 +106,7 @@ async def all_services(make_mesh: Any, tmp_path: Path, model_dir: Path) -> Async
         yield {
             "tandem.v1.Generation": mesh.router.public.address,
             "tandem.v1.Mesh": mesh.router.public.address,
-            "mesh.v1.Registry": mesh.router.internal.address,
+            "mesh.v1.Registry": mesh.router.coordination.address,
             "mesh.v1.Prefill": rig.prefill_address,
             "mesh.v1.Decode": rig.decode_address,
             "mesh.v1.KvTransfer": rig.decode_address,
@@ -140,7 +140,7 @@ async def test_keys_of_one_plane_are_worth_nothing_in_the_other(make_mesh: Any, 
     register = next(m for m in own_methods() if m.name == "Register")
     models = next(m for m in own_methods() if m.name == "ListModels")
     async with (
-        open_channel(mesh.router.internal.address) as inside,
+        open_channel(mesh.router.coordination.address) as inside,
         open_channel(mesh.router.public.address) as outside,
     ):
         assert await status_of(inside, register, bearer("ops")) is grpc.StatusCode.UNAUTHENTICATED

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from kvtransfer import KVSender, TransferSettings
-from kvtransfer.sending import TransferSpec
+from kvtransfer.outgoing_conversation import TransferSpec
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.channel import open_channel
@@ -129,7 +129,7 @@ async def test_a_worker_without_the_right_certificate_says_why_it_is_not_in(
     mesh = await make_mesh(**authority.issue("router").settings)
     agent = RegistryAgent(INFO, FakeEngine(), Credentials(None, stranger.issue("alien").identity))
     with capture_logs() as logs:
-        task = asyncio.create_task(agent.run(mesh.router.internal.address))
+        task = asyncio.create_task(agent.run(mesh.router.coordination.address))
         await mesh.until(lambda: logs, timeout_s=2 * SOON_S)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -142,7 +142,7 @@ async def test_silent_workers_are_asked_over_tls(authority: Authority) -> None:
     tls = authority.issue("member").identity
     server = Server(Listen("127.0.0.1", 0, tls=tls))
     info = replace(INFO, address=server.address)
-    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(info, FakeEngine(), _nothing), server.grpc)
+    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(info, FakeEngine()), server.grpc)
     await server.start([])
     await server.set_serving(True)
     membership = Membership(time.monotonic)
@@ -251,7 +251,3 @@ def test_every_channel_of_the_mesh_takes_part() -> None:
                 assert not [name for name, _ in names if name.endswith(("insecure_channel", "secure_channel"))], path
     assert len(found) == 4
     assert all("tls" in args[1] for args in found)
-
-
-async def _nothing() -> None:
-    """Nobody asks these workers to drain."""

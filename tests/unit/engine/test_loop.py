@@ -146,6 +146,19 @@ async def test_call_after_stop_does_not_hang(rig: Rig) -> None:
         await asyncio.wait_for(rig.loop.call(Scheduler.load), 60)
 
 
+async def test_stop_closes_the_runner_after_its_last_step(rig: Rig) -> None:
+    rig.runner.gate.clear()
+    sequence = SequenceState(make_request("a", [1, 2, 3], max_new_tokens=4))
+    await rig.loop.call(lambda scheduler: scheduler.add(sequence))
+    await asyncio.to_thread(rig.runner.in_step.wait, 60)
+    stopping = asyncio.create_task(rig.loop.stop(60))
+    await asyncio.sleep(0)
+    assert not rig.runner.is_closed
+    rig.runner.gate.set()
+    await stopping
+    assert rig.runner.is_closed
+
+
 async def test_a_long_step_shows_from_outside(rig: Rig) -> None:
     assert rig.loop.busy() is None
     rig.runner.gate.clear()

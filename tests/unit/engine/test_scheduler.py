@@ -123,8 +123,8 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @rule(sequence=consumes(live))
     def abort(self, sequence: SequenceState) -> None:
-        self.scheduler.abort(sequence)
-        self.scheduler.abort(sequence)
+        self.scheduler.remove(sequence)
+        self.scheduler.remove(sequence)
         is_computed = any(item.sequence is sequence for batch, _ in self.in_flight for item in batch.items)
         assert is_computed or sequence.block_table == []
 
@@ -189,7 +189,7 @@ class SchedulerLife(RuleBasedStateMachine):
             run_step(self.scheduler, EOS)
         for table in (self.scheduler._held, self.scheduler._slots, self.scheduler._waiting):
             for sequence in list(table.values()):
-                self.scheduler.abort(sequence)
+                self.scheduler.remove(sequence)
         self.scheduler.check_integrity()
         assert self.scheduler.pool.num_free == NUM_BLOCKS
 
@@ -248,7 +248,7 @@ def test_an_aborted_sequence_keeps_its_blocks_until_its_batch_is_computed() -> N
     sequence = SequenceState(make_request("a", range(1, 6), max_new_tokens=3))
     scheduler.add(sequence)
     batch = scheduler.schedule()
-    scheduler.abort(sequence)
+    scheduler.remove(sequence)
     assert sequence.block_table
     with pytest.raises(InvalidRequest, match="is already on this worker"):
         scheduler.add(sequence)
@@ -327,7 +327,7 @@ def test_handed_over_sequence_holds_its_blocks_until_released() -> None:
     run_step(scheduler)
     assert sequence.status is SequenceStatus.HELD
     assert scheduler.pool.num_free == NUM_BLOCKS - 2
-    scheduler.abort(sequence)
+    scheduler.remove(sequence)
     assert scheduler.pool.num_free == NUM_BLOCKS
 
 
@@ -367,7 +367,7 @@ def test_a_replay_after_preemption_need_not_encode_again() -> None:
     scheduler.add(first := SequenceState(make_request("a", range(1, 8), max_new_tokens=9)))
     for _ in range(4):
         run_step(scheduler)
-    scheduler.abort(first)
+    scheduler.remove(first)
     ids = [*range(1, 8), 1, 1, 1, 1]
     scheduler.add(SequenceState(make_request("a", ids, max_new_tokens=9, attempt=1, num_prompt_tokens=7)))
     assert [(item.start, item.num_tokens) for item in scheduler.schedule().items] == [(8, 3)]
@@ -392,7 +392,7 @@ def test_reservations_do_not_starve_a_waiting_prompt() -> None:
     assert scheduler.schedule().items == ()
     with pytest.raises(WorkerBusy):
         scheduler.reserve(SequenceState(make_request("newcomer", range(30, 38))))
-    scheduler.abort(holder)
+    scheduler.remove(holder)
     assert scheduler.schedule().items[0].sequence.key == ("local", 0)
 
 
@@ -402,9 +402,9 @@ def test_an_attempt_is_accepted_once_and_an_old_abort_does_not_hit_a_new_one() -
     scheduler.add(first)
     with pytest.raises(InvalidRequest, match="already"):
         scheduler.add(second)
-    scheduler.abort(first)
+    scheduler.remove(first)
     scheduler.add(second)
-    scheduler.abort(first)
+    scheduler.remove(first)
     assert scheduler.schedule().items[0].sequence is second
 
 
@@ -478,21 +478,23 @@ def test_forks_hold_the_prompts_full_blocks_and_copy_the_rest(length: int, num_s
     assert again.copies == ()
     for each in (sequence, *forks):
         scheduler.check_integrity()
-        scheduler.abort(each)
+        scheduler.remove(each)
     assert scheduler.pool.num_free == NUM_BLOCKS
 
 
 def test_what_is_copied_stays_until_it_is() -> None:
     scheduler, sequence, [fork, _] = forked(7)
     held = sequence.block_table[1]
-    scheduler.abort(sequence)
+    scheduler.remove(sequence)
     assert held not in (scheduler.pool.allocate(scheduler.pool.num_free) or [])
     assert (held, fork.block_table[1]) in scheduler.schedule().copies
 
 
-def test_forks_without_a_slot_are_preempted() -> None:
+def test_forks_without_a_slot_are_refused() -> None:
     scheduler, _, forks = forked(5, num_forks=3, max_num_seqs=2)
-    assert scheduler.take_preempted() == forks[1:]
+    refused = scheduler.take_failed()
+    assert [(fork, type(error)) for fork, error in refused] == [(fork, WorkerBusy) for fork in forks[1:]]
+    assert scheduler.take_preempted() == [], "no blocks were taken from them"
     assert [fork.status for fork in forks] == [SequenceStatus.RUNNING, *[SequenceStatus.FINISHED] * 2]
 
 

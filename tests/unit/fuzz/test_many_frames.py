@@ -41,9 +41,9 @@ def translate_worker(raw: bytes) -> None:
 
 
 HANDLERS: list[tuple[list[bytes], Callable[[bytes], object]]] = [
-    (SEQUENCES, lambda raw: wire.request_from_proto(sequence_pb2.SequenceSpec.FromString(raw))),
-    (ATTACHES, lambda raw: wire.request_from_proto(decode_pb2.AttachRequest.FromString(raw).start.sequence)),
-    (SEQUENCES, lambda raw: wire.request_from_proto(prefill_pb2.PrefillRequest.FromString(raw).sequence)),
+    (SEQUENCES, lambda raw: wire.spec_from_proto(sequence_pb2.SequenceSpec.FromString(raw))),
+    (ATTACHES, lambda raw: wire.spec_from_proto(decode_pb2.AttachRequest.FromString(raw).start.sequence)),
+    (SEQUENCES, lambda raw: wire.spec_from_proto(prefill_pb2.PrefillRequest.FromString(raw).sequence)),
     (HONEST, request_from_bytes),
     (HONEST, lambda raw: reply_from_proto(kvtransfer_pb2.PushResponse.FromString(raw))),
     (REGISTERS, translate_worker),

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from mesh import wire
 from mesh.domain.errors import MeshError
-from mesh.domain.tokens import SampledToken, StepOutput
+from mesh.domain.tokens import SampledToken, SequenceOutput
 from mesh.v1 import decode_pb2, prefill_pb2, sequence_pb2, worker_pb2
 from router.admission.limiter import Forecast, LocalLimiter
 from router.api.generation_servicer import GenerationServicer
@@ -29,10 +29,10 @@ from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_views import decode
 from tests.unit.fuzz.mutations import fuzzed, near
 
-SPEC = wire.request_to_proto(make_request("r", range(20), top_logprobs=2, cache_namespace="m", time_left_s=3.0))
+SPEC = wire.spec_to_proto(make_request("r", range(20), top_logprobs=2, cache_namespace="m", time_left_s=3.0))
 SEQUENCES = [
     SPEC.SerializeToString(),
-    wire.request_to_proto(
+    wire.spec_to_proto(
         make_request("r", [1], sampling={"logit_bias": {3: 1.0}, "temperature": 1.0})
     ).SerializeToString(),
 ]
@@ -61,20 +61,20 @@ REGISTERS = [
 @given(near(SEQUENCES))
 def test_sequences(raw: bytes) -> None:
     try:
-        request = wire.request_from_proto(sequence_pb2.SequenceSpec.FromString(raw))
+        request = wire.spec_from_proto(sequence_pb2.SequenceSpec.FromString(raw))
     except (DecodeError, MeshError):
         return
     assert 1 <= request.num_prompt_tokens <= len(request.token_ids) < request.max_total_tokens
-    wire.request_to_proto(request)
+    wire.spec_to_proto(request)
 
 
 @fuzzed
 @given(near([*ATTACHES, *REGISTERS]))
 def test_commands_and_registrations(raw: bytes) -> None:
     with contextlib.suppress(DecodeError, MeshError):
-        wire.request_from_proto(decode_pb2.AttachRequest.FromString(raw).start.sequence)
+        wire.spec_from_proto(decode_pb2.AttachRequest.FromString(raw).start.sequence)
     with contextlib.suppress(DecodeError, MeshError):
-        wire.request_from_proto(prefill_pb2.PrefillRequest.FromString(raw).sequence)
+        wire.spec_from_proto(prefill_pb2.PrefillRequest.FromString(raw).sequence)
     with contextlib.suppress(DecodeError, MeshError):
         message = worker_pb2.RegisterRequest.FromString(raw)
         wire.load_from_proto(message.heartbeat.load)
@@ -86,9 +86,9 @@ class OneTokenEach:
     """In place of the mesh: every choice is one token and then the end of its budget."""
 
     async def run(self, choice: Any, timeline: Any, deadline_s: float | None) -> None:
-        request = choice.next_request(0, eos_token_ids=frozenset(), namespace="tiny")
+        request = choice.next_spec(0, eos_token_ids=frozenset(), namespace="tiny")
         for index in range(min(3, request.sampling.max_new_tokens)):
-            choice.accept(StepOutput(request.request_id, 0, index, (SampledToken(70, -1.0),), None))
+            choice.accept(SequenceOutput(request.request_id, 0, index, (SampledToken(70, -1.0),), None))
             if choice.finish_reason is not None:
                 return
         raise MeshError("enough")

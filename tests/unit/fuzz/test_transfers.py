@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer import KVReceiver, Reservation
+from kvtransfer import ExpectedTransfer, KVReceiver
 from kvtransfer.messages import Renew, SenderMessage, reply_from_proto, request_from_bytes, request_to_bytes
 from mesh.domain.errors import MeshError
 from mesh.v1 import kvtransfer_pb2
@@ -18,7 +18,7 @@ from tests.unit.fuzz.mutations import fuzzed, near
 
 SOURCE = FakeKVStore(seed=3)
 SOURCE_IDS, TARGET_IDS = (4, 2), (7, 1)
-RESERVATION = Reservation("transfer", 0, TARGET_IDS, first_block=0, num_tokens=2 * TINY.block_size)
+RESERVATION = ExpectedTransfer("transfer", 0, TARGET_IDS, first_block=0, num_tokens=2 * TINY.block_size)
 CHUNKS = [make_chunk(SOURCE, RESERVATION, SOURCE_IDS, n, box(0, 2, n, 1)) for n in range(TINY.num_layers)]
 HONEST = [
     request_to_bytes(open_message(SOURCE, RESERVATION)),

@@ -2,7 +2,7 @@
 
 import random
 
-from kvtransfer import KVReceiver, Reservation, TransferSettings
+from kvtransfer import ExpectedTransfer, KVReceiver, TransferSettings
 from kvtransfer.messages import Committed
 from mesh.domain.errors import MeshError
 from tests.evidence import Evidence
@@ -34,7 +34,7 @@ async def false_alarms(count: int) -> int:
         num_blocks = TINY.num_blocks_for(num_tokens)
         source_ids, target_ids = (tuple(rng.sample(range(NUM_BLOCKS), num_blocks)) for _ in range(2))
         first = rng.randrange(num_blocks + 1)
-        reservation = Reservation(f"t{number}", rng.randrange(4), target_ids, first, num_tokens)
+        reservation = ExpectedTransfer(f"t{number}", rng.randrange(4), target_ids, first, num_tokens)
         places = [box(first, num_blocks - first, layer, 1) for layer in range(TINY.num_layers)]
         if first == num_blocks:
             places = []

@@ -1,4 +1,4 @@
-"""Cutting pushes into chunks, and counting what has arrived."""
+"""Cutting announced ranges into chunks, and counting what has arrived."""
 
 from itertools import pairwise, product
 from random import Random
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.chunks import ChunkRange, Coverage, PushQueue
+from kvtransfer.chunks import ChunkRange, Coverage, RangeQueue
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from tests.fakes.kv_store import box
@@ -41,13 +41,13 @@ def test_chunks_cover_what_was_pushed_exactly(
     by_head: bool,
 ) -> None:
     heads = [Span(0, 1), Span(1, 1)] if by_head else [ALL]
-    pushes = [box(*block, *layer, each) for block in blocks for layer in layers for each in heads]
+    ranges = [box(*block, *layer, each) for block in blocks for layer in layers for each in heads]
     if not in_order:
-        random.shuffle(pushes)
+        random.shuffle(ranges)
     taken = []
-    queue = PushQueue(LAYOUT.layer_block_bytes, max_bytes)
-    for push in pushes:
-        queue.add(push)
+    queue = RangeQueue(LAYOUT.layer_block_bytes, max_bytes)
+    for each_range in ranges:
+        queue.add(each_range)
         if random.random() < 0.3:
             taken.append(queue.take())
     while queue:
@@ -59,8 +59,8 @@ def test_chunks_cover_what_was_pushed_exactly(
     coverage.require_full()
 
 
-def test_small_pushes_become_one_chunk() -> None:
-    queue = PushQueue(LAYOUT.layer_block_bytes, 1 << 20)
+def test_small_ranges_become_one_chunk() -> None:
+    queue = RangeQueue(LAYOUT.layer_block_bytes, 1 << 20)
     for layer in range(5):
         queue.add(box(0, 4, layer, 1))
     assert queue.take() == box(0, 4, 0, 5)
@@ -68,7 +68,7 @@ def test_small_pushes_become_one_chunk() -> None:
 
 
 def test_whole_layers_are_preferred() -> None:
-    queue = PushQueue(LAYOUT.layer_block_bytes, LAYOUT.layer_block_bytes * 9)
+    queue = RangeQueue(LAYOUT.layer_block_bytes, LAYOUT.layer_block_bytes * 9)
     queue.add(box(0, 4, 0, 5))
     assert [queue.take() for _ in range(3)] == [
         box(0, 4, 0, 2),

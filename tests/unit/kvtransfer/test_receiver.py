@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from kvtransfer import KVReceiver, Reservation, TransferSettings
+from kvtransfer import ExpectedTransfer, KVReceiver, TransferSettings
 from kvtransfer.messages import Ack, Chunk, Committed, Granted, ReceiverMessage, Renew, SenderMessage
 from kvtransfer.transports.base import TransportOffer
 from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed
@@ -27,7 +27,7 @@ from tests.fakes.transfers import (
 from tests.fakes.transport import MemoryTransport
 
 SETTINGS = TransferSettings(transports=("grpc",), credit_chunks=2)
-RESERVATION = Reservation("transfer", 1, (4, 9, 2), 0, 11)
+RESERVATION = ExpectedTransfer("transfer", 1, (4, 9, 2), 0, 11)
 SOURCE_IDS = (1, 2, 3)
 LAYERS = [box(0, 3, layer, 1) for layer in range(TINY.num_layers)]
 

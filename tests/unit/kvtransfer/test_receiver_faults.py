@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer import KVReceiver, Reservation
+from kvtransfer import ExpectedTransfer, KVReceiver
 from kvtransfer.chunks import ChunkRange
 from kvtransfer.messages import Chunk, Commit, Committed, Renew, Renewed, SenderMessage
 from kvtransfer.transports.base import Payload
@@ -36,7 +36,7 @@ class Case:
 
     source: FakeKVStore
     target: FakeKVStore
-    reservation: Reservation
+    reservation: ExpectedTransfer
     source_ids: list[int]
     chunks: list[Chunk]
 
@@ -71,7 +71,7 @@ def cases(draw: st.DrawFn) -> Case:
     first_block = random.randrange(num_blocks)
     source, target = FakeKVStore(layout, NUM_BLOCKS, seed=1), FakeKVStore(layout, NUM_BLOCKS, seed=2)
     source_ids, target_ids = (random.sample(range(NUM_BLOCKS), num_blocks) for _ in range(2))
-    reservation = Reservation("transfer", random.randint(1, 3), tuple(target_ids), first_block, num_tokens)
+    reservation = ExpectedTransfer("transfer", random.randint(1, 3), tuple(target_ids), first_block, num_tokens)
     places = chop(ChunkRange(Span(first_block, num_blocks - first_block), layout.whole), random)
     random.shuffle(places)
     chunks = [make_chunk(source, reservation, source_ids, n, place) for n, place in enumerate(places)]
@@ -147,7 +147,7 @@ def truncate_and_say_so(case: Case, n: int, random: Random) -> None:
     case.chunks[n] = replace(case.chunks[n], num_bytes=len(case.chunks[n].payload.inline))
 
 
-def _remade(case: Case, n: int, reservation: Reservation) -> None:
+def _remade(case: Case, n: int, reservation: ExpectedTransfer) -> None:
     chunk = case.chunks[n]
     case.chunks[n] = make_chunk(case.source, reservation, case.source_ids, n, chunk.extent)
 

@@ -10,8 +10,8 @@ from mesh import wire
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, Structure, StructureKind
-from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, StepOutput, TokenLogprob
-from mesh.domain.worker import RankInfo, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
+from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
 from tests.fakes.requests import make_request
@@ -50,20 +50,20 @@ samplings = st.builds(
 def test_forks_round_trip() -> None:
     forks = (Fork("f", 2, 7, "00-a-b-01"), Fork("g", 0, 2**64 - 1))
     request = make_request("r", [1], forks=forks, prompt_logprobs=True)
-    assert wire.request_from_proto(wire.request_to_proto(request)) == request
+    assert wire.spec_from_proto(wire.spec_to_proto(request)) == request
     first, second = request.forked()
     assert (first.request_id, first.attempt, first.sampling.seed, first.traceparent) == ("f", 2, 7, "00-a-b-01")
     assert (second.prompt_logprobs, second.forks, second.token_ids) == (False, (), (1,))
     twice = make_request("r", [1], forks=(Fork("r", 0, 1),))
     with pytest.raises(InvalidRequest, match="different request_ids"):
-        wire.request_from_proto(wire.request_to_proto(twice))
+        wire.spec_from_proto(wire.spec_to_proto(twice))
 
 
 @given(samplings, st.booleans(), st.sampled_from([None, 1.5]))
 def test_request_round_trip(sampling: SamplingParams, prompt_logprobs: bool, time_left_s: float | None) -> None:
     request = make_request("r", [1, 2, 3], prompt_logprobs=prompt_logprobs, time_left_s=time_left_s)
     request = type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"sampling": sampling})
-    assert wire.request_from_proto(wire.request_to_proto(request)) == request
+    assert wire.spec_from_proto(wire.spec_to_proto(request)) == request
 
 
 def test_absent_sampling_fields_take_the_documented_defaults() -> None:
@@ -73,7 +73,7 @@ def test_absent_sampling_fields_take_the_documented_defaults() -> None:
 def test_text_never_reaches_workers() -> None:
     texts = {"stop": ("end",), "bad_words": ("no",), "truncate_prompt_tokens": 3}
     plain = make_request("r", [1])
-    assert wire.request_from_proto(wire.request_to_proto(make_request("r", [1], sampling=texts))) == plain
+    assert wire.spec_from_proto(wire.spec_to_proto(make_request("r", [1], sampling=texts))) == plain
     sampling = SamplingParams(**texts)
     assert wire.sampling_from_proto(wire.sampling_to_proto(sampling)) == sampling, "from clients they do come"
 
@@ -86,15 +86,15 @@ def test_a_structure_of_no_known_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("field", ["request_id", "token_ids", "num_prompt_tokens", "sampling"])
 def test_unrunnable_requests_are_refused(field: str) -> None:
-    spec = wire.request_to_proto(make_request("r", [1, 2]))
+    spec = wire.spec_to_proto(make_request("r", [1, 2]))
     spec.ClearField(field)
     with pytest.raises(InvalidRequest):
-        wire.request_from_proto(spec)
+        wire.spec_from_proto(spec)
 
 
 def test_output_round_trip() -> None:
     for reason in (None, *(set(FinishReason) - {FinishReason.UNKNOWN})):
-        output = StepOutput(
+        output = SequenceOutput(
             "r",
             attempt=2,
             first_index=5,
@@ -108,9 +108,9 @@ def test_output_round_trip() -> None:
 
 def test_worker_round_trip() -> None:
     layout = KVLayout("fp", 2, 4, 8, 16, "float32")
-    ranks = (RankInfo("h:2", KVSpan(Span(0, 1), Span(0, 4))), RankInfo("h:3", KVSpan(Span(1, 1), Span(0, 4))))
+    endpoints = (KVEndpoint("h:2", KVSpan(Span(0, 1), Span(0, 4))), KVEndpoint("h:3", KVSpan(Span(1, 1), Span(0, 4))))
     for role in WorkerRole:
-        info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, ranks=ranks)
+        info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, kv_endpoints=endpoints)
         info = replace(info, tensor_parallel=4)
         assert wire.worker_from_proto(wire.worker_to_proto(info)) == info
         older = wire.worker_to_proto(info)

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mesh.domain.errors import DeadlineExceeded, NoWorkers
-from mesh.domain.tokens import FinishReason, SampledToken, StepOutput
+from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from router.admission.limiter import LocalLimiter
 from router.answer_stream import ChoiceRun, GenerationStream
-from router.choice import Choice, Chunk
+from router.choice import Choice, ChoiceEvents
 from tests.unit.router.test_choice import make_choice, output
 
 Run = Callable[[Choice], Awaitable[None]]
@@ -25,7 +25,7 @@ class Driver:
         choice_runs = [ChoiceRun(*fields) for fields in zip(self.choices, permits, runs, strict=True)]
         self.stream = GenerationStream(choice_runs, slow_reader_s=slow_reader_s, num_best=num_best)
 
-    async def read(self) -> list[Chunk]:
+    async def read(self) -> list[ChoiceEvents]:
         return [chunk async for chunk in self.stream.chunks()]
 
 
@@ -68,7 +68,7 @@ def with_logprobs(*logprobs: float) -> Run:
         for index, logprob in enumerate(logprobs):
             await asyncio.sleep(0)
             reason = FinishReason.LENGTH if index == len(logprobs) - 1 else None
-            choice.accept(StepOutput("r", 0, index, (SampledToken(40 + len(logprobs), logprob),), reason))
+            choice.accept(SequenceOutput("r", 0, index, (SampledToken(40 + len(logprobs), logprob),), reason))
 
     return run
 

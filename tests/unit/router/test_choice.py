@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mesh.domain.errors import AttemptsFailed
 from mesh.domain.request import SamplingParams
-from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, StepOutput, TokenLogprob
+from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceOutput, TokenLogprob
 from router.api.validation import GenerateParams, ValidRequest
 from router.choice import Choice, TokenEvent, TokenOrder
 from router.text.chat import TokenPrompt
@@ -34,9 +34,9 @@ def make_choice(
     )
 
 
-def output(first_index: int, ids: list[int], finish: FinishReason | None = None, **changes: Any) -> StepOutput:
+def output(first_index: int, ids: list[int], finish: FinishReason | None = None, **changes: Any) -> SequenceOutput:
     tokens = tuple(SampledToken(id_, -1.0, (TokenLogprob(id_, -1.0),)) for id_ in ids)
-    return StepOutput("r", 0, first_index, tokens, finish, **changes)
+    return SequenceOutput("r", 0, first_index, tokens, finish, **changes)
 
 
 def events_of(choice: Choice) -> list[TokenEvent]:
@@ -49,7 +49,7 @@ def test_workers_get_the_decoders_first_token_behind_the_prompt() -> None:
     valid = ValidRequest("r", (5, 6, 7), sampling, GenerateParams(TokenPrompt((5, 6, 7))), decoder_prompt=(3,))
     choice = Choice(0, valid, tokenizer())
     choice.accept(output(0, [100, 101]))
-    request = choice.next_request(1, eos_token_ids=frozenset(), namespace="m")
+    request = choice.next_spec(1, eos_token_ids=frozenset(), namespace="m")
     assert (request.token_ids, request.num_prompt_tokens) == ((5, 6, 7, 3, 100, 101), 4)
     assert (request.max_total_tokens, choice.num_tokens) == (13, 6)
     assert (choice.num_prompt_tokens, choice.usage().prompt_tokens) == (3, 3)
@@ -157,7 +157,7 @@ def test_after_the_end_nothing_counts() -> None:
 def test_a_replay_asks_for_the_rest_with_the_same_draws() -> None:
     choice = make_choice(index=2, seed=2**64 - 1, top_logprobs=3, prompt_logprobs=True)
     choice.accept(output(0, [100, 101]))
-    request = choice.next_request(1, eos_token_ids=frozenset({EOS_ID}), namespace="m")
+    request = choice.next_spec(1, eos_token_ids=frozenset({EOS_ID}), namespace="m")
     assert request.token_ids == (5, 6, 7, 100, 101)
     assert (request.num_prompt_tokens, request.num_generated, request.attempt) == (3, 2, 1)
     assert request.sampling.seed == 1  # seed + index, wrapped
@@ -171,7 +171,7 @@ def test_prompt_logprobs_are_asked_for_until_they_come(has_come: bool) -> None:
     choice = make_choice(prompt_logprobs=True)
     logprobs = (PromptLogprob(None),) * 3 if has_come else ()
     choice.accept(output(0, [100], prompt_logprobs=logprobs))
-    assert choice.next_request(1, eos_token_ids=frozenset(), namespace="m").prompt_logprobs is not has_come
+    assert choice.next_spec(1, eos_token_ids=frozenset(), namespace="m").prompt_logprobs is not has_come
 
 
 def test_a_reason_that_is_not_known_is_an_error_and_no_end(repaired: Repaired) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
 from router.admission.fair_queue import QueueEntry
-from router.admission.in_flight import InFlightTable, Reservation
+from router.admission.in_flight import CapacityReservation, InFlightTable
 from router.admission.limiter import Forecast, LocalLimiter, Permit
-from router.admission.placement import InFlight, Placement, Snapshot
+from router.admission.placement import InFlight, MeshSnapshot, Placement
 from router.admission.queue import PlacementQueue
 from router.tenants import Priority
 from router.workers.membership import WorkerView
@@ -52,7 +52,7 @@ class FakeMesh:
         self.queue = PlacementQueue(self.in_flight, self.snapshot, self.forecast, **limits)
         self.in_flight.on_change(self.queue.wake)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> MeshSnapshot:
         return snapshot(*self.views, in_flight=self.in_flight.by_worker(self.views))
 
 
@@ -204,7 +204,7 @@ async def test_a_full_queue_refuses_new_requests_but_no_replay() -> None:
 async def test_a_tenant_leaves_places_for_others() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1), max_queued=8)
     await mesh.queue.place(query(), ENTRY)
-    tasks: list[asyncio.Task[Reservation]] = []
+    tasks: list[asyncio.Task[CapacityReservation]] = []
 
     async def joined(tenant: str) -> int:
         """How many of the tenant's requests find a place before one is refused."""
@@ -238,7 +238,9 @@ class Measured(FakeMesh):
             self.forecast.queue.did(8)
         self.forecast.queue.end()
 
-    async def wait(self, *, ttft_s: float | None = None, time_left_s: float | None = None, **entry: Any) -> Reservation:
+    async def wait(
+        self, *, ttft_s: float | None = None, time_left_s: float | None = None, **entry: Any
+    ) -> CapacityReservation:
         now_s = asyncio.get_running_loop().time()
         by_s, deadline_s = (None if left_s is None else now_s + left_s for left_s in (ttft_s, time_left_s))
         return await self.queue.place(query(), QueueEntry(**entry, first_token_by_s=by_s, deadline_s=deadline_s))
@@ -373,7 +375,7 @@ async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
     mesh.views = [decode()]
     await mesh.queue.place(query(), ENTRY)
     mesh.views = []
-    waiting: asyncio.Task[Reservation] = asyncio.create_task(mesh.queue.place(query(), ENTRY))
+    waiting: asyncio.Task[CapacityReservation] = asyncio.create_task(mesh.queue.place(query(), ENTRY))
     await settled()
     assert not waiting.done()  # a new outage, a new wait
     mesh.views = [decode()]
@@ -387,7 +389,7 @@ async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
 def test_nothing_is_lost_or_left(steps: list[tuple[str, int, QueueEntry]]) -> None:
     async def run() -> None:
         mesh = FakeMesh(decode(), max_queued=5)
-        tasks: list[asyncio.Task[Reservation]] = []
+        tasks: list[asyncio.Task[CapacityReservation]] = []
         loop = asyncio.get_running_loop()
         for step, number, entry in steps:
             mesh.now_s += 1.0
@@ -411,7 +413,7 @@ def test_nothing_is_lost_or_left(steps: list[tuple[str, int, QueueEntry]]) -> No
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, Reservation):
+            if isinstance(result, CapacityReservation):
                 result.first_token()
                 result.release()
             else:

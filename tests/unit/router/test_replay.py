@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.errors import AttemptsFailed, Overloaded, Replayable, TransferFailed, WorkerBusy, WorkerLost
-from router.dispatch import Replay, ReplayBudget
+from router.dispatch import FailureHistory, ReplayBudget
 from router.settings import RouterSettings
 from tests.fakes.router_views import decode
 
 
 @pytest.fixture
-def replay(tmp_path: Path) -> Replay:
-    return Replay(RouterSettings(model=str(tmp_path), max_attempts=6, max_worker_losses=3))
+def failures(tmp_path: Path) -> FailureHistory:
+    return FailureHistory(RouterSettings(model=str(tmp_path), max_attempts=6, max_worker_losses=3))
 
 
-def fail(replay: Replay, error: Replayable, count: int, num_tokens: int = 0) -> list[float]:
-    return [replay.after(error, num_tokens=num_tokens, blamed=None) for _ in range(count)]
+def fail(failures: FailureHistory, error: Replayable, count: int, num_tokens: int = 0) -> list[float]:
+    return [failures.after(error, num_tokens=num_tokens, blamed=None) for _ in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -30,45 +30,45 @@ def fail(replay: Replay, error: Replayable, count: int, num_tokens: int = 0) -> 
         (WorkerLost("gone"), AttemptsFailed, 2),
     ],
 )
-def test_it_ends(replay: Replay, error: Replayable, last: type[Exception], num_before: int) -> None:
-    fail(replay, error, num_before)
+def test_it_ends(failures: FailureHistory, error: Replayable, last: type[Exception], num_before: int) -> None:
+    fail(failures, error, num_before)
     with pytest.raises(last):
-        fail(replay, error, 1)
+        fail(failures, error, 1)
 
 
-def test_a_token_starts_the_count_anew(replay: Replay) -> None:
+def test_a_token_starts_the_count_anew(failures: FailureHistory) -> None:
     for num_tokens in range(20):
-        fail(replay, WorkerLost("gone"), 2, num_tokens)
-    assert replay.attempt == 40
+        fail(failures, WorkerLost("gone"), 2, num_tokens)
+    assert failures.attempt == 40
 
 
-def test_backoff(replay: Replay) -> None:
-    assert fail(replay, TransferFailed("cut"), 5) == [0.0, 0.05, 0.1, 0.2, 0.4]
+def test_backoff(failures: FailureHistory) -> None:
+    assert fail(failures, TransferFailed("cut"), 5) == [0.0, 0.05, 0.1, 0.2, 0.4]
 
 
-def test_no_room_waits_at_once(replay: Replay) -> None:
-    assert fail(replay, WorkerBusy("full"), 3) == [0.05, 0.1, 0.2]
+def test_no_room_waits_at_once(failures: FailureHistory) -> None:
+    assert fail(failures, WorkerBusy("full"), 3) == [0.05, 0.1, 0.2]
 
 
-def test_who_failed_is_avoided_until_there_is_progress(replay: Replay) -> None:
-    replay.after(WorkerLost("gone"), num_tokens=0, blamed=decode("d0").info)
-    replay.after(TransferFailed("cut"), num_tokens=0, blamed=decode("d1").info)
-    assert replay.avoid == {"d0", "d1"}
-    replay.after(TransferFailed("cut"), num_tokens=5, blamed=decode("d2").info)
-    assert replay.avoid == {"d2"}
+def test_who_failed_is_avoided_until_there_is_progress(failures: FailureHistory) -> None:
+    failures.after(WorkerLost("gone"), num_tokens=0, blamed=decode("d0").info)
+    failures.after(TransferFailed("cut"), num_tokens=0, blamed=decode("d1").info)
+    assert failures.avoid == {"d0", "d1"}
+    failures.after(TransferFailed("cut"), num_tokens=5, blamed=decode("d2").info)
+    assert failures.avoid == {"d2"}
 
 
-def test_after_some_failures_decode_prefills_by_itself(replay: Replay) -> None:
-    fail(replay, TransferFailed("cut"), 2)
-    assert not replay.prefill_locally
-    fail(replay, TransferFailed("cut"), 1)
-    assert replay.prefill_locally
+def test_after_some_failures_decode_prefills_by_itself(failures: FailureHistory) -> None:
+    fail(failures, TransferFailed("cut"), 2)
+    assert not failures.prefill_locally
+    fail(failures, TransferFailed("cut"), 1)
+    assert failures.prefill_locally
 
 
-def test_the_first_replay_after_progress_is_free(replay: Replay) -> None:
+def test_the_first_replay_after_progress_is_free(failures: FailureHistory) -> None:
     for num_tokens in (0, 0, 7, 7, 8):
-        replay.after(TransferFailed("cut"), num_tokens=num_tokens, blamed=None)
-        assert replay.is_free is (replay.attempt in (1, 3, 5))
+        failures.after(TransferFailed("cut"), num_tokens=num_tokens, blamed=None)
+        assert failures.is_free is (failures.attempt in (1, 3, 5))
 
 
 @given(st.lists(st.floats(0.0, 1.0), max_size=200))

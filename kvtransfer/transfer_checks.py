@@ -1,4 +1,4 @@
-"""The rules for one incoming transfer: pure checks, no I/O. `receiver.py` moves the bytes."""
+"""The transfer that a receiver expects, and the checks of its messages. Pure, no I/O: `receiver.py` moves the bytes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """Blocks that a decode worker reserves for a transfer. `block_ids` covers all block positions of the prompt.
+class ExpectedTransfer:
+    """A transfer that a decode worker has reserved blocks for. `block_ids` covers all block positions of the prompt.
 
     Positions before `first_block` hold valid KV already and are never written.
     """
@@ -24,21 +24,21 @@ class Reservation:
     num_tokens: int
 
 
-class IncomingTransfer:
-    """Tracks the chunks that have arrived and checks each message of a transfer that brings the KV of `span`."""
+class TransferChecks:
+    """Checks each message of one transfer, which brings the KV of `span`, and counts the chunks that have arrived."""
 
-    def __init__(self, reservation: Reservation, layout: KVLayout, span: KVSpan) -> None:
-        num_blocks = len(reservation.block_ids)
-        if num_blocks != layout.num_blocks_for(reservation.num_tokens):
-            raise ValueError(f"{num_blocks} blocks are reserved for {reservation.num_tokens} tokens")
-        if not 0 <= reservation.first_block <= num_blocks:
-            raise ValueError(f"first_block {reservation.first_block} is outside of {num_blocks} blocks")
-        self.reservation = reservation
+    def __init__(self, expected: ExpectedTransfer, layout: KVLayout, span: KVSpan) -> None:
+        num_blocks = len(expected.block_ids)
+        if num_blocks != layout.num_blocks_for(expected.num_tokens):
+            raise ValueError(f"{num_blocks} blocks are reserved for {expected.num_tokens} tokens")
+        if not 0 <= expected.first_block <= num_blocks:
+            raise ValueError(f"first_block {expected.first_block} is outside of {num_blocks} blocks")
+        self.expected = expected
         self.num_bytes = 0
         self._layout = layout
-        self._seed = transfer_seed(reservation.transfer_id, reservation.attempt)
+        self._seed = transfer_seed(expected.transfer_id, expected.attempt)
         self._span = span
-        self._coverage = Coverage(Span(reservation.first_block, num_blocks - reservation.first_block), span)
+        self._coverage = Coverage(Span(expected.first_block, num_blocks - expected.first_block), span)
         self._digest = Digest()
         self._num_chunks = 0
         self._num_unacknowledged = 0
@@ -46,10 +46,10 @@ class IncomingTransfer:
     def check_open(self, opening: TransferOpen) -> None:
         """Raise LayoutMismatch if the layouts differ, TransferFailed if the sender intends to send other blocks."""
         self._layout.require_same(opening.layout)
-        expected = (self.reservation.first_block, len(self.reservation.block_ids))
-        if (opening.first_block, opening.num_blocks) != expected:
+        reserved = (self.expected.first_block, len(self.expected.block_ids))
+        if (opening.first_block, opening.num_blocks) != reserved:
             raise TransferFailed(
-                f"blocks [{expected[0]}, {expected[1]}) are reserved, "
+                f"blocks [{reserved[0]}, {reserved[1]}) are reserved, "
                 f"the sender offers [{opening.first_block}, {opening.num_blocks})"
             )
         if opening.span != self._span:
@@ -62,9 +62,9 @@ class IncomingTransfer:
         if self._num_unacknowledged >= credit:
             raise TransferFailed(f"the sender has more than {credit} chunks unacknowledged")
         self._coverage.claim(chunk.extent)
-        expected = chunk.extent.num_bytes(self._layout)
-        if chunk.num_bytes != expected or expected > MAX_MESSAGE_BYTES:
-            raise TransferCorrupt(f"chunk {chunk.sequence_number} has {chunk.num_bytes} bytes instead of {expected}")
+        num_bytes = chunk.extent.num_bytes(self._layout)
+        if chunk.num_bytes != num_bytes or num_bytes > MAX_MESSAGE_BYTES:
+            raise TransferCorrupt(f"chunk {chunk.sequence_number} has {chunk.num_bytes} bytes instead of {num_bytes}")
         self._digest.add(chunk.checksum)
         self._num_chunks += 1
         self._num_unacknowledged += 1
@@ -89,8 +89,8 @@ class IncomingTransfer:
 
     def check_commit(self, commit: Commit) -> None:
         """Raise TransferFailed or TransferCorrupt unless everything has arrived. Call it after all acknowledgements."""
-        if commit.num_tokens != self.reservation.num_tokens:
-            raise TransferFailed(f"{self.reservation.num_tokens} tokens are reserved, {commit.num_tokens} committed")
+        if commit.num_tokens != self.expected.num_tokens:
+            raise TransferFailed(f"{self.expected.num_tokens} tokens are reserved, {commit.num_tokens} committed")
         if commit.num_chunks != self._num_chunks:
             raise TransferFailed(f"{self._num_chunks} chunks arrived, {commit.num_chunks} were sent")
         self._coverage.require_full()
@@ -103,4 +103,4 @@ class IncomingTransfer:
 
     def block_ids(self, chunk_range: ChunkRange) -> tuple[int, ...]:
         """Return this worker's block ids for the block positions of `chunk_range`."""
-        return self.reservation.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]
+        return self.expected.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mesh import wire
 from mesh.domain.worker import WorkerLoad
-from mesh.redis_registry import MAX_AGE_S, MAX_MESSAGE_BYTES, RecordSeal, Refused, ReplayGuard
 from mesh.rpc.credentials import MeshKey
+from mesh.sealed_messages import MAX_AGE_S, MAX_MESSAGE_BYTES, FreshnessGuard, RecordSeal, Refused
 from mesh.v1 import worker_pb2
 from tests.defects import Repaired
 from tests.unit.router.test_membership import INFO
@@ -68,7 +68,7 @@ def test_stale_and_future_ones_are_refused(skew_s: float) -> None:
 def test_each_message_counts_once_and_only_forwards() -> None:
     clock = WallClock()  # it stands still, and numbers grow all the same
     monotonic = WallClock()
-    seal, guard = RecordSeal(KEY, clock), ReplayGuard(clock, monotonic)
+    seal, guard = RecordSeal(KEY, clock), FreshnessGuard(clock, monotonic)
     first, second, third = (seal.open(seal.seal(INFO, BEAT)) for _ in range(3))
     assert [guard.is_new(beat) for beat in (first, first, third, second, third)] == [True, False, True, False, False]
     guard.forget_silent()
@@ -94,7 +94,7 @@ class Router:
 
     def __init__(self, clock: WallClock) -> None:
         self._seal = RecordSeal(KEY, clock)
-        self._guard = ReplayGuard(clock)
+        self._guard = FreshnessGuard(clock)
 
     def hears(self, sealed: bytes) -> bool:
         try:
@@ -127,7 +127,7 @@ def test_a_clock_that_is_set_hides_no_worker(step_s: float, repaired: Repaired) 
 
 def test_messages_without_a_number_are_ordered_by_their_time() -> None:
     clock = WallClock()
-    seal, guard = RecordSeal(KEY, clock), ReplayGuard(clock)
+    seal, guard = RecordSeal(KEY, clock), FreshnessGuard(clock)
     beats = []
     for _ in range(3):
         body = seal.seal(INFO, BEAT)[: -32 - 8]

@@ -1,7 +1,7 @@
 """The sender's half of one conversation.
 
     open ──▶ granted     the receiver chooses a transport and grants credit; then four tasks run concurrently:
-    gather               waits for a push, a credit and a slot; a thread then copies KV into the slot
+    gather               waits for announced KV, a credit and a slot; a thread then copies KV into the slot
     send                 writes filled chunks to the stream while the next one is filled; then writes Commit
     renew                renews the lease three times per lease, even while the engine computes
     listen               an ack frees the slot and returns the credit; Committed ends the conversation
@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.chunks import ChunkRange, Digest, PushInbox, chunk_checksum, transfer_seed
+from kvtransfer.chunks import AnnouncedRanges, ChunkRange, Digest, chunk_checksum, transfer_seed
 from kvtransfer.messages import (
     Ack,
     Chunk,
@@ -88,14 +88,14 @@ class _Filled:
 _Chunks = asyncio.Queue[_Filled | None]  # in order of their numbers; then None
 
 
-class SendingConversation:
-    """The gRPC conversation of one transfer. `push` may be called on any thread."""
+class OutgoingConversation:
+    """The gRPC conversation of one transfer. `announce` may be called on any thread."""
 
     def __init__(self, spec: TransferSpec, resources: SenderResources) -> None:
         self._spec = spec
         self._resources = resources
         layer_block_bytes = spec.span.heads.count * resources.store.layout.cell_bytes
-        self._inbox = PushInbox(layer_block_bytes, resources.settings.chunk_bytes)
+        self._announced = AnnouncedRanges(layer_block_bytes, resources.settings.chunk_bytes)
         self._prompt_end: asyncio.Future[tuple[int, SampledToken]] = asyncio.get_running_loop().create_future()
         self._layout = resources.store.layout
         self._seed = transfer_seed(spec.transfer_id, spec.attempt)
@@ -106,15 +106,15 @@ class SendingConversation:
         self._is_committing = False
         self._watchdog = Watchdog(resources.settings)
 
-    def push(self, piece: ChunkRange) -> None:
+    def announce(self, piece: ChunkRange) -> None:
         """Queue KV that is in the store and final. Never blocks."""
-        self._inbox.push(piece)
+        self._announced.announce(piece)
 
     def finish(self, num_tokens: int, first_token: SampledToken) -> None:
-        """Commit once all pushed KV has been sent. Only the first call has an effect."""
+        """Commit once all announced KV has been sent. Only the first call has an effect."""
         if not self._prompt_end.done():
             self._prompt_end.set_result((num_tokens, first_token))
-        self._inbox.finish()
+        self._announced.finish()
 
     async def run(self) -> TransferResult:
         """Run from open to committed. Raises MeshError; any other error is a bug or a broken store."""
@@ -163,9 +163,9 @@ class SendingConversation:
 
     async def _gather(self, transport: SendTransport, credit: asyncio.Semaphore, chunks: _Chunks) -> None:
         number = 0
-        while await self._inbox.wait():
+        while await self._announced.wait():
             await credit.acquire()
-            chunk_range = self._inbox.take()  # after the wait for credit, which lets small pushes join
+            chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
             slot = self._slots[number] = await transport.acquire(chunk_range.num_bytes(self._layout))
             fill = partial(self._fill, slot, number, chunk_range)
             chunks.put_nowait(await run_to_end(self._resources.executor, fill))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_json
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
-from engine.models.facts import ModelConfig, RawConfig, plain_config
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.falcon import falcon
@@ -33,6 +32,7 @@ from engine.models.families.llama import (
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
+from engine.models.model_config import ModelConfig, RawConfig, plain_config
 from mesh.domain.errors import ConfigurationError
 
 Facts = Callable[[ModelConfig, RawConfig], ModelConfig]

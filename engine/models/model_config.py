@@ -280,7 +280,7 @@ class ModelConfig:
         return self.positions != "rotary" or not self.rope.depends_on_prompt_length
 
     @property
-    def group_size(self) -> int:
+    def queries_per_kv_head(self) -> int:
         """Number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 

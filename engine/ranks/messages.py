@@ -1,0 +1,76 @@
+"""Messages between the leader and a rank over their socket, until the rank is ready; commands follow (`shared.py`).
+
+leader ── RankSetup ─▶ rank         before the rank's process starts
+       ◀─ loaded ────
+       ── num_blocks ▶
+       ◀─ ready ─────
+       ◀─ failed, refused           in place of an answer
+"""
+
+import json
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from checkpoint.model_files import RopeOverride
+from engine.runner_settings import RunnerSettings
+from mesh.domain.errors import ConfigurationError
+
+MAX_MESSAGE_BYTES = 1 << 16
+_MAX_REASON_CHARS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """The first message to a rank. `cores`: those it runs on."""
+
+    rank: int
+    size: int
+    settings: RunnerSettings
+    max_blocks: int
+    num_threads: int
+    cores: tuple[int, ...]
+    memory_fd: int
+    kv_fd: int
+    store_fd: int
+    log_level: str = "info"
+
+    def send(self, rank: socket.socket) -> None:
+        settings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}
+        settings |= {"model_dir": str(self.settings.model_dir), "rope": asdict(self.settings.rope), "kv_memory": None}
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        send_message(rank, **own | {"settings": settings})
+
+    @classmethod
+    def receive(cls, leader: socket.socket) -> "RankSetup":
+        """Raises ConnectionError if the leader has ended."""
+        message = receive_message(leader)
+        settings = message.pop("settings")
+        del settings["kv_memory"]
+        model_dir, rope = Path(settings.pop("model_dir")), RopeOverride(**settings.pop("rope"))
+        cores = tuple(message.pop("cores"))
+        return cls(settings=RunnerSettings(model_dir, rope=rope, **settings), cores=cores, **message)
+
+    @staticmethod
+    def send_failure(leader: socket.socket, error: Exception) -> None:
+        """Tell the leader why this rank ends. Only a ConfigurationError is one in the leader, too."""
+        kind, reason = "failed", f"{type(error).__name__}: {error}; its log has the details"
+        if isinstance(error, ConfigurationError):
+            kind, reason = "refused", str(error)
+        with suppress(OSError):
+            send_message(leader, **{kind: reason[:_MAX_REASON_CHARS]})
+
+
+def send_message(channel: socket.socket, **message: Any) -> None:
+    channel.send(json.dumps(message).encode())
+
+
+def receive_message(channel: socket.socket) -> dict[str, Any]:
+    """Raises ConnectionError if the other side has ended."""
+    message = channel.recv(MAX_MESSAGE_BYTES)
+    if not message:
+        raise ConnectionResetError("the other side has closed the socket")
+    decoded: dict[str, Any] = json.loads(message)
+    return decoded

@@ -1,0 +1,50 @@
+"""Settings to load and run a model."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
+from engine.kv_memory import KVMemory
+from engine.settings import require_known
+from mesh.domain.errors import ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
+    most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's. `device`
+    "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, or fp32 on CPU. `layers_per_group`,
+    `group_bytes`: see ModelRunner. `max_batch_tokens` limits the steps of several ranks, which share their memory.
+    """
+
+    model_dir: Path
+    device: str = "cpu"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_blocks: int | None = None
+    companion_block_bytes: int = 0
+    kv_memory: KVMemory = field(default_factory=KVMemory)
+    attention: str = "auto"
+    layers_per_group: int = 4
+    group_bytes: int = 0
+    quantize: str = "none"
+    kv_dtype: str = "auto"
+    enforce_eager: bool = False
+    tensor_parallel: int = 1
+    max_batch_tokens: int = 2048
+    rope: RopeOverride = NO_ROPE_OVERRIDE
+
+    def __post_init__(self) -> None:
+        require_known(self)
+        if self.block_size < 1 or self.layers_per_group < 1:
+            raise ConfigurationError("block_size and layers_per_group must be at least 1")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the weights, a key of engine.models.linear.SCHEMES."""
+        return "float" if self.quantize == "none" else self.quantize

@@ -55,6 +55,7 @@ STORE, ADD, GATE = range(3)
 FINISH_ROWS = 4
 """Rows that are finished side by side. Sums and factors of this many rows are read, even past the last row."""
 
+_ROWS_IN_REGISTERS = 8  # with more rows in a tile, LLVM runs out of registers
 _PANEL_BYTES = AMX_TILE_ROWS * AMX_TILE_ROW_BYTES
 
 
@@ -96,16 +97,27 @@ def multiply_tile(
                 for j in range(num_panels)
             ]
             for row in range(num_rows):
-                first = row - row % 3  # x86 addresses reach rows 0, 1 and 2 from one pointer
-                at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(first))))
                 totals = loop.carried[row * num_panels : (row + 1) * num_panels]
-                loop.next += _multiply_row(emit, at, a_step, row - first, columns, totals, is_int8=is_int8)
+                if num_rows > _ROWS_IN_REGISTERS:
+                    first = row - row % 3  # x86 addresses reach rows 0, 1 and 2 from one pointer
+                    at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(first))))
+                    loop.next += _multiply_row(emit, at, a_step, row - first, columns, totals, is_int8=is_int8)
+                    continue
+                at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(row))))
+                left = emit.splat(emit.load(at, INT32 if is_int8 else FLOAT))
+                multiply = _multiply_bytes if is_int8 else Emitter.multiply_add
+                loop.next += [multiply(emit, left, *pair) for pair in zip(columns, totals, strict=True)]
         for i, total in enumerate(loop.next):
             row_at = builder.mul(out_step, INT64(i // num_panels))
             emit.store(total, emit.at(out_at, builder.add(row_at, INT64(i % num_panels * VECTOR_BYTES))))
         return context.get_dummy_value()
 
     return types.void(matrices, types.intp, rows, panels, element), generate
+
+
+def _multiply_bytes(emit: Emitter, left: Value, right: Value, total: Value) -> Value:
+    """total + left * right, where left's bytes are unsigned and right's signed: 4 products in each lane."""
+    return emit.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, left, right)
 
 
 def _multiply_row(
@@ -117,17 +129,15 @@ def _multiply_row(
     """
     vector, read, multiply = (INTS, "vpbroadcastd", "vpdpbusd") if is_int8 else (FLOATS, "vbroadcastss", "vfmadd231ps")
     count = len(columns)
-    pointer, step = f"${2 * count + 1}", f"${2 * count + 2}"
-    at = (f"({pointer})", f"({pointer},{step})", f"({pointer},{step},2)")[row]
+    at = f"(${2 * count + 1}" + ("", f",${2 * count + 2}", f",${2 * count + 2},2")[row] + ")"
     code = [f"{read} {at}, ${count}"]
     code += [f"{multiply} ${count + 1 + i}, ${count}, ${i}" for i in range(count)]
-    outputs = ["=&v"] * (count + 1)
-    inputs = ["v"] * count + ["r", "r"] + [str(i) for i in range(count)]
+    operands = ["=&v"] * (count + 1) + ["v"] * count + ["r", "r"] + [str(i) for i in range(count)]
     kinds = [vector] * count + [BYTE_POINTER, INT64] + [vector] * count
     results = emit.builder.asm(
         ir.FunctionType(ir.LiteralStructType([vector] * (count + 1)), kinds),
         "\n".join(code),
-        ",".join([*outputs, *inputs, "~{memory}"]),
+        ",".join([*operands, "~{memory}"]),
         [*columns, a, a_step, *totals],
         True,
     )

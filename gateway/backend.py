@@ -147,7 +147,7 @@ class RouterHealth:
 
 @dataclass(frozen=True)
 class Backend:
-    """What all requests of a gateway share. `client` has no API key: each request acts with its caller's."""
+    """The state that all requests of a gateway share. `client` has no API key: each request acts with its caller's."""
 
     settings: GatewaySettings
     client: tandem.AsyncClient

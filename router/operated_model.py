@@ -9,7 +9,7 @@ from router.workers.mesh_view import MeshView
 
 
 class OperatedModel(Protocol):
-    """What RouterMetrics and MeshServicer read of a model. Implementation: ModelRouter."""
+    """A model as RouterMetrics and MeshServicer read it. Implementation: ModelRouter."""
 
     limiter: ConcurrencyLimiter
     queue: PlacementQueue

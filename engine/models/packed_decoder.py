@@ -93,7 +93,7 @@ def write_packed(path: Path, packed: PackedDecoder) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
-            np.ascontiguousarray(array).tofile(file)
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)  # tofile does not say why it fails
 
 
 def read_packed(path: Path) -> PackedDecoder:

@@ -1,6 +1,9 @@
 """Models partitioned ahead of time: bits equal to the checkpoint's, and what is refused."""
 
+import errno
 import json
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -137,3 +140,19 @@ def test_what_cannot_be_partitioned(
         assert expected in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert read_partition(checkpoint("llama")) is None
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        assert main(["partition", str(checkpoint("llama")), str(tmp_path / "out")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert f"cannot write {tmp_path / 'out'}: [Errno {errno.EFBIG}]" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

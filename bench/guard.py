@@ -60,8 +60,8 @@ def compare(before: Figures, after: Figures, limit: float) -> tuple[Table, int]:
     num_slower = 0
     for name in (name for name in before if name in after):
         ratio = statistics.median(new / old for old, new in zip(before[name], after[name], strict=True))
-        is_slower = ratio > limit and min(after[name]) > max(before[name])
-        is_faster = ratio < 1 / limit and max(after[name]) < min(before[name])
+        is_slower = len(after[name]) > 1 and ratio > limit and min(after[name]) > max(before[name])
+        is_faster = len(after[name]) > 1 and ratio < 1 / limit and max(after[name]) < min(before[name])
         num_slower += is_slower
         verdict = "slower" if is_slower else "faster" if is_faster else ""
         table.add_row(name, _range(before[name]), _range(after[name]), f"{ratio:.2f}", verdict)
@@ -85,7 +85,7 @@ def _checkout(commit: str) -> Iterator[Path]:
 
 
 def _subject(folder: Path) -> str:
-    command = ["git", "-C", folder, "log", "-1", "--format=%h %s"]
+    command = ["git", "-C", str(folder), "log", "-1", "--format=%h %s"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -69,9 +69,9 @@ NCCL = Kind("nccl", _nccl, has_tags=False, device="cuda")
 
 
 class _Meeting(Store):
-    """One side's store. `told` has what this side's group put into it, once the group first waits for the other side.
+    """One side's store. `told` is what this side's group has put into it when it first reads from it.
 
-    Methods are called by the group, on the thread that makes it.
+    The group calls the store's methods, on the thread that makes it.
     """
 
     def __init__(self, theirs: Mapping[str, bytes]) -> None:
@@ -79,13 +79,15 @@ class _Meeting(Store):
         self.told: futures.Future[dict[str, bytes]] = futures.Future()
         self._ours: dict[str, bytes] = {}
         self._theirs = dict(theirs)
+        self._is_complete = bool(theirs)
         self._changed = threading.Condition()
         self._end: TransferFailed | None = None
 
     def add_theirs(self, values: Mapping[str, bytes]) -> None:
-        """Add what the other side has told."""
+        """Add all that the other side tells."""
         with self._changed:
             self._theirs.update(values)
+            self._is_complete = True
             self._changed.notify_all()
 
     def end(self, error: TransferFailed) -> None:
@@ -104,10 +106,13 @@ class _Meeting(Store):
     def get(self, key: str) -> bytes:
         with self._changed:
             self._tell()
-            self._changed.wait_for(lambda: self._end or key in self._ours or key in self._theirs)
+            self._changed.wait_for(lambda: self._end or self._is_complete or key in self._ours)
             if self._end:
                 raise self._end
-            return self._ours[key] if key in self._ours else self._theirs[key]
+            value = self._ours.get(key) or self._theirs.get(key)
+            if not value:  # gloo would crash on an empty one
+                raise TransferFailed(f"the other side has not told {key}")
+            return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """However long it takes: an offer may lie for a while before a receiver takes it up."""

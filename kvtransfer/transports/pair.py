@@ -150,7 +150,8 @@ class Pair:
         self._group: Backend | None = None
         self._next_tag = 0
         self._abandoned: list[Work] = []
-        self._threads = futures.ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=f"kv-{kind.name}")
+        num_threads = _NUM_THREADS if kind.has_tags else 1  # one keeps the order
+        self._threads = futures.ThreadPoolExecutor(num_threads, thread_name_prefix=f"kv-{kind.name}")
         self.connected: futures.Future[None] = self._threads.submit(self._connect)
 
     @property

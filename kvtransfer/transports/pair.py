@@ -6,6 +6,7 @@ conversation, which is authenticated. So no store listens on a port. The data of
 authenticated nor encrypted.
 """
 
+import asyncio
 import re
 import secrets
 import socket
@@ -31,18 +32,22 @@ else:
 _SENDER, _RECEIVER = 0, 1
 _NUM_THREADS = 2  # so the next payload is asked for while one arrives: gloo is more than twice as fast
 
+_LOOP_CHECK_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """A backend of torch.distributed. `connect(store, rank, host, timeout)` returns once both members have called it.
 
     Without tags, operations match in the order in which they are called, so a pair takes one transfer at a time. If
-    there is a `device`, payloads must lie there.
+    there is a `device`, payloads must lie there. `is_mutual`: each member puts values into its store, then waits for
+    those of the other; otherwise the sender puts one value, which the receiver gets.
     """
 
     name: str
     connect: "Callable[[Store, int, str, timedelta], Backend]"
     has_tags: bool
+    is_mutual: bool
     device: str | None = None
 
 
@@ -64,18 +69,20 @@ def _nccl(store: Store, rank: int, host: str, timeout: timedelta) -> "Backend":
     return group
 
 
-GLOO = Kind("gloo", _gloo, has_tags=True)
-NCCL = Kind("nccl", _nccl, has_tags=False, device="cuda")
+GLOO = Kind("gloo", _gloo, has_tags=True, is_mutual=True)
+NCCL = Kind("nccl", _nccl, has_tags=False, is_mutual=False, device="cuda")
 
 
 class _Meeting(Store):
-    """One side's store. `told` is what this side's group has put into it when it first reads from it.
+    """One side's store, made on the event loop. `told` is all that this side's group puts into it for the other side.
 
     The group calls the store's methods, on the thread that makes it.
     """
 
-    def __init__(self, theirs: Mapping[str, bytes]) -> None:
+    def __init__(self, theirs: Mapping[str, bytes], *, is_mutual: bool) -> None:
         super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self._is_mutual = is_mutual
         self.told: futures.Future[dict[str, bytes]] = futures.Future()
         self._ours: dict[str, bytes] = {}
         self._theirs = dict(theirs)
@@ -101,12 +108,15 @@ class _Meeting(Store):
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         with self._changed:
             self._ours[key] = bytes(value)
-            self._tell()
+            self._tell(is_all=not self._is_mutual)
 
     def get(self, key: str) -> bytes:
         with self._changed:
-            self._tell()
-            self._changed.wait_for(lambda: self._end or self._is_complete or key in self._ours)
+            self._tell(is_all=not self._is_mutual)
+            while not (self._end or self._is_complete or key in self._ours):
+                self._changed.wait(_LOOP_CHECK_S)
+                if self._loop.is_closed():  # nobody will end the wait: it must not keep the process
+                    raise TransferFailed("the process is stopping")
             if self._end:
                 raise self._end
             value = self._ours.get(key) or self._theirs.get(key)
@@ -116,6 +126,8 @@ class _Meeting(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """However long it takes: an offer may lie for a while before a receiver takes it up."""
+        with self._changed:
+            self._tell(is_all=True)
         for key in keys:
             self.get(key)
 
@@ -123,8 +135,8 @@ class _Meeting(Store):
         with self._changed:
             return all(key in self._ours or key in self._theirs for key in keys)
 
-    def _tell(self) -> None:
-        if not self.told.done():
+    def _tell(self, *, is_all: bool) -> None:
+        if is_all and not self.told.done():
             self.told.set_result(dict(self._ours))
 
 
@@ -146,7 +158,7 @@ class Pair:
         self._rank = _RECEIVER if offered else _SENDER
         self._locate = locate
         self._connect_timeout = timedelta(seconds=connect_s)
-        self._meeting = _Meeting(offered)
+        self._meeting = _Meeting(offered, is_mutual=kind.is_mutual)
         self._group: Backend | None = None
         self._next_tag = 0
         self._abandoned: list[Work] = []

@@ -38,6 +38,7 @@ from tests.service.transfer_pair import (
     soon,
     until,
 )
+from tests.waiting import LIMIT_S
 
 NUM_FAULTS = 200
 
@@ -291,6 +292,32 @@ async def test_a_killed_sender_fails_its_transfer_and_the_next_one_is_served(tmp
         pair.target.writing.open()
         assert isinstance(await pair.failure(), TransferFailed)
         await pair.require_working()
+
+
+UNCLOSED_PROGRAM = """
+import asyncio
+from kvtransfer import TransferSettings
+from kvtransfer.transports.pair import GLOO
+from kvtransfer.transports.torch_distributed import PairSendTransport
+
+async def main():
+    path = await PairSendTransport(GLOO, TransferSettings(), 1 << 20).path("127.0.0.1:1", "")
+    print(path.offer().store)
+
+asyncio.run(main())
+"""
+
+
+async def test_an_offer_that_nobody_takes_up_does_not_keep_the_process() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", UNCLOSED_PROGRAM, cwd=Path(__file__).parents[2], stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert (process.returncode, output[:2]) == (0, b"{'")
 
 
 def used() -> tuple[int, int]:

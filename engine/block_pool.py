@@ -164,10 +164,12 @@ class PrefixCache:
     whole_prompts: bool
 
     def hashes(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of all full blocks of the sequence."""
+        """Hashes of all full blocks of a sequence that waits for a slot. Computed once."""
         if not self.enabled:
             return []
-        return block_hashes(sequence.token_ids, self.block_size, *self._scope(sequence))
+        if sequence.waiting_hashes is None:
+            sequence.waiting_hashes = block_hashes(sequence.token_ids, self.block_size, *self._scope(sequence))
+        return sequence.waiting_hashes
 
     def reusable(self, sequence: SequenceState) -> list[BlockHash]:
         """Hashes of the leading blocks that the sequence may reuse if they are cached. They exclude the last token."""

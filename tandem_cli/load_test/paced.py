@@ -38,13 +38,12 @@ class PacedRunner:
     """
 
     attention_backend = "none"
+    borrows_cores = False
 
     def __init__(self, kv_cache: KVCache, step_s: float, token_s: float) -> None:
         self.kv_cache = kv_cache
         self._step_s = step_s
         self._token_s = token_s
-
-    def prepare_thread(self) -> None: ...
 
     def prepare(self, sequence: SequenceState) -> None: ...
 

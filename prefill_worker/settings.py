@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mesh.settings import setting
-from worker.settings import WorkerSettings, require_positive
+from worker.settings import WorkerSettings, parse_transports, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,12 @@ class PrefillSettings(WorkerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "max_batch_prefill_tokens", "max_num_seqs")
+        parse_transports(self.kv_transports)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The names in kv_transports. Raises ConfigurationError."""
+        return parse_transports(self.kv_transports)
 
     @property
     def prompts_at_once(self) -> int:

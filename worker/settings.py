@@ -16,6 +16,8 @@ from mesh.settings import setting
 
 log = structlog.get_logger(__name__)
 
+KV_TRANSPORTS = ("shm", "grpc")
+"""Those of kvtransfer, whose import would take seconds from every program that reads settings."""
 _NOT_NEGATIVE = (
     *("kv_cache_bytes", "max_model_len", "layer_group_bytes", "num_threads"),
     *("drain_grace_s", "wedged_exit_s"),
@@ -34,6 +36,15 @@ def require_not_negative(settings: object, *names: str) -> None:
     for name in names:
         if not getattr(settings, name) >= 0:
             raise ConfigurationError(f"{name} must be >= 0, got {getattr(settings, name)}")
+
+
+def parse_transports(names: str) -> tuple[str, ...]:
+    """The transports in a comma-separated list. Raises ConfigurationError for an unknown one, or none."""
+    transports = tuple(name.strip() for name in names.split(","))
+    for name in transports:
+        if name not in KV_TRANSPORTS:
+            raise ConfigurationError(f"kv_transports must be some of {', '.join(KV_TRANSPORTS)}, got {name!r}")
+    return transports
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,7 +149,9 @@ class FakeRunner:
             tokens.append(SampledToken(fake_token(seen[:end]), -0.5, top))
             if end < item.end and tokens[-1].id != seen[end]:
                 break
-        return RunnerOutput(tuple(tokens), prompt_logprobs, self._failure(sequence.request.request_id))
+        if (failure := self._failure(sequence.request.request_id)) is not None:
+            return RunnerOutput(failure=failure)
+        return RunnerOutput(tuple(tokens), prompt_logprobs)
 
     def _failure(self, request_id: str) -> MeshError | None:
         reason = self.refused.get(request_id)

@@ -10,8 +10,8 @@ from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from mesh.v1 import decode_pb2_grpc
 from worker.engine_host import EngineLimits, Load, load_runner
-from worker.main import Worker
 from worker.metrics import DecodeMetrics
+from worker.worker import Worker
 
 
 async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:

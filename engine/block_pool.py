@@ -1,8 +1,8 @@
-"""BlockPool: reference counts of KV blocks, and an index of cached blocks by content hash. Block ids only, no tensors.
+"""KV blocks by id: reference counts, an index of cached blocks by content hash, sharing between sequences. No tensors.
 
-A block is held (reference count > 0), cached (free, but its content can be found by hash and reused), or blank.
-Cached blocks are evicted oldest first, and only when no blank block remains. (PagedAttention, Kwon et al. 2023, §4.3;
-hash-chained prefix caching as in vLLM.)
+In the BlockPool a block is held (reference count > 0), cached (free, but its content can be found by hash and reused),
+or blank. Cached blocks are evicted oldest first, and only when no blank block remains. (PagedAttention, Kwon et al.
+2023, §4.3; hash-chained prefix caching as in vLLM.)
 
 Two parts of the scheduler share blocks between sequences. PrefixCache finds cached blocks with a sequence's leading
 tokens, and publishes the sequence's own full blocks. Forks are several choices of one prompt that share its KV (copy on

@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class KVMemory:
+class KVMemorySettings:
     """Settings for a worker's share of the memory for KV.
 
     All workers on a device together use `fraction` of the memory that is free or holds KV. With `utilization` they use
@@ -55,7 +55,7 @@ class Budget:
     """
 
     memory: DeviceMemory
-    settings: KVMemory
+    settings: KVMemorySettings
     own_weights_bytes: int
     other_entries: Sequence[Entry]
     own_mapped_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class KVReservation:
     """One worker's entry in the ledger. The cache owns it: the memory stays reserved as long as the cache lives."""
 
     device: torch.device
-    settings: KVMemory
+    settings: KVMemorySettings
     weights_bytes: int
     mapped_bytes: Mapping[str, int] = field(default_factory=dict)
     summary: str = ""
@@ -155,7 +155,7 @@ class KVReservation:
     def enter(
         cls,
         device: torch.device,
-        settings: KVMemory,
+        settings: KVMemorySettings,
         weights_bytes: int,
         mapped_bytes: Mapping[str, int] | None = None,
     ) -> "KVReservation":

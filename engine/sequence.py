@@ -101,7 +101,7 @@ class SequenceState:
         return self.num_tokens - self.num_computed_tokens
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
-        """Why `token_id`, the last token of the sequence, ends it; None if the sequence continues."""
+        """The reason for which `token_id`, the last token of the sequence, ends it; None if the sequence continues."""
         request = self.request
         if token_id in request.eos_token_ids and not request.sampling.ignore_eos:
             return FinishReason.EOS_TOKEN

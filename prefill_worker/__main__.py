@@ -10,8 +10,8 @@ from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
 from worker.engine_host import EngineLimits, Load, load_runner
-from worker.main import Worker
 from worker.metrics import PrefillMetrics
+from worker.worker import Worker
 
 
 async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:

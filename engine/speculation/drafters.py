@@ -55,7 +55,7 @@ class Drafter(Protocol):
         ...
 
     def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
-        """How many tokens it can draft for each sequence now, at most its entry in `max_drafts`.
+        """The number of tokens it can draft for each sequence now, at most its entry in `max_drafts`.
 
         Called before each `draft`, for the same sequences.
         """

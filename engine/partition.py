@@ -50,14 +50,14 @@ class Partition:
         return len(self.files)
 
     @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
-    @property
     def identity(self) -> str:
         """Equal for all processes that map these files, whatever path they see them under."""
         status = (self.folder / MANIFEST).stat()
         return f"{status.st_dev}:{status.st_ino}"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
 
     def read(self, rank: int, size: int, quantize: str) -> PackedDecoder:
         """The weights of rank `rank` of `size`. Raises ConfigurationError if the partition is another, or broken."""

@@ -37,8 +37,8 @@ class PacedRunner:
     the time of their creation (`delay_s`). KV consists of zeros, and is transferred like any other.
     """
 
-    attention_backend = "none"
     borrows_cores = False
+    attention_backend = "none"
 
     def __init__(self, kv_cache: KVCache, step_s: float, token_s: float) -> None:
         self.kv_cache = kv_cache

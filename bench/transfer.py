@@ -93,7 +93,8 @@ def receive(plan: TransferBenchPlan, pipe: Connection) -> None:
 
 
 async def _receive(plan: TransferBenchPlan, pipe: Connection) -> None:
-    receiver = KVReceiver(make_cache(), "bench", ReceiverCallbacks(lambda *_: None, lambda *_: None))
+    callbacks = ReceiverCallbacks(lambda *_: None, lambda *_: None)
+    receiver = KVReceiver(make_cache(), "bench", callbacks, TransferSettings(transports=plan.transports))
     for transport in plan.transports:
         for num_tokens in plan.num_tokens:
             for run in range(plan.num_runs + 1):
@@ -195,7 +196,7 @@ def quiet() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description="GB/s of each KV transport")
-    parser.add_argument("--transports", default="shm,grpc")
+    parser.add_argument("--transports", default="shm,gloo,grpc")
     parser.add_argument("--tokens", default="256,512,1024,1500")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--chunk-bytes", type=int, default=TransferSettings().chunk_bytes)

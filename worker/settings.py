@@ -11,17 +11,18 @@ from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import parse_cores
+from mesh.domain.host import is_loopback, parse_cores
 from mesh.settings import setting
 
 log = structlog.get_logger(__name__)
 
-KV_TRANSPORTS = ("shm", "grpc")
-"""Those of kvtransfer, whose import would take seconds from every program that reads settings."""
 _NOT_NEGATIVE = (
     *("kv_cache_bytes", "max_model_len", "layer_group_bytes", "num_threads"),
     *("drain_grace_s", "wedged_exit_s"),
 )
+KV_TRANSPORTS = ("shm", "grpc", "gloo", "nccl")
+"""Those of kvtransfer, whose import would take long in every program that reads settings."""
+_UNPROTECTED_TRANSPORTS = ("gloo", "nccl")
 
 
 def require_positive(settings: object, *names: str) -> None:
@@ -45,6 +46,16 @@ def parse_transports(names: str) -> tuple[str, ...]:
         if name not in KV_TRANSPORTS:
             raise ConfigurationError(f"kv_transports must be some of {', '.join(KV_TRANSPORTS)}, got {name!r}")
     return transports
+
+
+def require_protected(settings: "WorkerSettings", transports: tuple[str, ...]) -> None:
+    """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
+    unprotected = [name for name in transports if name in _UNPROTECTED_TRANSPORTS]
+    if unprotected and not settings.trust_fabric and not is_loopback(settings.host):
+        raise ConfigurationError(
+            f"kv_transports names {', '.join(unprotected)}, which neither authenticates nor encrypts, and host is "
+            f"{settings.host}: set trust_fabric if nobody else can use that network, or leave {unprotected[0]} out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +111,9 @@ class WorkerSettings(ModelSettings):
     )
     max_model_len: int = setting(0, "maximum tokens of a sequence; 0: the model's limit")
     prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
+    trust_fabric: bool = setting(
+        False, "nobody else can use the network between workers: let gloo and NCCL (KV, ranks) go beyond this machine"
+    )
     layers_per_group: int = setting(8, "layers whose KV is sent together while the next ones compute")
     layer_group_bytes: int = setting(
         2 << 20, "minimum KV that is sent together: short prompts send more layers at once"

@@ -75,12 +75,7 @@ class Engine:
         self._on_layers = on_layers
         self._cores = cores or OwnCores()
         self._speculator = speculator
-
-    def prepare_thread(self) -> None:
-        """Called once by the thread that will call `step`."""
-        self._runner.prepare_thread()
-        if self._speculator is not None:
-            self._speculator.drafter.prepare_thread()
+        self._borrows = runner.borrows_cores or (speculator is not None and speculator.drafter.borrows_cores)
 
     def step(self) -> StepResult:
         """Schedule a batch, run the model on it, and update the scheduler with the outputs."""
@@ -106,7 +101,7 @@ class Engine:
 
     def _compute(self, batch: ScheduledBatch) -> list[SequenceOutput]:
         self.num_step_tokens = batch.num_tokens
-        lent = self._cores.begin_step()
+        lent = self._cores.begin_step(borrow=self._borrows)
         self._runner.use_cores(lent)
         if self._speculator is not None:
             self._speculator.drafter.use_cores(lent)
@@ -264,7 +259,6 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self._engine.prepare_thread()
             idle = True
             while True:
                 self._run_commands(wait=idle)

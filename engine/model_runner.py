@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.finite import items_not_finite, scores_are_finite
+from engine.kv_cache import clear_tail
 from engine.masks import TokenMasks
 from engine.model import LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
@@ -68,6 +69,8 @@ class ModelRunner:
     def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
         if not batch.items:
             return []
+        if torch.get_num_threads() != self._model.num_torch_threads:  # kept per thread, and set by every model on it
+            torch.set_num_threads(self._model.num_torch_threads)
         step = self._builder.build(batch)
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
@@ -91,22 +94,34 @@ class ModelRunner:
     def _output(
         self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool
     ) -> RunnerOutput:
-        """Output of one item; `hidden` are its rows. Blocks in which the step wrote NaN or infinity are cleared."""
+        """Output of one item; `hidden` are its rows. KV of a step with NaN or infinity is cleared. Drafts may be the
+        cause, and must not change the result.
+        """
+        scores = () if is_broken else self._prompt_logprobs(item, hidden)
+        is_broken = is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores))
+        if is_broken:
+            self._clear(item)
         if reason := self._masks.failure(item.sequence):
             return RunnerOutput(failure=InvalidRequest(reason))
-        scores = () if is_broken else self._prompt_logprobs(item, hidden)
-        if is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores)):
-            block_size = self.kv_cache.layout.block_size
-            self.clear_blocks(item.sequence.block_table[item.start // block_size : -(-item.end // block_size)])
-            return RunnerOutput(failure=ModelFailed(_NOT_FINITE))
-        return RunnerOutput(tokens, scores)
+        if not is_broken:
+            return RunnerOutput(tokens, scores)
+        return RunnerOutput() if item.drafts else RunnerOutput(failure=ModelFailed(_NOT_FINITE))
+
+    def _clear(self, item: ScheduledSequence) -> None:
+        """Clear the blocks that the step wrote; with drafts, keep what earlier steps wrote into the first one."""
+        layout = self.kv_cache.layout
+        first, offset = divmod(item.start, layout.block_size)
+        blocks = item.sequence.block_table[first : layout.num_blocks_for(item.end)]
+        if item.drafts and offset:
+            clear_tail(self.kv_cache, blocks.pop(0), offset)
+        self.clear_blocks(blocks)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         self.kv_cache.clear_blocks(block_ids)
 
-    def prepare_thread(self) -> None:
-        """Set torch's number of threads: OpenMP keeps it per calling thread."""
-        torch.set_num_threads(self._model.num_torch_threads)
+    @property
+    def borrows_cores(self) -> bool:
+        return self._model.borrows_cores
 
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
         return self._masks.prepare(sequence)

@@ -167,7 +167,7 @@ def test_garbled_command_ends_the_rank_with_its_reason(checkpoint: Checkpoint, m
         ranks = ranks_of(os.getpid())
         watched[0].tell(garbled="?")
         assert is_lost.wait(LIMIT_S)
-    assert lost == ["rank 1: ValueError: a command has 40 bytes, not 16; its log has the details"]
+    assert lost == ["rank 1: ValueError: a command has 56 bytes, not 16; its log has the details"]
     require_gone(ranks)
 
 
@@ -175,12 +175,13 @@ def test_garbled_command_ends_the_rank_with_its_reason(checkpoint: Checkpoint, m
     "message",
     [
         b"",
-        b"\0" * 40,
+        b"\0" * 56,
         encode_command(Logits(-1)),
-        encode_command(Forward(-1, 1, 1, 1)),
-        encode_command(Forward(2, 3, 1, 1)),
-        encode_command(Forward(2, 1, -1, 1)),
-        encode_command(Forward(3, 1, 1, 2)),
+        encode_command(Forward(0, 0, -1, 1, 1, 1)),
+        encode_command(Forward(0, 0, 2, 3, 1, 1)),
+        encode_command(Forward(0, 0, 2, 1, -1, 1)),
+        encode_command(Forward(0, 0, 3, 1, 1, 2)),
+        encode_command(Forward(-1, 0, 2, 1, 1, 1)),
     ],
 )
 def test_impossible_commands_are_refused(message: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Meshes whose workers have ranks, in stages or not, answer as a mesh without, to the bit, also when ranks are killed."""
+"""Meshes whose workers have ranks and stages answer as a mesh without, to the bit, also when ranks are killed."""
 
 import asyncio
 import os

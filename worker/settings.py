@@ -12,6 +12,7 @@ from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import is_loopback, parse_cores
+from mesh.domain.kv import Degrees
 from mesh.settings import setting
 
 log = structlog.get_logger(__name__)
@@ -86,6 +87,10 @@ class WorkerSettings(ModelSettings):
         "ranks: processes that compute each step of the worker together (CPU, one machine); max: one per NUMA node, or "
         "as many as the model allows",
     )
+    pipeline_parallel: str = setting(
+        "1",
+        "stages: the layers of the worker's model divided among so many times the ranks (CPU, one machine); max: one",
+    )
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     model_loading_timeout: float = setting(
         240.0,
@@ -142,7 +147,7 @@ class WorkerSettings(ModelSettings):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
         require_positive(self, "block_size", "layers_per_group")
-        self.num_ranks()
+        self.degrees()
         require_not_negative(self, *_NOT_NEGATIVE)
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
@@ -156,15 +161,20 @@ class WorkerSettings(ModelSettings):
         """The worker id; by default host name and process id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
 
-    def num_ranks(self) -> int:
-        """Return the tensor-parallel degree as a number; the model may have fewer with "max". Raises
+    def degrees(self) -> Degrees:
+        """Return the parallel degrees as numbers; the model may have fewer tensor ranks with "max". Raises
         ConfigurationError.
         """
-        if self.tensor_parallel == "max":
-            return num_numa_nodes()
-        if not self.tensor_parallel.isdecimal() or int(self.tensor_parallel) < 1:
-            raise ConfigurationError(f"tensor_parallel must be at least 1, or max, got {self.tensor_parallel!r}")
-        return int(self.tensor_parallel)
+        # Stages on one machine are no faster than as many tensor ranks, so there is never a reason to have the most.
+        return Degrees(self._degree("tensor_parallel", num_numa_nodes()), self._degree("pipeline_parallel", 1))
+
+    def _degree(self, name: str, most: int) -> int:
+        value: str = getattr(self, name)
+        if value == "max":
+            return most
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigurationError(f"{name} must be at least 1, or max, got {value!r}")
+        return int(value)
 
     def compute_cores(self) -> ComputeCores:
         """Return the cores of this worker and those it may borrow. Raises ConfigurationError for bad settings."""

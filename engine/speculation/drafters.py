@@ -238,7 +238,7 @@ class DraftModel:
     def _run(self, batch: ScheduledBatch) -> list[SequenceState]:
         """Run one round. Returns the sequences that got a token; the others are still catching up, or have failed."""
         began_s = time.perf_counter()
-        outputs = self._runner.run(batch)
+        outputs = self._runner.begin(batch)()
         drafted = []
         for item, output in zip(batch.items, outputs, strict=True):
             shadow = item.sequence

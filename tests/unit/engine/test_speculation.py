@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.settings import DecodeSettings
-from engine.batch import LayerHook, RunnerOutput, ScheduledBatch
+from engine.batch import FinishBatch, LayerHook, ScheduledBatch
 from engine.sequence import SequenceState
 from engine.settings import Speculation
 from engine.speculation.cost import Acceptance, CostFit, Prices, StepCost, plan_lengths
@@ -51,9 +51,9 @@ def test_an_index_that_grows_finds_what_a_new_one_does(token_ids: list[int], len
 class FailingRunner(FakeRunner):
     """Its second step fails for one request."""
 
-    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
+    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
         self.refused = {"bad": "not finite"} if self.num_steps else {}
-        return super().run(batch, on_layers)
+        return super().begin(batch, on_layers)
 
 
 def test_a_draft_model_that_fails_for_a_request_drafts_for_the_others() -> None:

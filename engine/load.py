@@ -20,6 +20,7 @@ from engine.batch import Runner
 from engine.kernels.cpu.machine import KEYS, why_no_loops
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
+from engine.load_times import load_phase
 from engine.masks import TokenMasks
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
@@ -57,9 +58,11 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     layout = kv_layout(config, settings)
     reservation = reserve_memory(settings, config)
     build = _load_model(settings, config, layout, on_progress)
-    with reserve_blocks(layout, settings, reservation) as num_blocks:
+    with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
         cache = KVCache(layout, num_blocks, device, reservation=reservation)
-    return assemble_runner(settings, build(cache), cache)
+    with load_phase("build"):
+        model = build(cache)
+    return assemble_runner(settings, model, cache)
 
 
 def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
@@ -103,7 +106,8 @@ def load_packed(
     """
     partition = read_partition(settings.model_dir)
     if partition is not None:
-        return partition.read(share.rank, share.size, settings.quantize)
+        with load_phase("map"):
+            return partition.read(share.rank, share.size, settings.quantize)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
     return pack_decoder(config, _parameters(settings, config, specs, on_progress), share)
 

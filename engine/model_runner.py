@@ -51,6 +51,8 @@ class ModelRunner:
         self._builder = StepInputBuilder(kv_cache.layout.block_size)
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
+        self.rank_pids: tuple[int, ...] = ()
+        """Process ids of ranks 1 and up."""
 
     @property
     def config(self) -> AnyConfig:

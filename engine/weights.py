@@ -23,6 +23,7 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
 from engine.finite import is_finite
+from engine.load_times import load_phase
 from engine.models.linear import Parameters, Values
 from engine.models.parameters import ParameterSpec, Source
 from mesh.domain.errors import ConfigurationError
@@ -117,7 +118,9 @@ def _stored_values(
                 path = stored[name].path
                 if path not in files:
                     files[path] = stack.enter_context(_open(path))
-            yield _fill(spec, target, [(name, files[stored[name].path]) for name in names])
+            with load_phase("read"):
+                parameter = _fill(spec, target, [(name, files[stored[name].path]) for name in names])
+            yield parameter
 
 
 def _dummy_values(spec: ParameterSpec, target: WeightsTarget, seed: int) -> Tensor:

@@ -28,6 +28,7 @@ from engine.kernels.cpu.row_kernels import (
     scale_rows,
     silu_gate_quantise,
 )
+from engine.load_times import load_phase
 from mesh.domain.errors import ConfigurationError
 
 _TINY = 1e-20  # minimum scale, for rows of zeros
@@ -91,7 +92,8 @@ class Parameters:
         """Add a parameter. A matrix is converted to the scheme."""
         self._unread.discard(name)
         if is_matrix:
-            self._linears[name] = SCHEMES[self.scheme](values)
+            with load_phase("convert"):
+                self._linears[name] = SCHEMES[self.scheme](values)
         else:
             self._tensors[name] = values
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
 
@@ -21,6 +22,7 @@ import structlog
 import torch
 
 from engine.load import kv_layout, load_model_runner, reserve_blocks, reserve_memory, resolve, why_eager
+from engine.load_times import load_phase
 from engine.model_runner import ModelRunner
 from engine.models.linear import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
@@ -57,7 +59,12 @@ def fitting_ranks(settings: RunnerSettings) -> int:
 
 
 def load_ranked_runner(
-    settings: RunnerSettings, on_progress: Progress | None = None, *, on_lost: OnLost, log_level: str = "info"
+    settings: RunnerSettings,
+    on_progress: Progress | None = None,
+    *,
+    on_lost: OnLost,
+    log_level: str = "info",
+    log_json: bool = True,
 ) -> ModelRunner:
     """As `load_model_runner`, over `settings.tensor_parallel` ranks, which the runner's `close` ends.
 
@@ -72,25 +79,29 @@ def load_ranked_runner(
     layout = kv_layout(config, settings)
     reservation = reserve_memory(settings, config)
     max_blocks = max_sequence_blocks(settings, config)
-    processes = RankProcesses(settings, max_blocks, log_level)
+    processes = RankProcesses(settings, max_blocks, log_level, log_json)
     try:
         memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=max_blocks, fd=processes.memory_fd)
         group, store = SharedGroup(0, size, memory, processes.post), shared_store(processes.store_fd)
         leader = Rank(settings, config, group, store, on_progress)
-        processes.wait("loaded")
-        with reserve_blocks(layout, settings, reservation) as num_blocks:
+        with load_phase("ranks"):
+            processes.wait("loaded")
+        with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
             num_bytes = kv_bytes(layout.block_bytes, num_blocks, size)
             os.ftruncate(processes.kv_fd, num_bytes)
             caches = leader.caches(num_blocks, map_kv(processes.kv_fd, num_bytes))
         processes.tell(num_blocks=num_blocks, kv_bytes=num_bytes)
-        leader.connect()
-        processes.wait("ready")
+        with load_phase("ranks"):
+            leader.connect()
+            processes.wait("ready")
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
-        runner = leader.lead(caches, reservation)
+        with load_phase("build"):
+            runner = leader.lead(caches, reservation)
     except BaseException:
         processes.close()
         raise
     runner.on_close = processes.close
+    runner.rank_pids = processes.pids
     return runner
 
 
@@ -124,7 +135,7 @@ class RankProcesses:
     Raises WorkerLost if the system cannot start them.
     """
 
-    def __init__(self, settings: RunnerSettings, max_blocks: int, log_level: str) -> None:
+    def __init__(self, settings: RunnerSettings, max_blocks: int, log_level: str, log_json: bool = True) -> None:
         size = settings.tensor_parallel
         self._cores, self._num_threads = os.sched_getaffinity(0), torch.get_num_threads()
         cores, num_threads = _divide_cores(size), max(1, self._num_threads // size)
@@ -138,13 +149,19 @@ class RankProcesses:
         try:
             for rank in range(1, size):
                 fds = (self.memory_fd, self.kv_fd, self.store_fd)
-                self._start(RankSetup(rank, size, settings, max_blocks, num_threads, cores[rank], *fds, log_level))
+                setup = RankSetup(rank, size, settings, max_blocks, num_threads, cores[rank], *fds)
+                self._start(replace(setup, log_level=log_level, log_json=log_json))
         except OSError as error:
             self.close()
             raise WorkerLost(f"rank {len(self._sockets)} cannot be started: {error}") from error
         os.sched_setaffinity(0, cores[0])
         torch.set_num_threads(num_threads)
-        log.info("ranks started", pids=[process.pid for process in self._processes], threads_per_rank=num_threads)
+        log.info("ranks started", pids=self.pids, threads_per_rank=num_threads)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of ranks 1 and up."""
+        return tuple(process.pid for process in self._processes)
 
     def _start(self, setup: RankSetup) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -173,6 +190,8 @@ class RankProcesses:
                 message = self._receive(rank)
                 if event not in message:
                     raise WorkerLost(f"rank {rank} reported {sorted(message)}, not {event}")
+                if "phases" in message:
+                    log.info("rank loaded", rank=rank, phases=message["phases"])
                 missing.remove(channel)
 
     def tell(self, **message: Any) -> None:

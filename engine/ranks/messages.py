@@ -36,6 +36,7 @@ class RankSetup:
     kv_fd: int
     store_fd: int
     log_level: str = "info"
+    log_json: bool = True
 
     def send(self, rank: socket.socket) -> None:
         settings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}

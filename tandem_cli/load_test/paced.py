@@ -38,6 +38,7 @@ class PacedRunner:
     """
 
     attention_backend = "none"
+    rank_pids: tuple[int, ...] = ()
 
     def __init__(self, kv_cache: KVCache, step_s: float, token_s: float) -> None:
         self.kv_cache = kv_cache

@@ -53,14 +53,18 @@ class Partition:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
-    def read(self, rank: int, size: int, quantize: str) -> PackedDecoder:
-        """The weights of rank `rank` of `size`. Raises ConfigurationError if the partition is another, or broken."""
+    def require(self, size: int, quantize: str) -> None:
+        """Raise ConfigurationError unless the partition is for these settings."""
         wanted, own = (size, quantize), (self.tensor_parallel, self.quantize)
         if wanted != own:
             raise ConfigurationError(
                 f"{self.folder} is partitioned for tensor_parallel {own[0]} and quantize {own[1]}, not {wanted[0]} and "
                 f"{wanted[1]}: set these, serve the original checkpoint, or run `tandem partition` again"
             )
+
+    def read(self, rank: int, size: int, quantize: str) -> PackedDecoder:
+        """The weights of rank `rank` of `size`. Raises ConfigurationError if the partition is another, or broken."""
+        self.require(size, quantize)
         file = self.files[rank]
         path = self.folder / file.name
         if not path.is_file() or path.stat().st_size != file.num_bytes or _checksum(path) != file.xxh3:

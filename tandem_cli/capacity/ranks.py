@@ -5,14 +5,18 @@ of every matrix. Embedding and output matrix belong to the first stage. Scales a
 `roofline.py`.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from engine.models.compiled_decoder import why_not_compiled
+from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
+from engine.models.read_config import load_config
 from engine.ranks.share import Cut, RankShare, rank_share, share_specs
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, KVLayout, Span, kv_spans
@@ -55,6 +59,24 @@ def rank_memory(config: ModelConfig, precision: Precision, degrees: Degrees, num
         weights_bytes = _weights_bytes(held, config, share, precision, cut)
         ranks.append(RankMemory(rank, span.layers, span.heads, weights_bytes, kv_bytes, cores))
     return ranks
+
+
+def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]:
+    """Degrees above 1 to compare on a machine with so many cores: powers of two, and the largest that fits. Raises
+    ConfigurationError if none fits.
+    """
+    config = load_config(model_dir)
+    if isinstance(config, EncoderDecoderConfig):
+        raise ConfigurationError("tensor_parallel 2 does not fit an encoder-decoder model: use 1")
+    most = min(num_cores, config.num_kv_heads)
+    if most < 2:
+        raise ConfigurationError(
+            f"no tensor_parallel above 1 fits {num_cores} cores and {config.num_kv_heads} KV heads of the model"
+        )
+    precision = Precision("float32" if quantize == "none" else quantize, "float32")
+    rank_memory(config, precision, Degrees(most), num_cores)
+    powers = itertools.takewhile(lambda degree: degree <= most, (2**exponent for exponent in itertools.count(1)))
+    return sorted({*powers, most})
 
 
 def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:

@@ -142,6 +142,39 @@ def test_what_cannot_be_partitioned(
     assert read_partition(checkpoint("llama")) is None
 
 
+def test_a_partition_that_is_there_is_used_again(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    out = partitioned(checkpoint("llama"), tmp_path / "out", 2)
+    written = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+
+    def again(family: str, *flags: str) -> tuple[int, str]:
+        capsys.readouterr()
+        status = main(["partition", "--reuse", *flags, str(checkpoint(family)), str(out)])
+        return status, "".join(capsys.readouterr())
+
+    monkeypatch.setattr("tandem_cli.partition.num_numa_nodes", lambda: 2)
+    for degree in ("2", "max"):
+        assert again("llama", f"--tensor-parallel={degree}") == (0, f"{out}: holds this partition\n")
+    status, said = again("llama", "--tensor-parallel=1")
+    assert (status, "not 1 and none" in said) == (2, True)
+    status, said = again("qwen3", "--tensor-parallel=2")
+    assert (status, "is a partition of another checkpoint" in said) == (2, True)
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == written
+
+
+def test_partitions_are_for_cpus(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["partition", "--device=cuda", str(checkpoint("llama")), str(tmp_path / "out")]) == 2
+    assert "partitions for cuda are not built" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_is_named_and_nothing_is_left(
     checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -154,6 +154,7 @@ MEMBERS = ("router", "prefill", "decode")
         ("", {"NUM_SHARD": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
         ("", {"SHARDED": "true"}, "tensor_parallel", "max", ("prefill", "decode")),
         ("", {"SHARDED": "false"}, "tensor_parallel", "1", ("prefill", "decode")),
+        ("", {"OPTION_SAVE_MP_CHECKPOINT_PATH": "/opt/out"}, "partition", "/opt/out", ("up",)),
         ("option.s3url=s3://b/flan/", {}, "model", "s3://b/flan/", ("up",)),
     ],
 )

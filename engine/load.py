@@ -159,10 +159,11 @@ def load_parameters(
     settings: RunnerSettings, config: AnyConfig, specs: list[ParameterSpec], on_progress: Progress | None = None
 ) -> Parameters:
     """Load these parameters of the model. Raises ConfigurationError."""
-    if read_partition(settings.model_dir) is not None:
+    if read_partition(settings.model_dir) is not None and isinstance(config, ModelConfig):
+        reason = why_eager(settings, config, kv_layout(config, settings))
         raise ConfigurationError(
-            f"{settings.model_dir} is partitioned for the compiled decoder, which cannot run with these settings or on "
-            "this machine: serve the original checkpoint"
+            f"{settings.model_dir} is partitioned for the compiled decoder, which cannot run here ({reason}): "
+            "serve the original checkpoint"
         )
     parameters = _parameters(settings, config, specs, on_progress)
     parameters.read_all()

@@ -35,8 +35,8 @@ def serve(leader: socket.socket) -> int:
     except Exception as error:
         if not isinstance(error, ConfigurationError):
             log.critical("unexpected error, exiting", exc_info=error)
+        flush_outputs()  # before the leader knows: it kills this process then
         RankSetup.send_failure(leader, error)
-        flush_outputs()
         return 1
     return 0
 

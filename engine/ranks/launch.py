@@ -92,8 +92,7 @@ def load_ranked_runner(
             caches = leader.caches(num_blocks, map_kv(processes.kv_fd, num_bytes))
         processes.tell(num_blocks=num_blocks, kv_bytes=num_bytes)
         with load_phase("ranks"):
-            leader.connect()
-            processes.wait("ready")
+            _connect(leader, processes)
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
         with load_phase("build"):
             runner = leader.lead(caches, reservation)
@@ -103,6 +102,30 @@ def load_ranked_runner(
     runner.on_close = processes.close
     runner.rank_pids = processes.pids
     return runner
+
+
+def _connect(leader: Rank, processes: "RankProcesses") -> None:
+    """Connect the ranks, and return when all are ready. Raises WorkerLost if one has ended, for which gloo alone would
+    wait for minutes.
+    """
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            leader.connect()
+        except Exception as error:
+            failures.append(error)
+
+    connecting = threading.Thread(target=connect, name="rank-connect", daemon=True)
+    connecting.start()
+    try:
+        processes.wait("ready")
+    except BaseException:
+        processes.leave_store_open()  # the thread reads it until gloo gives up
+        raise
+    connecting.join()
+    if failures:
+        raise WorkerLost(f"the ranks cannot be connected: {failures[0]}")
 
 
 def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
@@ -142,6 +165,7 @@ class RankProcesses:
         self.memory_fd = os.memfd_create("tandem-steps")
         self.kv_fd = os.memfd_create("tandem-kv")
         self.store_fd = os.memfd_create("tandem-store")
+        self._fds = [self.memory_fd, self.kv_fd, self.store_fd]
         self._sockets: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watcher: threading.Thread | None = None
@@ -207,6 +231,10 @@ class RankProcesses:
         self._watcher = threading.Thread(target=self._watch, args=(on_lost,), name="rank-watch", daemon=True)
         self._watcher.start()
 
+    def leave_store_open(self) -> None:
+        """Let `close` leave the store open: a file descriptor that is used again would be another file."""
+        self._fds.remove(self.store_fd)
+
     def close(self) -> None:
         """End all ranks, and give the process its cores and threads back. For the thread that has started them."""
         self._is_closing = True
@@ -215,7 +243,7 @@ class RankProcesses:
             self._watcher.join()
         for channel in self._sockets:
             channel.close()
-        for fd in (self.memory_fd, self.kv_fd, self.store_fd):
+        for fd in self._fds:
             os.close(fd)
         os.sched_setaffinity(0, self._cores)
         torch.set_num_threads(self._num_threads)

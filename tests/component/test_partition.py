@@ -98,7 +98,18 @@ def test_other_settings_are_refused(checkpoint: Callable[[str], Path], tmp_path:
     expected = "partitioned for tensor_parallel 2 and quantize none, not 1 and"
     assert f"{expected} none" in refusal(out)
     assert f"{expected} int8" in refusal(out, quantize="int8")
-    assert "serve the original checkpoint" in refusal(out, enforce_eager=True)
+    assert "cannot run here (enforce_eager is set): serve the original checkpoint" in refusal(out, enforce_eager=True)
+
+
+def test_gpus_load_the_checkpoint_itself(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    out = partitioned(checkpoint("llama"), tmp_path / "out")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("engine.load.reserve_memory", lambda *_: None)  # which asks the GPU
+    said = refusal(out, device="cuda", dtype="float16")
+    assert "which cannot run here (float16 on cuda): serve the original checkpoint" in said
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@
     python -m tests.component.ranks_leader MODEL_DIR first-step      # 2 ranks; rank 1 is killed before the first step
     python -m tests.component.ranks_leader MODEL_DIR refused PATH    # 2 ranks; rank 1 loads from PATH instead
 
-    python -m tests.component.ranks_leader MODEL_DIR timeout         # 2 ranks; rank 1 is stopped before it loads
+    python -m tests.component.ranks_leader MODEL_DIR timeout         # 2 ranks; the leader waits for ever
 
 With `steps` it announces "loaded", and computes one step for each line on its standard input.
 """
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def main() -> int:
         if action == "refused":
             _let_ranks_load(Path(sys.argv[3]))
         else:
-            _stop_ranks()
+            _wait_for_ever()
             flags += ["--model-loading-timeout", "1"]
         return ServiceProgram("decode_worker", DecodeSettings, serve).main([*flags, "--kv-cache-bytes", "1000000"])
     configure_logging("leader")
@@ -66,14 +67,8 @@ def _let_ranks_load(model_dir: Path) -> None:
     RankSetup.send = send_other  # type: ignore[method-assign]
 
 
-def _stop_ranks() -> None:
-    start: Any = RankProcesses._start
-
-    def start_and_stop(self: RankProcesses, *arguments: Any) -> None:
-        start(self, *arguments)
-        psutil.Process(self.pids[-1]).suspend()
-
-    RankProcesses._start = start_and_stop  # type: ignore[method-assign]
+def _wait_for_ever() -> None:
+    RankProcesses.wait = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
 
 
 def _kill_rank_before_first_step() -> None:

@@ -9,7 +9,8 @@ scaled per row, and integer products by oneDNN. Integer sums are exact, so a row
 CONTRIBUTING.md has the recipe for a new scheme.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +32,7 @@ from engine.kernels.cpu.row_kernels import (
 from engine.load_times import load_phase
 from mesh.domain.errors import ConfigurationError
 
+_ELEMENTS_AT_ONCE = 2**18  # a megabyte in fp32
 _TINY = 1e-20  # minimum scale, for rows of zeros
 # oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
 _PACKED_FOR_ROWS = 64
@@ -56,10 +58,28 @@ def _keep(weight: Tensor) -> LinearParameters:
     return LinearParameters(weight)
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch's operations in the calling thread: threads of small operations mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def _round_to_int8(weight: Tensor) -> LinearParameters:
-    """Round to int8 with one scale per output."""
-    scales = weight.abs().amax(1).to(torch.float32).clamp_(min=_TINY).div_(INT8_LEVELS)
-    return LinearParameters(torch.round(weight / scales[:, None]).to(torch.int8), "int8", scales)
+    """Round to int8 with one scale per output, some rows at a time, which stay in the cache and need little memory."""
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    rows_at_once = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    with _one_thread():
+        for first in range(0, weight.shape[0], rows_at_once):
+            rows = slice(first, first + rows_at_once)
+            scales[rows] = weight[rows].abs().amax(1).to(torch.float32).clamp_(min=_TINY).div_(INT8_LEVELS)
+            rounded[rows] = torch.round(weight[rows] / scales[rows, None])
+    return LinearParameters(rounded, "int8", scales)
 
 
 SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {"float": _keep, "int8": _round_to_int8}

@@ -9,8 +9,7 @@ scaled per row, and integer products by oneDNN. Integer sums are exact, so a row
 CONTRIBUTING.md has the recipe for a new scheme.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -20,20 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.cpu.machine import INT8_LEVELS
-from engine.kernels.cpu.row_kernels import (
-    ZERO_POINT,
-    add_scaled_rows,
-    norm_quantise,
-    quantise,
-    scale_rows,
-    silu_gate_quantise,
-)
+from engine.kernels.cpu.byte_matrix import ByteMatrix
+from engine.kernels.cpu.machine import why_no_loops
+from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from engine.load_times import load_phase
+from engine.models.rounding import round_to_int8
 from mesh.domain.errors import ConfigurationError
 
-_ELEMENTS_AT_ONCE = 2**18  # a megabyte in fp32
-_TINY = 1e-20  # minimum scale, for rows of zeros
 # oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
 _PACKED_FOR_ROWS = 64
 # Smaller weights are not packed: a oneDNN call costs 40 microseconds.
@@ -58,27 +50,8 @@ def _keep(weight: Tensor) -> LinearParameters:
     return LinearParameters(weight)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Run torch's operations in the calling thread: threads of small operations mostly wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
 def _round_to_int8(weight: Tensor) -> LinearParameters:
-    """Round to int8 with one scale per output, some rows at a time, which stay in the cache and need little memory."""
-    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    rows_at_once = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
-    with _one_thread():
-        for first in range(0, weight.shape[0], rows_at_once):
-            rows = slice(first, first + rows_at_once)
-            scales[rows] = weight[rows].abs().amax(1).to(torch.float32).clamp_(min=_TINY).div_(INT8_LEVELS)
-            rounded[rows] = torch.round(weight[rows] / scales[rows, None])
+    rounded, scales = round_to_int8(weight)
     return LinearParameters(rounded, "int8", scales)
 
 
@@ -303,7 +276,7 @@ _INT8_PACKED_FOR_ROWS = 32
 
 
 class QuantisedRows(NamedTuple):
-    """scales[row] * (q - 128): q [rows, width] bytes, scales [rows] fp32."""
+    """scales[row] * (q - Int8Ops.zero_point): q [rows, width] bytes, scales [rows] fp32."""
 
     q: Tensor
     scales: Tensor
@@ -315,8 +288,9 @@ class Int8Ops:
     def __init__(self) -> None:
         if not hasattr(torch.ops.onednn, "qlinear_prepack"):
             raise ConfigurationError("quantize=int8 needs a torch with oneDNN")
-        # Without VNNI, pairs of products are added in 16 bits, which 8-bit activations would overflow.
-        self._levels = np.float32(127 if torch.cpu._is_vnni_supported() else 63)
+        # Without VNNI, oneDNN adds pairs of products in 16 bits, which bytes above 128 would overflow.
+        levels = 127 if torch.cpu._is_vnni_supported() or why_no_loops() is None else 63
+        self._levels, self.zero_point = np.float32(levels), levels + 1
 
     def rows(self, x: Tensor) -> QuantisedRows:
         out = _empty(x.shape[0], x.shape[1])
@@ -324,7 +298,7 @@ class Int8Ops:
         return out
 
     def values(self, rows: QuantisedRows) -> Tensor:
-        return (rows.q.to(torch.float32) - ZERO_POINT) * rows.scales[:, None]
+        return (rows.q.to(torch.float32) - self.zero_point) * rows.scales[:, None]
 
     def norm(self, x: Tensor, norm: Norm) -> QuantisedRows:
         if norm.centred:
@@ -369,11 +343,32 @@ class Int8Linear:
     def _multiply(self, rows: QuantisedRows) -> Tensor:
         """The product without the rows' scales."""
         product: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *(rows.q, 1.0, ZERO_POINT),
+            *(rows.q, 1.0, self.ops.zero_point),
             *(self._packed, self._scales, self._zero_points, None),
             *(1.0, 0, torch.float32, "none", [], ""),
         )
         return product
+
+
+class VectorInt8Linear:
+    """As Int8Linear, by the compiled products, for CPUs whose oneDNN would need coarser levels."""
+
+    def __init__(self, parameters: LinearParameters) -> None:
+        assert parameters.scales is not None
+        self.ops = _shared_ops()
+        self._matrix = ByteMatrix(parameters.weight, parameters.scales, parameters.bias)
+
+    def __call__(self, rows: QuantisedRows) -> Tensor:
+        return torch.from_numpy(self._matrix.multiply(rows.q.numpy(), rows.scales.numpy()))
+
+    def add_to(self, residual: Tensor, rows: QuantisedRows) -> Tensor:
+        return residual.add_(self(rows))
+
+
+def _int8_linear(parameters: LinearParameters) -> LinearLayer:
+    if torch.cpu._is_vnni_supported() or why_no_loops() is not None:
+        return Int8Linear(parameters)
+    return VectorInt8Linear(parameters)
 
 
 @cache
@@ -385,7 +380,7 @@ def _empty(rows: int, width: int) -> QuantisedRows:
     return QuantisedRows(torch.empty((rows, width), dtype=torch.uint8), torch.empty(rows))
 
 
-_LAYERS: Mapping[str, Callable[[LinearParameters], LinearLayer]] = {"float": Linear, "int8": Int8Linear}
+_LAYERS: Mapping[str, Callable[[LinearParameters], LinearLayer]] = {"float": Linear, "int8": _int8_linear}
 
 
 def make_linear(parameters: LinearParameters) -> LinearLayer:

@@ -84,7 +84,7 @@ def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.other)
     is_int8 = precision.weights == "int8"
     reason = f"{precision.other} weights" if precision.other != "float32" else None
-    reason = reason or why_not_compiled(config, layout, int8=is_int8)
+    reason = reason or why_not_compiled(config, layout)
     if reason is None:
         return "outputs"
     if is_int8:

@@ -22,7 +22,7 @@ def test_both_sources_are_loaded_and_shown(monkeypatch: pytest.MonkeyPatch, caps
     out = capsys.readouterr().out
     assert "tiny: a checkpoint of 1 MB in fp32" in out
     rows = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
-    if reason := why_no_loops(int8=True):
+    if reason := why_no_loops():
         assert (rows, reason in out) == (["checkpoint"], True)
     else:
         assert rows == ["checkpoint", "partition"]

@@ -244,7 +244,7 @@ class Leader:
 
     async def stop_in_step(self) -> None:
         """Stop rank 2, and begin a step. Returns when all others wait for it in the middle of the step."""
-        if reason := why_no_loops(int8=False):
+        if reason := why_no_loops():
             pytest.skip(f"ranks that wait for gloo sleep: {reason}")
         self.ranks[1].suspend()
         waiting = [psutil.Process(self.process.pid), self.ranks[0]]

@@ -38,7 +38,7 @@ def test_a_plan_without_a_partition_stays(tmp_path: Path) -> None:
 
 
 def test_the_workers_degree_and_quantization_are_written_once(planned: Planned, tmp_path: Path) -> None:
-    if reason := why_no_loops(int8=True):
+    if reason := why_no_loops():
         pytest.skip(reason)
     values = {role: {"tensor_parallel": "2", "quantize": "int8"} for role in ("prefill", "decode")}
     plan = planned(BUNDLED_MODELS / "tandem-small", **values)

@@ -26,7 +26,7 @@ def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
 @pytest.fixture
 def partition(tmp_path: Path) -> Path:
     """The bundled model for two ranks in int8; skips the test where the CPU has no compiled loops."""
-    if reason := why_no_loops(int8=True):
+    if reason := why_no_loops():
         pytest.skip(reason)
     out = tmp_path / "partition"
     assert main(["partition", "tandem-small", str(out), "--tensor-parallel", "2", "--quantize", "int8"]) == 0
@@ -137,7 +137,7 @@ def ranks_of(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, 
 def test_ranks_divide_weights_and_kv(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
-    monkeypatch.setattr(ranks, "why_not_compiled", lambda *_, int8: None if is_compiled else "no reason")
+    monkeypatch.setattr(ranks, "why_not_compiled", lambda *_: None if is_compiled else "no reason")
     assert ranks_of(capsys) == []
     first, second = ranks_of(capsys, "--tensor-parallel", "2", "--threads", "5")
     assert (first["heads"], second["heads"]) == ([0, 1], [1, 2])

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from mesh.domain.errors import ConfigurationError
 from mesh.retry import Backoff
 from tandem import TandemError
-from tandem_cli.child import Child, ChildEvent, Launch
+from tandem_cli.child import Child, ChildEvent, Launch, adopt_orphans
 from tandem_cli.cores import format_cores
 from tandem_cli.display import Display
 from tandem_cli.mesh_plan import MeshPlan, Service
@@ -83,6 +83,7 @@ class Supervisor:
 
         Calls `on_ready(addresses of the routers, address of the gateway or "")` once.
         """
+        adopt_orphans()
         with self._signals():
             try:
                 await self._start()

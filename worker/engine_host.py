@@ -13,7 +13,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemorySettings
 from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
+from engine.load_times import measured_load, rounded
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -42,7 +43,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.logs import flush_outputs
+from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
 from worker.settings import WorkerSettings
 
@@ -74,6 +75,11 @@ class HostedRunner(Runner, Protocol):
         """Name of the attention implementation, for the log."""
         ...
 
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """Process ids of ranks 1 and up."""
+        ...
+
 
 Load = Callable[[RunnerSettings, Progress | None], HostedRunner]
 """Loads a runner, and reports the loaded fraction of its weights."""
@@ -89,6 +95,8 @@ class EngineHost:
     speculation: Speculation
     speculator: Speculator | None
     degrees: Degrees = field(default_factory=Degrees)
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase, see engine.load_times; "other" is what no phase counts."""
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
         """Scheduler, runner and speculator, joined."""
@@ -233,19 +241,23 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
     located = settings.located(lambda fraction: announce("downloading", fraction=fraction))
     begun_s = time.monotonic()
     progress = _Progress()
-    with _limited(settings.model_loading_timeout, progress):
+    with _limited(settings.model_loading_timeout, progress), measured_load() as phases:
         host = build_host(located, limits, progress, load)
+    seconds = time.monotonic() - begun_s
+    phases["other"] = max(0.0, seconds - sum(phases.values()))
     reservation = host.runner.kv_cache.reservation
     if reservation is not None:
         log.info("KV memory", summary=reservation.summary)
         announce("kv_memory", summary=reservation.summary)
-    log.info("model loaded", folder=located.model, seconds=round(time.monotonic() - begun_s, 2), **_peak_memory(host))
-    return host
+    about = {"folder": located.model, "seconds": round(seconds, 2), "phases": rounded(phases)}
+    log.info("model loaded", **about, **_peak_memory(host))
+    return replace(host, load_seconds=phases)
 
 
 def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
     """Load a model into this process and its other ranks. From then on the process ends when one of them ends."""
-    return load_ranked_runner(settings, on_progress, on_lost=_end)
+    level, is_json = log_format()
+    return load_ranked_runner(settings, on_progress, on_lost=_end, log_level=level, log_json=is_json)
 
 
 def _end(reason: str) -> None:

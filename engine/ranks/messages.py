@@ -37,6 +37,7 @@ class RankSetup:
     report_fd: int
     next_fds: tuple[int, ...] = ()
     log_level: str = "info"
+    log_json: bool = True
 
     @property
     def fds(self) -> tuple[int, ...]:

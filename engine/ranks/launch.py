@@ -86,7 +86,7 @@ def load_ranked_runner(
         leader.connect()
         processes.wait("ready")
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
-        runner = leader.lead(caches, reservation)
+        runner = leader.lead(caches[0], caches[1:], reservation)
     except BaseException:
         processes.close()
         raise

@@ -71,14 +71,7 @@ class Server:
     """
 
     def __init__(self, listen: Listen, health: Health | None = None) -> None:
-        if not listen.knows_callers and not listen.allow_anonymous:
-            advice = (
-                "set TANDEM_API_KEYS_FILE (see: tandem keys)"
-                if listen.public
-                else "set TANDEM_MESH_KEY or TANDEM_MESH_TLS_CERT"
-            )
-            require_safe_bind(listen.host, advice=advice)
-        _require_free(listen)
+        require_listenable(listen)
         limit = (
             ()
             if listen.public
@@ -127,10 +120,17 @@ class Server:
         await self.grpc.stop(grace_s)
 
 
-def _require_free(listen: Listen) -> None:
-    """Raise ConfigurationError if the port is taken. Checked before grpc binds, because grpc writes noisy messages when
-    it cannot.
+def require_listenable(listen: Listen) -> None:
+    """Raise ConfigurationError if the port is taken, or reachable from other machines without a credential. Checked
+    before grpc binds, because grpc writes noisy messages when it cannot.
     """
+    if not listen.knows_callers and not listen.allow_anonymous:
+        advice = (
+            "set TANDEM_API_KEYS_FILE (see: tandem keys)"
+            if listen.public
+            else "set TANDEM_MESH_KEY or TANDEM_MESH_TLS_CERT"
+        )
+        require_safe_bind(listen.host, advice=advice)
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

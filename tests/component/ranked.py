@@ -60,7 +60,7 @@ def ranked_runner(model_dir: Path, size: int, **changes: object) -> Iterator[Mod
         thread.start()
     try:
         ranks[0].connect()
-        yield ranks[0].lead(caches, KVReservation(torch.device("cpu"), KVMemory(), 0))
+        yield ranks[0].lead(caches[0], caches[1:], KVReservation(torch.device("cpu"), KVMemory(), 0))
     finally:
         post(None)
         for thread in threads:

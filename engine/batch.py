@@ -84,6 +84,10 @@ LayerHook = Callable[[ScheduledBatch, int, int], None]
 """Called as `hook(batch, first_layer, num_layers)` once the step has written the KV of those layers to the cache."""
 
 
+FinishBatch = Callable[[], list[RunnerOutput]]
+"""Waits for the end of a step; returns one output per item of its batch, in order."""
+
+
 class Runner(Protocol):
     """Executes batches. Plug point: ModelRunner, and fakes in tests."""
 

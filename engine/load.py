@@ -34,7 +34,7 @@ from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from engine.partition import read_partition
 from engine.ranks.cache import AnyKVCache
-from engine.ranks.share import RankShare, rank_share, share_specs
+from engine.ranks.share import ALONE, RankShare, rank_share, share_specs
 from engine.runner_settings import RunnerSettings
 from engine.settings import Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
@@ -50,8 +50,8 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     """Load weights, allocate the KV cache, choose the attention backend. For one rank: see load_ranked_runner in
     `engine/ranks/launch.py`. Raises ConfigurationError.
     """
-    if settings.tensor_parallel != 1:
-        raise ConfigurationError(f"tensor_parallel {settings.tensor_parallel} is not supported here: use 1")
+    if settings.degrees != ALONE:
+        raise ConfigurationError(f"{settings.degrees} ranks are not supported here: use 1")
     settings, config = resolve(settings)
     device = torch.device(settings.device)
     layout = kv_layout(config, settings)
@@ -71,11 +71,16 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     return settings, config
 
 
-def assemble_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> ModelRunner:
+def assemble_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache, num_stages: int = 1) -> ModelRunner:
     """Join a model and its cache to a runner."""
     masks = TokenMasks(GrammarCompiler(settings.model_dir), model.config.vocab_size)
     return ModelRunner(
-        model, cache, masks, layers_per_group=settings.layers_per_group, group_bytes=settings.group_bytes
+        model,
+        cache,
+        masks,
+        layers_per_group=settings.layers_per_group,
+        group_bytes=settings.group_bytes,
+        max_in_flight=num_stages,
     )
 
 
@@ -103,7 +108,7 @@ def load_packed(
     """
     partition = read_partition(settings.model_dir)
     if partition is not None:
-        return partition.read(share.rank, share.size, settings.quantize)
+        return partition.read(share.rank, share.degrees, settings.quantize)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
     return pack_decoder(config, _parameters(settings, config, specs, on_progress), share)
 
@@ -315,4 +320,6 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
     if facts.eos_token_ids and not draft_facts.eos_token_ids:
         raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
     # It is small: one rank computes it.
-    return replace(model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1)
+    return replace(
+        model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1, pipeline_parallel=1
+    )

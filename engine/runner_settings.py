@@ -7,6 +7,7 @@ from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.kv_memory import KVMemory
 from engine.settings import require_known
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class RunnerSettings:
     kv_dtype: str = "auto"
     enforce_eager: bool = False
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     max_batch_tokens: int = 2048
     rope: RopeOverride = NO_ROPE_OVERRIDE
 
@@ -43,6 +45,10 @@ class RunnerSettings:
             raise ConfigurationError("block_size and layers_per_group must be at least 1")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tensor_parallel, self.pipeline_parallel)
 
     @property
     def scheme(self) -> str:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -42,6 +42,7 @@ from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs
@@ -91,7 +92,7 @@ class EngineHost:
     scheduler: Scheduler
     speculation: Speculation
     speculator: Speculator | None
-    num_ranks: int = 1
+    degrees: Degrees = field(default_factory=Degrees)
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
         """Scheduler, runner and speculator, joined."""
@@ -115,7 +116,8 @@ class EngineHost:
             device=str(self.runner.kv_cache.tensor.device),
             pid=os.getpid(),
             speculative=self.speculation.kind,
-            tensor_parallel=self.num_ranks,
+            tensor_parallel=self.degrees.tensor,
+            pipeline_parallel=self.degrees.pipeline,
         )
 
 
@@ -154,15 +156,15 @@ def build_host(
         kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
         attention=runner.attention_backend,
         threads=torch.get_num_threads(),
-        ranks=runner_settings.tensor_parallel,
+        ranks=str(runner_settings.degrees),
         speculative=limits.speculation.kind,
     )
     scheduler = Scheduler(scheduler_config, BlockPool(num_blocks))
-    num_ranks = runner_settings.tensor_parallel
-    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, num_ranks)
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, runner_settings.degrees)
 
 
 def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
+    degrees = settings.degrees()
     runner_settings = RunnerSettings(
         model_dir=Path(settings.model),
         device=settings.device,
@@ -171,7 +173,8 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
         enforce_eager=settings.enforce_eager,
-        tensor_parallel=settings.num_ranks(),
+        tensor_parallel=degrees.tensor,
+        pipeline_parallel=degrees.pipeline,
         max_batch_tokens=limits.max_batch_tokens,
         rope=settings.rope_override(),
         block_size=settings.block_size,

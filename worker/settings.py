@@ -12,6 +12,7 @@ from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import host_and_port, parse_cores
+from mesh.domain.kv import Degrees
 from mesh.rpc.credentials import require_trusted_fabric
 from mesh.rpc.server import Listen
 from mesh.settings import setting
@@ -65,6 +66,10 @@ class WorkerSettings(ModelSettings):
         "1",
         "ranks: processes that compute each step of the worker together (CPU, one machine); max: one per NUMA node, or "
         "as many as the model allows",
+    )
+    pipeline_parallel: str = setting(
+        "1",
+        "stages: the layers of the worker's model divided among so many times the ranks (CPU, one machine); max: one",
     )
     rank_listen: str = setting(
         "",
@@ -128,7 +133,7 @@ class WorkerSettings(ModelSettings):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
         require_positive(self, "block_size", "layers_per_group")
-        self.num_ranks()
+        self.degrees()
         self._check_rank_listen()
         require_not_negative(self, *_NOT_NEGATIVE)
         if not 0 < self.kv_memory_fraction <= 1:
@@ -143,20 +148,25 @@ class WorkerSettings(ModelSettings):
         """The worker id; by default host name and process id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
 
-    def num_ranks(self) -> int:
-        """Return the tensor-parallel degree as a number; the model may have fewer with "max". Raises
+    def degrees(self) -> Degrees:
+        """Return the parallel degrees as numbers; the model may have fewer tensor ranks with "max". Raises
         ConfigurationError.
         """
-        if self.tensor_parallel == "max":
-            return num_numa_nodes()
-        if not self.tensor_parallel.isdecimal() or int(self.tensor_parallel) < 1:
-            raise ConfigurationError(f"tensor_parallel must be at least 1, or max, got {self.tensor_parallel!r}")
-        return int(self.tensor_parallel)
+        # Stages on one machine are no faster than as many tensor ranks, so there is never a reason to have the most.
+        return Degrees(self._degree("tensor_parallel", num_numa_nodes()), self._degree("pipeline_parallel", 1))
+
+    def _degree(self, name: str, most: int) -> int:
+        value: str = getattr(self, name)
+        if value == "max":
+            return most
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigurationError(f"{name} must be at least 1, or max, got {value!r}")
+        return int(value)
 
     @property
     def num_local_ranks(self) -> int:
         """Ranks that run on this machine, with cores of this worker."""
-        return 1 if self.rank_listen else self.num_ranks()
+        return 1 if self.rank_listen else self.degrees().num_ranks
 
     def listen_for_ranks(self) -> Listen:
         """Where ranks from other machines dial in. Raises ConfigurationError."""
@@ -167,9 +177,14 @@ class WorkerSettings(ModelSettings):
     def _check_rank_listen(self) -> None:
         if not self.rank_listen:
             return
-        if self.tensor_parallel == "max" or self.num_ranks() < 2:
+        if self.tensor_parallel == "max" or self.degrees().tensor < 2:
             raise ConfigurationError(
                 f"rank_listen needs tensor_parallel of 2 or more, as a number, got {self.tensor_parallel}"
+            )
+        if self.degrees().pipeline > 1:
+            raise ConfigurationError(
+                f"rank_listen does not fit pipeline_parallel {self.pipeline_parallel}: stages hand over activations in "
+                "the memory of one machine"
             )
         host = self.listen_for_ranks().host
         require_trusted_fabric(host, is_trusted=self.trust_fabric, name="rank_listen")

@@ -259,6 +259,7 @@ def _worker(message: mesh_pb2.WorkerStatus) -> Worker:
         canary_error=message.canary_error,
         speculative=record.speculative or "none",
         tensor_parallel=record.tensor_parallel or 1,
+        pipeline_parallel=record.pipeline_parallel or 1,
     )
 
 

@@ -24,10 +24,9 @@ _MAX_REASON_CHARS = 4000
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The first message to a rank. `cores`: those it runs on."""
+    """The first message to a rank. `cores`: those it runs on. `next_fds`: sockets to the ranks of the next stage."""
 
     rank: int
-    size: int
     settings: RunnerSettings
     max_blocks: int
     num_threads: int
@@ -35,7 +34,14 @@ class RankSetup:
     memory_fd: int
     kv_fd: int
     store_fd: int
+    report_fd: int
+    next_fds: tuple[int, ...] = ()
     log_level: str = "info"
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Files and sockets that the rank inherits."""
+        return (self.memory_fd, self.kv_fd, self.store_fd, self.report_fd, *self.next_fds)
 
     def send(self, rank: socket.socket) -> None:
         own = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -45,7 +51,9 @@ class RankSetup:
     def receive(cls, leader: socket.socket) -> "RankSetup":
         """Raises ConnectionError if the leader has ended."""
         message = receive_message(leader)
-        return cls(settings=read_settings(message.pop("settings")), cores=tuple(message.pop("cores")), **message)
+        for name in ("cores", "next_fds"):
+            message[name] = tuple(message[name])
+        return cls(settings=read_settings(message.pop("settings")), **message)
 
     @staticmethod
     def send_failure(leader: socket.socket, error: Exception) -> None:

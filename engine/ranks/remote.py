@@ -158,7 +158,11 @@ def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
         raise ConfigurationError(f"ranks on several machines on {settings.device} are not built yet: use device cpu")
     if not isinstance(config, ModelConfig):
         raise ConfigurationError(f"tensor_parallel {size} does not fit an encoder-decoder model: use 1")
-    rank_share(config, 0, size)
+    if settings.pipeline_parallel > 1:
+        raise ConfigurationError(
+            f"pipeline_parallel {settings.pipeline_parallel} over several machines is not built yet: use 1"
+        )
+    rank_share(config, 0, settings.degrees)
     if settings.scheme not in CUT_BY_INPUTS:
         raise ConfigurationError(
             f"ranks on several machines cannot compute in {settings.scheme}: that needs the compiled decoder, whose "
@@ -183,12 +187,12 @@ class OwnMemoryRank:
     ) -> None:
         settings, config = resolve(settings)
         config = require_remote(settings, config)
-        size = settings.tensor_parallel
-        specs = share_specs(parameter_specs(config), config, rank_share(config, rank, size), "inputs")
+        share = rank_share(config, rank, settings.degrees)
+        specs = share_specs(parameter_specs(config), config, share, "inputs")
         self.reservation = KVReservation.enter(_CPU, settings.kv_memory, weights_bytes(settings, specs))
         max_blocks = max_sequence_blocks(settings, config)
         self.memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=max_blocks)
-        group = SharedGroup(rank, size, self.memory, None if post is None else self._posting(post))
+        group = SharedGroup(rank, settings.degrees, self.memory, self._posting(post))
         self.rank = Rank(settings, config, group, store, on_progress)
         self._settings = settings
         self._layout = kv_layout(config, settings)
@@ -222,8 +226,13 @@ class OwnMemoryRank:
             block_bytes += self._settings.companion_block_bytes
         return self.reservation.blocks(block_bytes, num_blocks=num_blocks, max_blocks=self._settings.max_blocks)
 
-    def _posting(self, post: Callable[[Step], None]) -> Callable[[Command], None]:
-        return lambda command: post(_pack(self.memory, command))
+    def _posting(self, post: Callable[[Step], None] | None) -> Callable[[int, Command], None]:
+        def pack_and_post(stage: int, command: Command) -> None:
+            assert stage == 0
+            assert post is not None, "rank 0 alone sends steps"
+            post(_pack(self.memory, command))
+
+        return pack_and_post
 
 
 def _pack(memory: StepMemory, command: Command) -> Step:

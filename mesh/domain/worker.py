@@ -37,8 +37,9 @@ class KVEndpoint:
 class WorkerInfo:
     """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`.
 
-    `tensor_parallel` processes compute each step together. `kv_endpoints` names those whose KV has an address of its
-    own. It is empty for every worker today, also with several ranks: the process at `address` reaches all KV.
+    `tensor_parallel * pipeline_parallel` processes, its ranks, compute each step together: the degrees divide the heads
+    and the layers. `kv_endpoints` names those whose KV has an address of its own. It is empty for every worker today,
+    also with several ranks: the process at `address` reaches all KV.
     """
 
     worker_id: str
@@ -57,6 +58,7 @@ class WorkerInfo:
     speculative: str = "none"
     kv_endpoints: tuple[KVEndpoint, ...] = ()
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     protocol_version: int = PROTOCOL_VERSION
 
 

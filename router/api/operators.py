@@ -161,6 +161,7 @@ def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
         pid=info.pid,
         speculative=info.speculative,
         tensor_parallel=info.tensor_parallel,
+        pipeline_parallel=info.pipeline_parallel,
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.domain.kv import Degrees
 from tests.component.arms import load_arm
 from tests.component.parity import run_mixed
 from tests.component.ranked import ranked_runner
@@ -19,8 +20,9 @@ def test_ranks_equal_one_rank(checkpoint: Callable[[str], Path], family: str, ch
     model_dir = checkpoint(family)
     alone = load_arm(model_dir, "compiled", **changes)
     expected = run_mixed(alone)
-    for size in range(2, min(4, alone.kv_cache.layout.num_kv_heads) + 1):
-        with ranked_runner(model_dir, size, **changes) as runner:
+    layout = alone.kv_cache.layout
+    for degrees in (Degrees(2), Degrees(min(3, layout.num_kv_heads)), Degrees(1, 2), Degrees(2, 2)):
+        with ranked_runner(model_dir, degrees, **changes) as runner:
             for run, theirs in zip(run_mixed(runner), expected, strict=True):
                 assert run.tokens == theirs.tokens
                 assert run.prompt_logprobs == theirs.prompt_logprobs

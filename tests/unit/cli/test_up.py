@@ -228,6 +228,8 @@ def test_workers_are_told_with_how_many_they_share_memory(
         (("--tensor-parallel", "2"), {}, ["2", "2"], [4, 4]),
         (("--set", "prefill.tensor_parallel=3"), {}, ["3", "1"], [6, 2]),
         (("--tensor-parallel", "max"), {}, ["max", "max"], [4, 4]),
+        (("--set", "prefill.pipeline_parallel=3"), {}, ["1", "1"], [6, 2]),
+        (("--set", "decode.tensor_parallel=3", "--pipeline-parallel", "max"), {}, ["1", "3"], [2, 6]),
         ((), {"TANDEM_TENSOR_PARALLEL": "2"}, ["2", "2"], [4, 4]),
         ((), {"SM_NUM_GPUS": "2"}, ["2", "2"], [4, 4]),
         (("--set", "decode.tensor-parallel=1"), {"NUM_SHARD": "3"}, ["3", "1"], [6, 2]),
@@ -260,7 +262,9 @@ def test_workers_have_ranks_and_cores_for_them(
     assert [each.tensor_parallel for each in settings] == ranks
     assert [len(worker.cores) for worker in workers] == [each.num_threads for each in settings] == cores
     pairs = zip(ranks[::2], ranks[1::2], strict=True)
-    assert [bool(each.core_table) for each in settings] == [pair == ("1", "1") for pair in pairs for _ in pair]
+    is_staged = any("pipeline_parallel=3" in flag for flag in flags)
+    lends = [pair == ("1", "1") and not is_staged for pair in pairs for _ in pair]
+    assert [bool(each.core_table) for each in settings] == lends
     repaired("F5", "tensor_parallel_degree=2, SM_NUM_GPUS=2: each worker has two ranks, with cores for both")
 
 
@@ -270,6 +274,7 @@ def test_workers_have_ranks_and_cores_for_them(
         (("--tensor-parallel", "0"), {}, "tensor_parallel from flag --tensor-parallel"),
         (("--set", "decode.tensor-parallel=two"), {}, "tensor_parallel from --set decode.tensor-parallel"),
         ((), {"NUM_SHARD": "-1"}, "tensor_parallel from NUM_SHARD"),
+        (("--pipeline-parallel", "0"), {}, "pipeline_parallel from flag --pipeline-parallel"),
     ],
 )
 def test_a_wrong_degree_is_refused(

@@ -25,7 +25,7 @@ from engine.ranks.launch import OnLost
 from engine.ranks.messages import plain_settings
 from engine.ranks.remote import BlockCopy, KVCall, Step
 from engine.runner_settings import RunnerSettings
-from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, WorkerBusy, WorkerLost
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
 from mesh.domain.request import mint_id
 from mesh.domain.worker import PROTOCOL_VERSION
 from mesh.rpc.server import MAX_MESSAGE_BYTES, Listen, require_listenable
@@ -76,7 +76,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         self._server.start()
         log.info("waiting for ranks", address=f"{self._listen.host}:{self.port}", ranks=self._num_ranks)
         with self._changed:
-            self._changed.wait_for(self._all_are_admitted, self._timeout_s)
+            self._changed.wait_for(lambda: self._all_are_admitted() or self._is_closing, self._timeout_s)
             if not self._all_are_admitted():
                 raise WorkerLost(
                     f"{self._missing()} of {self._num_ranks} not joined at {self._listen.host}:{self.port} within "
@@ -209,7 +209,8 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             yield
         except MeshError as error:
             code, trailing = status_of(error)
-            log.info("call of a rank refused or ended", peer=context.peer(), status=code.name, error=str(error))
+            if isinstance(error, ConfigurationError | Unauthenticated | InvalidRequest) and error is not self._lost:
+                log.warning("rank refused", host=host_of(context.peer()), reason=str(error))
             context.set_trailing_metadata(trailing)
             context.abort(code, str(error))
 
@@ -286,7 +287,8 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             on_lost, links = self._on_lost, list(self._links.values())
         link.end()
         if not self._is_gathered:
-            log.warning("a rank has left before all have joined", rank=link.rank, host=link.host, reason=str(error))
+            if link.is_admitted:
+                log.warning("a rank has left before all have joined", rank=link.rank, reason=str(error))
             return
         for other in links:
             other.end()

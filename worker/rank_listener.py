@@ -155,7 +155,8 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         with self._answering(context):
             first = next(request_iterator, rank_pb2.HoldKvRequest())
             self._require_group(first.group)
-            link = self._links[first.rank]
+            if (link := self._links.get(first.rank)) is None:
+                raise InvalidRequest(f"rank {first.rank} has not joined")
             if not context.add_callback(partial(self._end, link)):
                 self._end(link)
             threading.Thread(target=self._read_kv, args=(link, request_iterator), daemon=True).start()

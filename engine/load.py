@@ -139,7 +139,7 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"attention backend {settings.attention} is requested"
     if (settings.device, settings.dtype) != ("cpu", "float32"):
         return f"{settings.dtype} on {settings.device}"
-    return why_not_compiled(config, layout, int8=settings.quantize == "int8")
+    return why_not_compiled(config, layout)
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
@@ -218,7 +218,7 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         return settings.kv_dtype
     if settings.quantize != "int8":
         return _dtype(settings, config)
-    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops(int8=True) is None
+    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None
     return "int8" if fits and _attention_shape(config).is_plain else "float16"
 
 

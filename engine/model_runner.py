@@ -72,10 +72,6 @@ class ModelRunner:
     def phase_cycles(self) -> NDArray[np.int64] | None:
         return self._model.phase_cycles
 
-    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
-        """`begin` and `finish` together."""
-        return self.begin(batch, on_layers)()
-
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
         if not batch.items:

@@ -148,6 +148,7 @@ def build_host(
         # Some position encodings depend on the prompt's length; then equal prefixes do not have equal KV.
         prefix_caching=settings.prefix_caching and config.shareable_prefixes,
         whole_prompts=config.whole_prompts,
+        max_in_flight=runner_settings.pipeline_parallel,
     )
     log.info(
         "engine ready",

@@ -58,7 +58,7 @@ class WorkerSettings(ModelSettings):
     kv_dtype: str = setting(
         "auto", f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or int8 with quantize=int8", env=("KV_DTYPE",)
     )
-    enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX-512)", env=("ENFORCE_EAGER",))
+    enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX2)", env=("ENFORCE_EAGER",))
     quantize: str = setting(
         "none", f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only)", env=("QUANTIZE",)
     )

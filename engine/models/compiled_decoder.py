@@ -1,4 +1,4 @@
-"""CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX-512.
+"""CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX2.
 
 In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers. The loop runs
 in several threads together: the caller, helpers on the worker's cores, helpers on lent cores.
@@ -113,9 +113,9 @@ _REQUIRED_FACTS = {
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 
 
-def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
+def why_not_compiled(config: ModelConfig, layout: KVLayout) -> str | None:
     """The reason why the loop cannot run this model, or None if it can."""
-    if (missing := why_no_loops(int8=int8)) is not None:
+    if (missing := why_no_loops()) is not None:
         return missing
     for name, value in _REQUIRED_FACTS.items():
         if getattr(config, name) != value:

@@ -235,7 +235,7 @@ class DraftModel:
 
     def _run(self, batch: ScheduledBatch) -> None:
         began_s = time.perf_counter()
-        outputs = self._runner.run(batch)
+        outputs = self._runner.begin(batch)()
         for item, output in zip(batch.items, outputs, strict=True):
             shadow = item.sequence
             shadow.num_computed_tokens = item.end

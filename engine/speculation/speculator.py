@@ -35,7 +35,7 @@ class Speculator:
         self._fit = fit or CostFit()
         self._overall = Acceptance()
         self._acceptance: dict[SequenceKey, Acceptance] = {}
-        self._began_s = 0.0
+        self._began_s: dict[int, float] = {}  # by the number of a batch in flight
 
     def extend(self, batch: ScheduledBatch, scheduler: Scheduler) -> ScheduledBatch:
         """The batch with drafts appended to sequences that decode. Call `learn` with it after the step."""
@@ -49,12 +49,12 @@ class Speculator:
         if any(lengths):
             drafts = self.drafter.draft(sequences, lengths)
             batch = _with_drafts(batch, dict(zip((s.key for s in sequences), drafts, strict=True)))
-        self._began_s = self._clock()
+        self._began_s[batch.number] = self._clock()
         return batch
 
     def learn(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> None:
         """Update acceptance and cost with the outputs of a batch that `extend` returned."""
-        seconds = self._clock() - self._began_s
+        seconds = self._clock() - self._began_s.pop(batch.number)
         if all(item.num_tokens - len(item.drafts) == 1 for item in batch.items):
             self._fit.learn(batch.num_tokens, seconds)
         num_drafts = 0

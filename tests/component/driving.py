@@ -41,7 +41,7 @@ class Driver:
         items = [ScheduledSequence(run.sequence, run.sequence.num_computed_tokens, count) for run, count in work]
         batch = ScheduledBatch(tuple(items))
         self.announced.clear()
-        outputs = self.runner.run(batch, lambda _, first, count: self.announced.append((first, count)))
+        outputs = self.runner.begin(batch, lambda _, first, count: self.announced.append((first, count)))()
         for (run, count), output in zip(work, outputs, strict=True):
             run.sequence.num_computed_tokens += count
             run.prompt_logprobs += output.prompt_logprobs

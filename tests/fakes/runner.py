@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import FinishBatch, LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.sequence import SequenceState
 from mesh.domain.errors import InvalidRequest, MeshError, ModelFailed
 from mesh.domain.kv import KVLayout, KVSpan
@@ -104,8 +104,8 @@ class FakeRunner:
     def clear_blocks(self, block_ids: list[int]) -> None:
         self.store.data[:, :, block_ids] = 0
 
-    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
-        """Write KV of the step's tokens, layer group by layer group, then derive tokens from all KV so far."""
+    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
+        """Write KV of the step's tokens, layer group by layer group. Then tokens are derived from all KV so far."""
         self.in_step.set()
         self.gate.wait()
         if self.fail_with is not None:
@@ -122,7 +122,7 @@ class FakeRunner:
                     self._slot(item.sequence, position, first)[:] = token_id
             if on_layers is not None:
                 on_layers(batch, first, self._layers_per_group)
-        return [self._output(item) for item in batch.items]
+        return lambda: [self._output(item) for item in batch.items]
 
     def forget(self, sequence: SequenceState) -> None:
         """Nothing is kept."""

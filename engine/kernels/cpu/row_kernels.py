@@ -1,7 +1,7 @@
 """Compiled loops over fp32 rows for code outside the compiled step: around int8 products, and over logits.
 
 The eager decoder quantises rows for oneDNN's int8 matrix products. A loop reads a row once; torch would make five
-passes. A quantised row is `scale * (q - 128)` with q in [128 - levels, 128 + levels] as unsigned bytes, which oneDNN
+passes. A quantised row is `scale * (q - levels - 1)` with q in [1, 2 * levels + 1] as unsigned bytes, which oneDNN
 multiplies fastest. Magnitudes are compared as integer bit patterns, because LLVM vectorises that comparison and not the
 comparison of floats. Log-probabilities need two facts of each row of logits, which `summarise` computes while the row
 is in the cache.
@@ -12,7 +12,6 @@ import numpy as np
 from engine.kernels.cpu.arguments import Bytes, Floats, Int64s
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import LANES
-from engine.kernels.cpu.machine import ZERO_POINT as ZERO_POINT
 from engine.kernels.cpu.vectors import index_of_largest, sum_of_exponents
 
 _TINY_BITS = int(np.float32(1e-20).view(np.int32))
@@ -31,7 +30,7 @@ def _quantise_row(row: Floats, levels: np.float32, q: Bytes) -> np.float32:
     maximum = bits_of_largest.view(np.float32)[0]
     factor = levels / maximum
     for i in range(len(row)):
-        q[i] = np.uint8(np.int32(row[i] * factor + np.float32(ZERO_POINT + 0.5)))
+        q[i] = np.uint8(np.int32(row[i] * factor + levels + np.float32(1.5)))
     return maximum / levels
 
 

@@ -66,7 +66,7 @@ class SchedulerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.in_flight: list[tuple[ScheduledBatch, list[list[int]]]] = []
-        self.scheduler = new_scheduler(whole_prompts=self.whole_prompts)
+        self.scheduler = new_scheduler(whole_prompts=self.whole_prompts, max_in_flight=self.max_in_flight)
         self.speculator = eager_speculator(NgramDrafter(), 3)
         self.count = 0
 
@@ -220,7 +220,7 @@ TestPipelinedLife = PipelinedLife.TestCase
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 4])
 def test_tokens_do_not_depend_on_how_many_batches_are_in_flight(max_in_flight: int) -> None:
-    scheduler, in_flight = new_scheduler(max_batch_tokens=5, max_num_seqs=4), []
+    scheduler, in_flight = new_scheduler(max_batch_tokens=5, max_num_seqs=4, max_in_flight=max_in_flight), []
     sequences = [SequenceState(make_request(f"r{n}", range(1, 4 + n), max_new_tokens=6)) for n in range(4)]
     for sequence in sequences:
         scheduler.add(sequence)

@@ -35,7 +35,7 @@ from worker.rank_link import RankLink, host_of, own_address
 
 log = structlog.get_logger(__name__)
 
-RANK_KEEPALIVE_MS = 6_000
+RANK_KEEPALIVE_MS = 8_000
 """A machine that vanishes is noticed within 1.5 times this time. Shorter than in the rest of the mesh: all ranks wait
 for the one that is lost.
 """

@@ -163,6 +163,8 @@ class Member:
         threading.Thread(target=self._run, name="rank", daemon=True).start()
         ends: list[asyncio.Future[Any]] = [reading, self._failed]
         await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done() and not self._is_ready:
+            return 0  # the leader serves nobody yet
         if stopped.done() and not reading.done():
             log.info("asked to stop, waiting for the leader")
             await self._write(rank_pb2.JoinRequest(leaving=rank_pb2.RankLeaving()))

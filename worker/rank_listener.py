@@ -332,7 +332,8 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         return len(links) == self._num_ranks - 1 and all(link.is_admitted for link in links)
 
     def _missing(self) -> str:
-        missing = [rank for rank in range(1, self._num_ranks) if rank not in self._links]
+        joined = {link.rank for link in self._links.values() if link.is_admitted}
+        missing = [rank for rank in range(1, self._num_ranks) if rank not in joined]
         return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
 
 
@@ -353,7 +354,10 @@ class _DaemonThreads(Executor):
 
 
 def _next(requests: Iterator[rank_pb2.JoinRequest], kind: str) -> rank_pb2.JoinRequest:
-    request = next(requests, None)
+    try:
+        request = next(requests, None)
+    except grpc.RpcError:
+        raise WorkerLost("the rank has left") from None
     if request is None or request.WhichOneof("message") != kind:
         raise InvalidRequest(f"a rank must send {kind} now")
     return request

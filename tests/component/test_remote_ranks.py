@@ -361,6 +361,12 @@ def test_wrong_settings_of_the_worker_are_named(changes: dict[str, Any], error: 
         DecodeSettings(**wanted | changes)
 
 
+def test_a_worker_needs_cores_for_its_own_rank_only() -> None:
+    wanted = {"model": "m", "registry_address": "none", "tensor_parallel": "2"}
+    assert DecodeSettings(**wanted).num_local_ranks == 2  # type: ignore[arg-type]
+    assert DecodeSettings(**wanted, rank_listen="127.0.0.1:5").num_local_ranks == 1  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [

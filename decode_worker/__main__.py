@@ -40,7 +40,7 @@ async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
             on_committed=lambda transfer_id, first_token: service.on_committed(transfer_id, first_token),
             on_failed=lambda transfer_id, error: service.on_transfer_failed(transfer_id, error),
         ),
-        TransferSettings(transports=tuple(settings.kv_transports.split(","))),
+        TransferSettings(transports=tuple(settings.kv_transports.split(",")), trust_fabric=settings.trust_fabric),
     )
     service = DecodeService(
         worker.engine,

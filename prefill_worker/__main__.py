@@ -27,7 +27,9 @@ async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:
         on_step=lambda result: service.on_step(result),
         on_layers=lambda batch, first_layer, num_layers: service.on_layers(batch, first_layer, num_layers),
     )
-    transfer_settings = TransferSettings(transports=tuple(settings.kv_transports.split(",")))
+    transfer_settings = TransferSettings(
+        transports=tuple(settings.kv_transports.split(",")), trust_fabric=settings.trust_fabric
+    )
     sender = KVSender(worker.kv_cache, settings.identity, worker.runtime.credentials, transfer_settings)
     service = PrefillService(
         worker.engine,

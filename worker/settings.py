@@ -11,7 +11,7 @@ from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import host_and_port, parse_cores
+from mesh.domain.host import host_and_port, is_loopback, parse_cores
 from mesh.domain.kv import Degrees
 from mesh.rpc.credentials import require_trusted_fabric
 from mesh.rpc.server import Listen
@@ -23,6 +23,7 @@ _NOT_NEGATIVE = (
     *("kv_cache_bytes", "max_model_len", "layer_group_bytes", "num_threads"),
     *("drain_grace_s", "wedged_exit_s"),
 )
+_UNPROTECTED_TRANSPORTS = ("gloo", "nccl")
 
 
 def require_positive(settings: object, *names: str) -> None:
@@ -37,6 +38,16 @@ def require_not_negative(settings: object, *names: str) -> None:
     for name in names:
         if not getattr(settings, name) >= 0:
             raise ConfigurationError(f"{name} must be >= 0, got {getattr(settings, name)}")
+
+
+def require_protected(settings: "WorkerSettings", kv_transports: str) -> None:
+    """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
+    unprotected = [name for name in kv_transports.split(",") if name in _UNPROTECTED_TRANSPORTS]
+    if unprotected and not settings.trust_fabric and not is_loopback(settings.host):
+        raise ConfigurationError(
+            f"kv_transports names {', '.join(unprotected)}, which neither authenticates nor encrypts, and host is "
+            f"{settings.host}: set trust_fabric if nobody else can use that network, or leave {unprotected[0]} out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +88,6 @@ class WorkerSettings(ModelSettings):
         "first do; default: the worker starts its ranks itself",
     )
     rank_timeout_s: float = setting(600.0, "seconds to wait until all ranks have dialled in; then exit with status 1")
-    trust_fabric: bool = setting(
-        False, "allow ranks on other machines: their sums cross the network without credential or encryption"
-    )
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     model_loading_timeout: float = setting(
         240.0,
@@ -105,6 +113,9 @@ class WorkerSettings(ModelSettings):
     )
     max_model_len: int = setting(0, "maximum tokens of a sequence; 0: the model's limit")
     prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
+    trust_fabric: bool = setting(
+        False, "nobody else can use the network between workers: let gloo and NCCL (KV, ranks) go beyond this machine"
+    )
     layers_per_group: int = setting(8, "layers whose KV is sent together while the next ones compute")
     layer_group_bytes: int = setting(
         2 << 20, "minimum KV that is sent together: short prompts send more layers at once"

@@ -91,11 +91,16 @@ def hit_rank(running: MeshProcess, role: str, number: signal.Signals = signal.SI
     return parent
 
 
-async def wait_back(running: MeshProcess, client: tandem.AsyncClient, role: str, pid: int) -> None:
-    """Return once another process than `pid` serves in the role, and nothing of `pid` is left."""
+async def wait_serving(client: tandem.AsyncClient, role: str, pid: int) -> None:
+    """Return once another process than `pid` serves in the role."""
     async with asyncio.timeout(RESTART_S):
         while not any(w.role == role and w.serving and w.pid != pid for w in await client.workers()):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
+
+
+async def wait_back(running: MeshProcess, client: tandem.AsyncClient, role: str, pid: int) -> None:
+    """Return once another process than `pid` serves in the role, and nothing of `pid` is left."""
+    await wait_serving(client, role, pid)
     assert not psutil.pid_exists(pid)
     assert len(running.pids("rank_worker")) == 2
     await pools_are_whole(client)

@@ -121,7 +121,7 @@ def decoder_memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) 
         settings.attention,
     )
     if isinstance(attention, CpuAttention):
-        attention.compile(cache.layer(0))
+        attention.compile(cache.layer(cache.span.layers.first))
     return DecoderMemory(cache, attention)
 
 

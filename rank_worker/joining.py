@@ -125,12 +125,13 @@ async def _join(settings: RankSettings, model_dir: Path) -> Membership:
 async def _exchange(call: Any, request: rank_pb2.JoinRequest) -> rank_pb2.JoinResponse:
     """Send a message and return the answer. Raises MeshError."""
     try:
-        await call.write(request)
+        # If the call has ended, `read` says why, or "Internal error from Core" (github.com/grpc/grpc/issues/36066). The
+        # latter counts as a lost leader, and the next attempt brings the reason.
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await call.write(request)
         response: rank_pb2.JoinResponse = await call.read()
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from error
-    except asyncio.InvalidStateError as error:
-        raise WorkerLost("the leader has ended the call") from error
     if response is grpc.aio.EOF:
         raise WorkerLost("the leader has ended the call")
     return response

@@ -340,3 +340,8 @@ KNOBS = (
     Knob("option.record_acceptance_rate", note="always recorded"),
     Knob("option.bedrock_compat", convert=off_only, note="always off"),
 )
+
+SECRET_VARIABLES = frozenset(
+    name for knob in KNOBS if knob.is_secret for name in (knob.key.replace("option.", "OPTION_").upper(), *knob.env)
+)
+"""Variables with secrets."""

@@ -38,8 +38,8 @@ _STATES = {
 _SHORTAGES = {
     mesh_pb2.SHORTAGE_UNSPECIFIED: "",
     mesh_pb2.SHORTAGE_DECODE_WORKER: "decode worker",
-    mesh_pb2.SHORTAGE_DECODE_ROOM: "decode room",
-    mesh_pb2.SHORTAGE_PREFILL_ROOM: "prefill room",
+    mesh_pb2.SHORTAGE_DECODE_CAPACITY: "decode capacity",
+    mesh_pb2.SHORTAGE_PREFILL_CAPACITY: "prefill capacity",
 }
 _KINDS = {
     number: name.removeprefix("INCIDENT_KIND_").lower() for name, number in mesh_pb2.IncidentKind.items() if number

@@ -106,8 +106,8 @@ class Mesh:
     """All workers, counts of the router since its start, recent incidents and finished choices, newest first, and
     running choices, oldest first.
 
-    `shortage` is the resource that the first request in the queue waits for: "decode worker", "decode room" or "prefill
-    room"; "" if no request waits.
+    `shortage` is the resource that the first request in the queue waits for: "decode worker", "decode capacity" or
+    "prefill capacity"; "" if no request waits.
     """
 
     workers: tuple[Worker, ...]

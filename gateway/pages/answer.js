@@ -60,7 +60,7 @@ export class Answer {
   /** Continue exactly after the last token: the new prompt is the token ids of the prompt and the answer. */
   async continue(sampling, signal) {
     const prompt = async () => {
-      const { tokenize_response: tokens } = await post("/chat_tokenize", { messages: this.messages }, signal);
+      const { tokenize_response: tokens } = await post("/chat_tokenize", { model: sampling.model, messages: this.messages }, signal);
       return [...tokens.map(({ id }) => id), ...this.ids];
     };
     await this.#run("/v1/completions", { ...sampling, logprobs: NUM_ALTERNATIVES }, fromCompletion, signal, prompt);

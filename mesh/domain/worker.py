@@ -27,7 +27,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVEndpoint:
-    """Where a rank of a worker takes KV: host:port of its KvTransfer service, and the part of the KV that it holds."""
+    """A rank that takes KV: host:port of its KvTransfer service, and the part of the KV that it holds."""
 
     address: str
     span: KVSpan
@@ -64,7 +64,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is. Blocks of the prefix cache count as free, because they can be evicted. Token counts are
+    """The load of a worker. Blocks of the prefix cache count as free, because they can be evicted. Token counts are
     totals since the worker started. Speculative decoding proposed `drafted_tokens`; `accepted_tokens` were correct.
     """
 

@@ -30,8 +30,8 @@ class Shortage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SHORTAGE_UNSPECIFIED: _ClassVar[Shortage]
     SHORTAGE_DECODE_WORKER: _ClassVar[Shortage]
-    SHORTAGE_DECODE_ROOM: _ClassVar[Shortage]
-    SHORTAGE_PREFILL_ROOM: _ClassVar[Shortage]
+    SHORTAGE_DECODE_CAPACITY: _ClassVar[Shortage]
+    SHORTAGE_PREFILL_CAPACITY: _ClassVar[Shortage]
 
 class IncidentKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -54,8 +54,8 @@ WORKER_STATE_LOST: WorkerState
 WORKER_STATE_STALLED: WorkerState
 SHORTAGE_UNSPECIFIED: Shortage
 SHORTAGE_DECODE_WORKER: Shortage
-SHORTAGE_DECODE_ROOM: Shortage
-SHORTAGE_PREFILL_ROOM: Shortage
+SHORTAGE_DECODE_CAPACITY: Shortage
+SHORTAGE_PREFILL_CAPACITY: Shortage
 INCIDENT_KIND_UNSPECIFIED: IncidentKind
 INCIDENT_KIND_JOINED: IncidentKind
 INCIDENT_KIND_READY: IncidentKind

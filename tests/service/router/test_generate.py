@@ -188,7 +188,7 @@ async def test_log_probs_of_a_long_prompt_come_in_parts(make_mesh: Any, separate
 
 
 async def test_more_log_probs_than_can_be_kept_are_refused(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.api.validation.MAX_PROMPT_LOGPROBS", 100)
+    monkeypatch.setattr("router.validation.MAX_PROMPT_LOGPROBS", 100)
     mesh = await make_mesh()
     await mesh.decode()
     output = {"prompt_logprobs": True, "top_logprobs": 9}

@@ -276,6 +276,12 @@ def test_keys_are_properties_of_a_handler(tmp_path: Path) -> None:
     assert not any("my_key" in warning for warning in found.warnings)
 
 
+def test_a_secret_key_is_no_property_of_a_handler(tmp_path: Path) -> None:
+    assert read(tmp_path, "option.entryPoint=model.py\noption.api_key=hunter2").properties == {"entryPoint": "model.py"}
+    environ = {"OPTION_API_KEY": "hunter2", "OPTION_MY_KEY": "1"}
+    assert read_low_code(None, environ, roles_of(), has_handler=True).properties == {"my_key": "1"}
+
+
 def test_unknown_keys_of_a_handler_that_is_named_elsewhere() -> None:
     environ = {"OPTION_MY_KEY": "1"}
     assert read_low_code(None, environ, roles_of(), has_handler=True).warnings == []

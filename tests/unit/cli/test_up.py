@@ -1,5 +1,6 @@
 """What `tandem up` is about to start, by its flags, files and variables: nothing is started."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import fields
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gateway.handler.__main__ import HandlerSettings
 from mesh.domain.errors import ConfigurationError
@@ -17,9 +19,9 @@ from tandem_cli.child import Launch
 from tandem_cli.display import Display
 from tandem_cli.main import main
 from tandem_cli.mesh_plan import MeshPlan
-from tandem_cli.supervisor import MeshFailed
+from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up import Trial
-from tandem_cli.up_settings import all_names, check_names
+from tandem_cli.up_settings import UpSettings, all_names, check_names
 from tests.defects import Repaired
 
 Planned = Callable[..., tuple[MeshPlan, Launch]]
@@ -367,3 +369,25 @@ def test_logs_are_kept_only_if_something_went_wrong(
 def test_a_named_log_folder_stays(tmp_path: Path, planned: Planned) -> None:
     planned("--log-dir", str(tmp_path / "logs"))
     assert (tmp_path / "logs").is_dir()
+
+
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+def test_ports_of_several_routers_end_where_ports_end(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be <= 65534, got 65535: 2 routers"):
+        UpSettings(**{name: 65535}, routers=2)
+    assert UpSettings(**{name: 65534}, routers=2).routers == 2
+
+
+def test_a_trial_that_breaks_ends_the_start_at_once(planned: Planned) -> None:
+    class Broken:
+        async def __call__(self, address: str) -> None:
+            raise LookupError("unforeseen")
+
+    plan, launch = planned()
+
+    async def run() -> None:
+        supervisor = Supervisor(plan, launch, Display(Console()), Broken())
+        await asyncio.wait_for(supervisor._run_trial("127.0.0.1:1"), 60)
+
+    with pytest.raises(LookupError):
+        asyncio.run(run())

@@ -1,6 +1,6 @@
 """A group of ranks as threads of one process, in place of the processes of `engine.ranks.launch`.
 
-python -m tests.component.ranked MODEL_DIR    four processes; prints the tokens of `parity.run_mixed`
+python -m tests.component.ranked MODEL_DIR    two processes; prints the tokens of `parity.run_mixed`
 """
 
 import json
@@ -77,7 +77,7 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
 
 def main(model_dir: Path) -> None:
     configure_logging("ranked", level="critical")
-    wanted = settings(model_dir, tensor_parallel=2, pipeline_parallel=2, enforce_eager=True)
+    wanted = settings(model_dir, tensor_parallel=2, enforce_eager=True)
     runner = load_ranked_runner(wanted, on_lost=sys.exit, log_level="critical")
     sys.stdout.write(json.dumps([run.token_ids for run in run_mixed(runner)]) + "\n")
 

@@ -68,7 +68,8 @@ class ScheduledBatch:
 class RunnerOutput:
     """The result of a step for one item of the batch.
 
-    `tokens` is empty unless the item needs sampling; then it has one token, plus one for each draft that was right.
+    `tokens` is empty unless the item needs sampling; then it has one token, plus one for each draft that was right. It
+    has none if the drafts have spoiled the step: the KV of the item is cleared, and is computed again without drafts.
     `prompt_logprobs`, only if requested, has one entry for each prompt token at positions `start + 1 .. end`; the first
     prompt token has none. With a `failure` the sequence ends and its tokens are invalid: InvalidRequest if the grammar
     of its structure fails, ModelFailed if the model computed NaN or infinity.
@@ -90,16 +91,17 @@ FinishBatch = Callable[[], list[RunnerOutput]]
 class Runner(Protocol):
     """Executes batches. Plug point: ModelRunner, and fakes in tests."""
 
-    def prepare_thread(self) -> None:
-        """Called once, before any other method, by the thread that will call `begin`."""
-        ...
-
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
         """Start to prepare what the sequence needs besides the model, such as a compiled grammar, on another thread.
 
         Returns None if nothing is needed. The future fails with InvalidRequest. Called by any thread, before the
         sequence is added to the scheduler.
         """
+        ...
+
+    @property
+    def borrows_cores(self) -> bool:
+        """True if steps are computed on cores that `use_cores` has lent."""
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:

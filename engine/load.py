@@ -68,6 +68,10 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     settings = replace(settings, device=str(_device(settings.device)), dtype=_dtype(settings, config))
     if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
         raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
+    if settings.load_format == "dummy" and read_partition(settings.model_dir) is not None:
+        raise ConfigurationError(
+            f"{settings.model_dir} is partitioned, and load_format=dummy ignores weights: give the original checkpoint"
+        )
     return settings, config
 
 
@@ -234,7 +238,8 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig) -> KVReservation
     """Announce a worker that loads the model."""
     device = torch.device(settings.device)
     if (partition := read_partition(settings.model_dir)) is not None:
-        return KVReservation.enter(device, settings.kv_memory, partition.num_bytes, mapped_bytes=partition.num_bytes)
+        mapped_bytes = {partition.identity: partition.num_bytes}
+        return KVReservation.enter(device, settings.kv_memory, partition.num_bytes, mapped_bytes)
     num_bytes = weights_bytes(settings, _parameter_specs(settings, config))
     return KVReservation.enter(device, settings.kv_memory, num_bytes)
 

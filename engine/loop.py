@@ -86,12 +86,7 @@ class Engine:
         self._cores = cores or OwnCores()
         self._speculator = speculator
         self._in_flight: deque[_Step] = deque()  # oldest first
-
-    def prepare_thread(self) -> None:
-        """Called once by the thread that will call `step`."""
-        self._runner.prepare_thread()
-        if self._speculator is not None:
-            self._speculator.drafter.prepare_thread()
+        self._borrows = runner.borrows_cores or (speculator is not None and speculator.drafter.borrows_cores)
 
     def step(self) -> StepResult:
         """Schedule and begin as many batches as may be in flight, then finish the oldest: update the scheduler with its
@@ -122,7 +117,7 @@ class Engine:
 
     def _begin(self, batch: ScheduledBatch) -> None:
         self.num_step_tokens = batch.num_tokens + sum(step.batch.num_tokens for step in self._in_flight)
-        lent = self._cores.begin_step()
+        lent = self._cores.begin_step(borrow=self._borrows)
         self._runner.use_cores(lent)
         if self._speculator is not None:
             self._speculator.drafter.use_cores(lent)
@@ -288,7 +283,6 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self._engine.prepare_thread()
             idle = True
             while True:
                 self._run_commands(wait=idle)

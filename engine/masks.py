@@ -106,12 +106,6 @@ class TokenMasks:
         if sequences:
             self._pending.append(_Pending(rows, self._masking.submit(self._make, steps)) if rows else None)
 
-    def wait(self) -> None:
-        """Wait for the masks of the last `begin`. `apply` does so, too."""
-        for pending in self._pending:
-            if pending is not None:
-                pending.masks.result()
-
     def apply(self, logits: Tensor, adjusted: Tensor) -> Tensor:
         """Mask `adjusted` [num_seqs, vocab_size], in place unless it is `logits`; returns the result.
 
@@ -132,7 +126,7 @@ class TokenMasks:
         return adjusted
 
     def failure(self, sequence: SequenceState) -> str:
-        """Why the sequence's grammar failed, for example at a limit on its size; empty if it did not."""
+        """The reason for which the sequence's grammar failed, such as a limit on its size; empty if it did not."""
         grammar = self._grammars.get(sequence.key)
         return "" if grammar is None else grammar.failure
 

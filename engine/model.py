@@ -82,12 +82,17 @@ class Model(Protocol):
 
     @property
     def num_torch_threads(self) -> int:
-        """Threads for torch's operations, set by the thread that calls the model."""
+        """Threads for torch's operations in a step."""
         ...
 
     @property
     def phase_cycles(self) -> NDArray[np.int64] | None:
         """Total CPU cycles per phase (engine.kernels.cpu.step); None if the model does not count them."""
+        ...
+
+    @property
+    def borrows_cores(self) -> bool:
+        """Same contract as Runner.borrows_cores."""
         ...
 
     def use_cores(self, lent: Cores) -> None:

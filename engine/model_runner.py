@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.batch import FinishBatch, LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.finite import items_not_finite, scores_are_finite
+from engine.kv_cache import clear_tail
 from engine.masks import TokenMasks
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
@@ -76,6 +77,7 @@ class ModelRunner:
     def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
         if not batch.items:
             return list
+        self._use_threads()
         step = next(self._builders).build(batch)
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
@@ -87,6 +89,7 @@ class ModelRunner:
         self, batch: ScheduledBatch, step: StepInput, sequences: list[SequenceState], finish: Finish
     ) -> list[RunnerOutput]:
         hidden = finish()
+        self._use_threads()
         starts = step.query_starts.tolist()
         broken = items_not_finite(hidden, starts)
         tokens = self._sample(batch, step, hidden, sequences)
@@ -94,6 +97,11 @@ class ModelRunner:
             self._output(item, hidden[start : start + item.num_tokens], sampled, is_broken=i in broken)
             for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts, strict=False))
         ]
+
+    def _use_threads(self) -> None:
+        """Set torch's number of threads, which is kept per thread, and set by every model on it."""
+        if torch.get_num_threads() != self._model.num_torch_threads:
+            torch.set_num_threads(self._model.num_torch_threads)
 
     def _forward(self, step: StepInput, announce: Callable[[int, int], None] | None) -> Finish:
         """Begin to compute the hidden states of the step's tokens."""
@@ -106,22 +114,34 @@ class ModelRunner:
     def _output(
         self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool
     ) -> RunnerOutput:
-        """Output of one item; `hidden` are its rows. Blocks in which the step wrote NaN or infinity are cleared."""
+        """Output of one item; `hidden` are its rows. KV of a step with NaN or infinity is cleared. Drafts may be the
+        cause, and must not change the result.
+        """
+        scores = () if is_broken else self._prompt_logprobs(item, hidden)
+        is_broken = is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores))
+        if is_broken:
+            self._clear(item)
         if reason := self._masks.failure(item.sequence):
             return RunnerOutput(failure=InvalidRequest(reason))
-        scores = () if is_broken else self._prompt_logprobs(item, hidden)
-        if is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores)):
-            block_size = self.kv_cache.layout.block_size
-            self.clear_blocks(item.sequence.block_table[item.start // block_size : -(-item.end // block_size)])
-            return RunnerOutput(failure=ModelFailed(_NOT_FINITE))
-        return RunnerOutput(tokens, scores)
+        if not is_broken:
+            return RunnerOutput(tokens, scores)
+        return RunnerOutput() if item.drafts else RunnerOutput(failure=ModelFailed(_NOT_FINITE))
+
+    def _clear(self, item: ScheduledSequence) -> None:
+        """Clear the blocks that the step wrote; with drafts, keep what earlier steps wrote into the first one."""
+        layout = self.kv_cache.layout
+        first, offset = divmod(item.start, layout.block_size)
+        blocks = item.sequence.block_table[first : layout.num_blocks_for(item.end)]
+        if item.drafts and offset:
+            clear_tail(self.kv_cache, blocks.pop(0), offset)
+        self.clear_blocks(blocks)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         self.kv_cache.clear_blocks(block_ids)
 
-    def prepare_thread(self) -> None:
-        """Set torch's number of threads: OpenMP keeps it per calling thread."""
-        torch.set_num_threads(self._model.num_torch_threads)
+    @property
+    def borrows_cores(self) -> bool:
+        return self._model.borrows_cores
 
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
         return self._masks.prepare(sequence)

@@ -48,6 +48,12 @@ class Partition:
     files: tuple[RankFile, ...]
 
     @property
+    def identity(self) -> str:
+        """Equal for all processes that map these files, whatever path they see them under."""
+        status = (self.folder / MANIFEST).stat()
+        return f"{status.st_dev}:{status.st_ino}"
+
+    @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
-from engine.kv_memory import KVMemory
+from engine.kv_memory import KVMemorySettings
 from engine.settings import require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
@@ -27,7 +27,7 @@ class RunnerSettings:
     num_blocks: int | None = None
     max_blocks: int | None = None
     companion_block_bytes: int = 0
-    kv_memory: KVMemory = field(default_factory=KVMemory)
+    kv_memory: KVMemorySettings = field(default_factory=KVMemorySettings)
     attention: str = "auto"
     layers_per_group: int = 4
     group_bytes: int = 0

@@ -91,7 +91,7 @@ class Scheduler:
         """
         self._require_new(sequence)
         self._require_fits(sequence)
-        if not self._take_slot_beside_oldest(sequence, self._prefixes.hashes(sequence)):
+        if not (self._has_slot_for(sequence) and self._take_slot(sequence, self._prefixes.hashes(sequence))):
             raise WorkerBusy(f"no capacity for {sequence.num_tokens} tokens now")
         sequence.status = SequenceStatus.WAITING_FOR_KV
         return sequence.num_cached_tokens
@@ -227,11 +227,10 @@ class Scheduler:
             return chunks
         remaining = budget - min(unfinished[0].num_uncomputed_tokens, budget - budget // 2)
         for sequence in (*unfinished[1:], *self._waiting.values()):
-            if len(chunks) >= room:
-                break
-            if sequence.num_uncomputed_tokens > remaining:
-                continue
-            if sequence.status is SequenceStatus.RUNNING or self._admit(sequence):
+            is_running = sequence.status is SequenceStatus.RUNNING
+            if remaining == 0 or len(chunks) >= room or not (is_running or self._has_slot_for(sequence)):
+                break  # younger ones get no slot either
+            if sequence.num_uncomputed_tokens <= remaining and (is_running or self._admit(sequence)):
                 chunks.append(self._chunk(sequence, remaining))
                 remaining -= chunks[-1].num_tokens
         return chunks
@@ -299,24 +298,29 @@ class Scheduler:
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Admit a waiting sequence if a slot and enough blocks remain for the oldest waiting one."""
-        if not self._take_slot_beside_oldest(sequence, self._prefixes.reusable(sequence)):
+        if not (self._has_slot_for(sequence) and self._take_slot(sequence, self._prefixes.reusable(sequence))):
             return False
         del self._waiting[sequence.key]
         sequence.status = SequenceStatus.RUNNING
         return True
 
-    def _take_slot_beside_oldest(self, sequence: SequenceState, hashes: list[BlockHash]) -> bool:
-        """Allocate a slot and blocks, but keep enough for the oldest waiting sequence, which newcomers could starve."""
+    def _oldest_beside(self, sequence: SequenceState) -> SequenceState | None:
+        """The oldest waiting sequence, which newcomers could starve; None if it is this one, or none waits."""
         oldest = next(iter(self._waiting.values()), sequence)
-        spare = 0 if oldest is sequence else self._num_blocks_for(oldest)
-        num_slots = self.config.max_num_seqs - (oldest is not sequence)
-        return len(self._slots) < num_slots and self._take_slot(sequence, hashes, spare=spare)
+        return None if oldest is sequence else oldest
 
-    def _take_slot(self, sequence: SequenceState, hashes: list[BlockHash], *, spare: int = 0) -> bool:
+    def _has_slot_for(self, sequence: SequenceState) -> bool:
+        """True if a slot is free, and another one for the oldest waiting sequence."""
+        num_kept = 0 if self._oldest_beside(sequence) is None else 1
+        return len(self._slots) + num_kept < self.config.max_num_seqs
+
+    def _take_slot(self, sequence: SequenceState, hashes: list[BlockHash]) -> bool:
         """Occupy a slot with blocks for all tokens of the sequence; cached blocks are reused where `hashes` match.
 
-        Returns False, and changes nothing, if fewer than `spare` blocks would remain.
+        Returns False, and changes nothing, if too few blocks would remain for the oldest waiting sequence.
         """
+        oldest = self._oldest_beside(sequence)
+        spare = 0 if oldest is None else self._num_blocks_for(oldest)
         matched = self.pool.match(hashes)
         num_missing = self._num_blocks_for(sequence) - len(matched)
         if num_missing > self.pool.num_allocatable_beside(matched) - self._headroom() - spare:
@@ -324,6 +328,7 @@ class Scheduler:
         self.pool.hold(matched)
         sequence.block_table += matched + (self.pool.allocate(num_missing) or [])
         sequence.block_hashes = hashes[: len(matched)]
+        sequence.waiting_hashes = None
         sequence.num_cached_tokens = sequence.num_computed_tokens = len(matched) * self.config.block_size
         self._slots[sequence.key] = sequence
         return True
@@ -390,6 +395,8 @@ class Scheduler:
             elif output.tokens:
                 self._start_forks(sequence)
                 results.append(self._append(sequence, output.tokens))
+            elif item.needs_sampling:  # its drafts have spoiled the step
+                self._free_draft_blocks(sequence)
             else:
                 sequence.num_computed_tokens = item.end
                 self._prefixes.publish(sequence)
@@ -399,7 +406,7 @@ class Scheduler:
         num_known, counters = item.num_tokens - len(item.drafts), self._counters
         counters.computed_tokens += num_known if num_known > 1 else 0
         counters.drafted_tokens += len(item.drafts)
-        counters.accepted_tokens += len(output.tokens) - 1 if item.drafts else 0
+        counters.accepted_tokens += len(output.tokens) - 1 if item.drafts and output.tokens else 0
 
     def _append(self, sequence: SequenceState, sampled: tuple[SampledToken, ...]) -> SequenceOutput:
         index = sequence.num_generated

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mesh.settings import setting
-from worker.settings import WorkerSettings, require_positive, require_protected
+from worker.settings import WorkerSettings, parse_transports, require_positive, require_protected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,12 @@ class PrefillSettings(WorkerSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "max_batch_prefill_tokens", "max_num_seqs")
-        require_protected(self, self.kv_transports)
+        require_protected(self, self.transports)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The names in kv_transports. Raises ConfigurationError."""
+        return parse_transports(self.kv_transports)
 
     @property
     def prompts_at_once(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from checkpoint.source import ModelSource
-from engine.kv_memory import KVMemory
+from engine.kv_memory import KVMemorySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import host_and_port
 from mesh.rpc.credentials import require_trusted_fabric
@@ -62,7 +62,7 @@ class RankSettings(MemberSettings):
     def source(self) -> ModelSource:
         return ModelSource(self.model, self.revision, self.model_cache)
 
-    def kv_memory(self) -> KVMemory:
+    def kv_memory(self) -> KVMemorySettings:
         """The memory for KV of this process. Raises ConfigurationError."""
         owner = f"rank {self.rank} of {self.leader}"
-        return KVMemory(self.kv_memory_fraction, ledger=self.kv_memory_ledger, owner=owner)
+        return KVMemorySettings(self.kv_memory_fraction, ledger=self.kv_memory_ledger, owner=owner)

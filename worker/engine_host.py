@@ -27,7 +27,7 @@ import torch
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
+from engine.kv_memory import KVMemorySettings
 from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
@@ -136,7 +136,9 @@ def build_host(
     num_blocks = runner.kv_cache.num_blocks
     speculator = load_speculator(
         limits.speculation,
-        replace(runner_settings, num_blocks=num_blocks, kv_memory=KVMemory()),  # already part of companion_block_bytes
+        replace(
+            runner_settings, num_blocks=num_blocks, kv_memory=KVMemorySettings()
+        ),  # already part of companion_block_bytes
         lambda draft: load(draft, None),
         max_batch_tokens=limits.max_batch_tokens,
     )
@@ -179,7 +181,7 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         max_batch_tokens=limits.max_batch_tokens,
         rope=settings.rope_override(),
         block_size=settings.block_size,
-        kv_memory=KVMemory(
+        kv_memory=KVMemorySettings(
             settings.kv_memory_fraction,
             settings.memory_utilization,
             settings.kv_memory_shares,

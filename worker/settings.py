@@ -23,6 +23,8 @@ _NOT_NEGATIVE = (
     *("kv_cache_bytes", "max_model_len", "layer_group_bytes", "num_threads"),
     *("drain_grace_s", "wedged_exit_s"),
 )
+KV_TRANSPORTS = ("shm", "grpc", "gloo", "nccl")
+"""Those of kvtransfer, whose import would take long in every program that reads settings."""
 _UNPROTECTED_TRANSPORTS = ("gloo", "nccl")
 
 
@@ -40,9 +42,18 @@ def require_not_negative(settings: object, *names: str) -> None:
             raise ConfigurationError(f"{name} must be >= 0, got {getattr(settings, name)}")
 
 
-def require_protected(settings: "WorkerSettings", kv_transports: str) -> None:
+def parse_transports(names: str) -> tuple[str, ...]:
+    """The transports in a comma-separated list. Raises ConfigurationError for an unknown one, or none."""
+    transports = tuple(name.strip() for name in names.split(","))
+    for name in transports:
+        if name not in KV_TRANSPORTS:
+            raise ConfigurationError(f"kv_transports must be some of {', '.join(KV_TRANSPORTS)}, got {name!r}")
+    return transports
+
+
+def require_protected(settings: "WorkerSettings", transports: tuple[str, ...]) -> None:
     """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
-    unprotected = [name for name in kv_transports.split(",") if name in _UNPROTECTED_TRANSPORTS]
+    unprotected = [name for name in transports if name in _UNPROTECTED_TRANSPORTS]
     if unprotected and not settings.trust_fabric and not is_loopback(settings.host):
         raise ConfigurationError(
             f"kv_transports names {', '.join(unprotected)}, which neither authenticates nor encrypts, and host is "

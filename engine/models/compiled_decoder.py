@@ -49,12 +49,16 @@ class LoopThreads:
         """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.step."""
 
     @property
+    def borrows(self) -> bool:
+        return self._ranks.degrees.num_ranks == 1
+
+    @property
     def count(self) -> int:
         return self._num_own + len(self._lent)
 
     def use(self, lent: Cores) -> None:
         """Set the lent cores of the next runs."""
-        self._lent = lent if self._ranks.degrees.num_ranks == 1 else ()
+        self._lent = lent if self.borrows else ()
 
     def run(self, work: Callable[[Team], object]) -> None:
         """Call `work(team)` in all threads and return when all have returned. `work` must not raise: the other threads
@@ -168,6 +172,10 @@ class CompiledDecoder:
     def phase_cycles(self) -> Int64s:
         """See Model.phase_cycles. Counts the thread that calls `forward`."""
         return self.threads.phase_cycles
+
+    @property
+    def borrows_cores(self) -> bool:
+        return self.threads.borrows
 
     def use_cores(self, lent: Cores) -> None:
         self.threads.use(lent)

@@ -48,6 +48,10 @@ class Decoder:
     def phase_cycles(self) -> None:
         return None
 
+    @property
+    def borrows_cores(self) -> bool:
+        return False
+
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores: OpenMP gives every thread the same share and waits for the slowest."""
 

@@ -26,6 +26,7 @@ from engine.load import kv_layout, load_model_runner, reserve_blocks, reserve_me
 from engine.model_runner import ModelRunner
 from engine.models.linear import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
+from engine.partition import read_partition
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
@@ -45,9 +46,11 @@ OnLost = Callable[[str], None]
 
 
 def fitting_ranks(settings: RunnerSettings) -> int:
-    """The most ranks of a stage, up to `settings.tensor_parallel`, that are of use: 1 if the decoder is not compiled.
-    Raises ConfigurationError.
+    """The most ranks of a stage, up to `settings.tensor_parallel`, that are of use: 1 if the decoder is not compiled. A
+    partitioned model has the ranks that it was partitioned for. Raises ConfigurationError.
     """
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return partition.degrees.tensor
     size = settings.tensor_parallel
     if size == 1:
         return 1
@@ -77,6 +80,7 @@ def load_ranked_runner(
     max_blocks = max_sequence_blocks(settings, config)
     processes = RankProcesses(settings, max_blocks, log_level)
     try:
+        reservation.add_ranks(processes.pids, processes.kv_fd)
         memory = step_memory(settings, config, max_blocks, processes.memory_fd)
         group = SharedGroup(0, degrees, memory, processes.post, next_report=processes.next_report)
         leader = Rank(settings, config, group, shared_store(processes.store_fd), on_progress)
@@ -150,7 +154,12 @@ class RankProcesses:
             raise WorkerLost(f"rank {len(self._processes) + 1} cannot be started: {error}") from error
         os.sched_setaffinity(0, cores[0])
         torch.set_num_threads(num_threads)
-        log.info("ranks started", pids=[process.pid for process in self._processes], threads_per_rank=num_threads)
+        log.info("ranks started", pids=self.pids, threads_per_rank=num_threads)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of ranks 1 and up."""
+        return tuple(process.pid for process in self._processes)
 
     def _start_all(
         self,

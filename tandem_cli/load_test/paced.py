@@ -37,14 +37,13 @@ class PacedRunner:
     the time of their creation (`delay_s`). KV consists of zeros, and is transferred like any other.
     """
 
+    borrows_cores = False
     attention_backend = "none"
 
     def __init__(self, kv_cache: KVCache, step_s: float, token_s: float) -> None:
         self.kv_cache = kv_cache
         self._step_s = step_s
         self._token_s = token_s
-
-    def prepare_thread(self) -> None: ...
 
     def prepare(self, sequence: SequenceState) -> None: ...
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from engine.kv_memory import KVMemory, KVReservation
+from engine.kv_memory import KVMemorySettings, KVReservation
 from engine.load import kv_layout, resolve
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
@@ -67,7 +67,7 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
         thread.start()
     try:
         ranks[0].connect()
-        yield ranks[0].lead(caches[0], caches[1:], KVReservation(torch.device("cpu"), KVMemory(), 0))
+        yield ranks[0].lead(caches[0], caches[1:], KVReservation(torch.device("cpu"), KVMemorySettings(), 0))
     finally:
         for queue in queues:
             queue.put(None)

@@ -64,6 +64,8 @@ class FakeKVStore:
 class FakeRunner:
     """Implements engine.batch.Runner over a FakeKVStore. `gate`, when closed, stops the engine in a step."""
 
+    borrows_cores = True
+
     def __init__(self, store: FakeKVStore, layers_per_group: int = 2) -> None:
         self.store = store
         self.gate = threading.Event()
@@ -82,9 +84,6 @@ class FakeRunner:
         self.lent_cores: list[tuple[int, ...]] = []
         """Cores lent for each step."""
         self._layers_per_group = layers_per_group
-
-    def prepare_thread(self) -> None:
-        """The fake runs in any thread."""
 
     def prepare(self, sequence: SequenceState) -> "Future[None]":
         """Nothing is needed."""
@@ -150,7 +149,9 @@ class FakeRunner:
             tokens.append(SampledToken(fake_token(seen[:end]), -0.5, top))
             if end < item.end and tokens[-1].id != seen[end]:
                 break
-        return RunnerOutput(tuple(tokens), prompt_logprobs, self._failure(sequence.request.request_id))
+        if (failure := self._failure(sequence.request.request_id)) is not None:
+            return RunnerOutput(failure=failure)
+        return RunnerOutput(tuple(tokens), prompt_logprobs)
 
     def _failure(self, request_id: str) -> MeshError | None:
         reason = self.refused.get(request_id)

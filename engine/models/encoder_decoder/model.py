@@ -81,6 +81,10 @@ class EncoderDecoder:
     def phase_cycles(self) -> None:
         return None
 
+    @property
+    def borrows_cores(self) -> bool:
+        return False
+
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores, like Decoder."""
 

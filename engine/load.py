@@ -1,6 +1,6 @@
 """Builds a ModelRunner (weights, KV cache, attention, decoder) and a Speculator; the KV layout and its fingerprint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from hashlib import blake2b
@@ -245,13 +245,14 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig) -> KVReservation
     if (partition := read_partition(settings.model_dir)) is not None:
         mapped_bytes = {partition.identity: partition.num_bytes}
         return KVReservation.enter(device, settings.kv_memory, partition.num_bytes, mapped_bytes)
-    return KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, config))
+    num_bytes = weights_bytes(settings, _parameter_specs(settings, config))
+    return KVReservation.enter(device, settings.kv_memory, num_bytes)
 
 
-def weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
-    """Memory of the weights in the dtype of the model, before quantisation."""
+def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> int:
+    """Memory of the parts that are held, in the dtype of the model, before quantisation."""
     itemsize = getattr(torch, settings.dtype).itemsize
-    return sum(prod(spec.shape) for spec in _parameter_specs(settings, config)) * int(itemsize)
+    return sum(prod(spec.held_shape) for spec in specs if spec.is_held) * int(itemsize)
 
 
 def fingerprint(

@@ -137,6 +137,8 @@ class Supervisor:
                 self._display.loading(name, float(event.fields["fraction"]))
             elif event.kind == "kv_memory":
                 self._display.line(f"{name}: {event.fields['summary']}")
+            elif event.kind == "waiting_for_ranks":
+                self._display.line(f"{name}: waits for ranks from other machines on port {event.fields['port']}")
             elif event.kind == "ready":
                 not_ready.discard(name)
             elif event.kind == "listening" and event.child.service.role == "router":

@@ -11,11 +11,13 @@ A model is loaded by these functions, from the outside in:
 
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +36,7 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
 from engine.ranks.cache import AnyKVCache
 from engine.ranks.launch import fitting_ranks, load_ranked_runner
+from engine.ranks.remote import load_remote_runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
@@ -45,6 +48,7 @@ from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
+from worker.rank_listener import RankListener
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -241,7 +245,11 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
     located = settings.located(lambda fraction: announce("downloading", fraction=fraction))
     begun_s = time.monotonic()
     progress = _Progress()
-    with _limited(settings.model_loading_timeout, progress), measured_load() as phases:
+    limit_s = settings.model_loading_timeout
+    if settings.rank_listen:
+        load = partial(_load_with_remote_ranks, settings)
+        limit_s += settings.rank_timeout_s
+    with _limited(limit_s, progress), measured_load() as phases:
         host = build_host(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
     phases["other"] = max(0.0, seconds - sum(phases.values()))
@@ -258,6 +266,23 @@ def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -
     """Load a model into this process and its other ranks. From then on the process ends when one of them ends."""
     level, is_json = log_format()
     return load_ranked_runner(settings, on_progress, on_lost=_end, log_level=level, log_json=is_json)
+
+
+def _load_with_remote_ranks(
+    settings: WorkerSettings, runner_settings: RunnerSettings, on_progress: Progress | None = None
+) -> ModelRunner:
+    """As `load_runner`, with ranks that dial in from other machines; the draft model has one rank."""
+    size = runner_settings.tensor_parallel
+    if size == 1:
+        return load_model_runner(runner_settings, on_progress)
+    ranks = RankListener(
+        settings.listen_for_ranks(),
+        size,
+        timeout_s=settings.rank_timeout_s,
+        on_leaving=lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    announce("waiting_for_ranks", port=ranks.port)
+    return load_remote_runner(runner_settings, ranks, on_progress, on_lost=_end)
 
 
 def _end(reason: str) -> None:

@@ -84,8 +84,9 @@ class WorkerRuntime:
         """
         await self.server.start((*services, "mesh.v1.Worker"))
         self.server.set_serving(True)
-        announce("ready")
         stopped = asyncio.create_task(until_stopped(self._settings))
+        await asyncio.sleep(0)  # a signal to a worker that is ready drains it
+        announce("ready")
         registered = asyncio.create_task(self._stay_registered())
         died = asyncio.create_task(engine_died.wait())
         watch = asyncio.create_task(self._watch(engine))

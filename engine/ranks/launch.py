@@ -102,7 +102,7 @@ def load_ranked_runner(
             _connect(leader, processes)
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
         with load_phase("build"):
-            runner = leader.lead(caches, reservation)
+            runner = leader.lead(caches[0], caches[1:], reservation)
     except BaseException:
         processes.close()
         raise

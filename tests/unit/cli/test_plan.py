@@ -160,8 +160,8 @@ def test_stages_divide_layers(capsys: pytest.CaptureFixture[str]) -> None:
         ([2, 4], [1, 2], 0),
     ]
     alone = ranks_of(capsys, "--tensor-parallel", "2")
-        whole = sum(rank["weights_bytes"] for rank in alone)
-        assert sum(rank["weights_bytes"] for rank in stages) == pytest.approx(whole, rel=1e-3)  # norms are in all stages
+    whole = sum(rank["weights_bytes"] for rank in alone)
+    assert sum(rank["weights_bytes"] for rank in stages) == pytest.approx(whole, rel=1e-3)  # norms are in all stages
 
 
 def parameter_bytes() -> dict[str, int]:

@@ -100,27 +100,34 @@ def add_scaled_rows(residual: Floats, x: Floats, scales: Floats) -> None:
 
 
 @jit
-def _summarise(logits: Floats, largest: Int64s, normalisers: Floats) -> None:
+def _summarise(logits: Floats, tails: Floats, largest: Int64s, normalisers: Floats) -> None:
     num_vectors = logits.shape[1] // LANES
     for row in range(logits.shape[0]):
-        values = logits[row]
-        best = index_of_largest(address(values), num_vectors) if num_vectors > 0 else 0
-        for i in range(num_vectors * LANES, len(values)):
-            if values[i] > values[best]:
-                best = i
-        highest = values[best]
-        total = np.float32(0.0) if num_vectors == 0 else sum_of_exponents(address(values), num_vectors, highest)
-        for i in range(num_vectors * LANES, len(values)):
-            total += np.exp(values[i] - highest)
-        largest[row] = best
+        values, tail = address(logits[row]), address(tails[row])
+        best, highest, total = 0, np.float32(-np.inf), np.float32(0.0)
+        if num_vectors > 0:
+            best = index_of_largest(values, num_vectors)
+            highest = logits[row, best]
+        if tails.shape[1] > 0:
+            in_tail = index_of_largest(tail, 1)
+            if num_vectors == 0 or tails[row, in_tail] > highest:
+                best, highest = num_vectors * LANES + in_tail, tails[row, in_tail]
+            total = sum_of_exponents(tail, 1, highest)
+        if num_vectors > 0:
+            total += sum_of_exponents(values, num_vectors, highest)
+        largest[row] = min(best, logits.shape[1] - 1)  # in a row of NaN, any column
         normalisers[row] = np.log(total) + highest
 
 
 def summarise(logits: Floats) -> tuple[Int64s, Floats]:
     """Per row of fp32 logits [rows, vocab_size], the column of the largest value and log(sum(exp(row))).
 
-    The first of equal values counts. Columns must be contiguous.
+    The first of equal values counts. Columns must be contiguous. All numbers go through the same vector loops, so a
+    row's result does not depend on the layout of the others.
     """
+    num_rest = logits.shape[1] % LANES
+    tails = np.full((len(logits), LANES if num_rest else 0), -np.inf, np.float32)
+    tails[:, :num_rest] = logits[:, logits.shape[1] - num_rest :]
     largest, normalisers = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
-    _summarise(logits, largest, normalisers)
+    _summarise(logits, tails, largest, normalisers)
     return largest, normalisers

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -62,6 +63,14 @@ def fitting_ranks(settings: RunnerSettings) -> int:
     if why_eager(settings, config, kv_layout(config, settings)) is not None:
         return 1
     return min(size, config.num_kv_heads)
+
+
+def fitting_stages(model_dir: Path) -> int:
+    """The stages that a partitioned model was partitioned for; 1 for others, since on one machine stages save neither
+    time nor memory. Raises ConfigurationError.
+    """
+    partition = read_partition(model_dir)
+    return 1 if partition is None else partition.degrees.pipeline
 
 
 def load_ranked_runner(

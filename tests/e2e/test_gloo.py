@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 import tandem
-from mesh.domain.kv import ALONE
 from tests.e2e.mesh_process import pools_are_whole
-from tests.e2e.test_ranks import ask, long_prompts, ranked_mesh, requests, wait_serving
+from tests.e2e.test_ranks import ONE, ask, long_prompts, ranked_mesh, requests, wait_serving
 
 GLOO = ("--set", "prefill.kv_transports=gloo", "--set", "decode.kv_transports=gloo", "--log-level", "debug")
 ASKED = [*requests(40), *long_prompts()]
@@ -27,9 +26,9 @@ def ids(answers: list[tuple[tandem.Token, ...]]) -> list[list[int]]:
 @pytest.mark.timeout(600)
 async def test_kv_over_gloo(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     model = checkpoint("llama-tied")
-    async with ranked_mesh(model, tmp_path / "shm", ALONE, ALONE) as (_, client):
+    async with ranked_mesh(model, tmp_path / "shm", ONE, ONE) as (_, client):
         expected = await ask_in_turn(client)
-    async with ranked_mesh(model, tmp_path / "gloo", ALONE, ALONE, *GLOO) as (running, client):
+    async with ranked_mesh(model, tmp_path / "gloo", ONE, ONE, *GLOO) as (running, client):
         assert await ask_in_turn(client) == expected  # with log-probs
         await pools_are_whole(client)
         logs = "".join(path.read_text() for path in running.log_dir.glob("*.log"))
@@ -40,7 +39,7 @@ async def test_kv_over_gloo(checkpoint: Callable[[str], Path], tmp_path: Path) -
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 async def test_workers_that_start_again_get_new_pairs(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, ALONE, ALONE, *GLOO) as (running, client):
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, ONE, ONE, *GLOO) as (running, client):
         expected = ids(await ask(client, ASKED))
         for role in ("prefill", "decode", "prefill"):
             await wait_serving(client, role, running.signal(f"{role}_worker", signal.SIGKILL))

@@ -4,12 +4,14 @@ import { get, saveKey } from "./api.js";
 import { $, make, say } from "./dom.js";
 import { Speeds } from "./speeds.js";
 import { Running } from "./running.js";
+import { storedTheme, useTheme } from "./theme.js";
 import { PHASES, Traces, showIncidents } from "./traces.js";
 import { bytes, count } from "./units.js";
 import { Side } from "./workers.js";
 
 const INTERVAL_MS = 1000;
 
+useTheme(storedTheme());
 const speeds = new Speeds();
 const sides = { prefill: new Side($("prefill")), decode: new Side($("decode")) };
 const traces = new Traces($("traces"), $("no-traces"));

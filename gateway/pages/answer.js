@@ -16,6 +16,9 @@ const BUDGET_MS = 8; // for building elements, within a frame
 const ENDINGS = { stop: "complete", length: "length limit", stopped: "stopped by you", error: "failed", running: "left while it ran" };
 const seconds = (ms) => (ms < 950 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
+/** Let the browser draw between the chunks of a burst. Hidden pages, whose timers are slow, go on. */
+const nextTask = () => new Promise((resolve) => (document.hidden ? resolve() : setTimeout(resolve))).then(() => performance.now());
+
 /** True if the answer can be continued. */
 export const isOpen = (node) => node.ids.length > 0 && node.ending !== "stop" && node.ending !== null;
 
@@ -75,12 +78,14 @@ export class AnswerView {
     try {
       const options = { stream_options: { include_usage: true }, return_token_ids: true };
       let reason = null;
+      let breath = performance.now();
       for await (const chunk of stream(path, { ...(await makeBody()), ...options }, signal)) {
         signal.throwIfAborted();
         if (chunk.usage) this.node.figures.prompt ??= chunk.usage.prompt_tokens;
         const choice = chunk.choices[0];
         reason = choice?.finish_reason ?? reason;
         if (choice && take(choice)) this.#count(begun, choice);
+        if (performance.now() - breath > BUDGET_MS) breath = await nextTask();
       }
       this.node.ending = reason ?? "stop";
     } catch (error) {

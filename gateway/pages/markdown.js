@@ -87,7 +87,7 @@ export class Builder {
   }
 
   heading(token, range) {
-    return this.inline(make(`h${Math.min(6, token.depth + 2)}`, { class: `h${token.depth}` }), token.tokens, range);
+    return this.inline(make(`h${Math.min(6, token.depth + 1)}`, { class: `h${token.depth}` }), token.tokens, range);
   }
 
   loose(token, range) {

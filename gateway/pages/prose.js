@@ -81,7 +81,7 @@ export class Prose {
 
   #openEnd(builder, tokens, start) {
     const [token] = tokens;
-    if (token.type === "list" && token.items.length > OPEN_ITEMS) return this.#splitList(builder, token, start);
+    if (token.type === "list" && token.items.length > OPEN_ITEMS && token.raw.endsWith(token.items.at(-1).raw) && token.items.at(-1).text) return this.#splitList(builder, token, start);
     if (token.type === "table" && token.rows.length > OPEN_ITEMS) return this.#splitTable(builder, token, start);
     if (token.raw.length > MAX_OPEN && tokens.length === 1) {
       if (token.type === "code" && FENCE.test(token.raw)) return this.#startFence(token, start);

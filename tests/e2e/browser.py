@@ -48,7 +48,7 @@ async def ask(page: Page, question: str) -> str:
 async def ended(page: Page) -> str:
     """The last answer's text, as it is shown, once it has ended."""
     await expect(page.locator("#send")).to_be_visible(timeout=4 * WAIT_MS)
-    return await last_answer(page).locator(".text").inner_text()
+    return await last_answer(page).locator("> .text").inner_text()
 
 
 def last_answer(page: Page) -> Locator:
@@ -58,7 +58,7 @@ def last_answer(page: Page) -> Locator:
 async def source(page: Page) -> str:
     """The last answer as the model wrote it."""
     await last_answer(page).get_by_role("button", name="Tokens").click()
-    text = await last_answer(page).locator(".text .plain").text_content()
+    text = await last_answer(page).locator("> .text .plain").text_content()
     await last_answer(page).get_by_role("button", name="Tokens").click()
     return text or ""
 

@@ -2,7 +2,7 @@
 
 The pages are static and need no key; the routes that they call do. Their content security policy lets them load from
 and call this gateway only, and forbids inline scripts. Trusted types are required and none are defined, so text from a
-model cannot become markup even by mistake.
+model cannot become markup even by mistake: Markdown becomes elements one by one.
 """
 
 import time

@@ -47,6 +47,7 @@ function render(limit = FEW) {
 
 /** Save, and show the list anew. */
 async function keep(saved) {
+  if (saved.isRemoved) return;
   saved.title ||= titleOf(saved);
   try {
     await store.save(saved);
@@ -110,7 +111,7 @@ async function work(views, run) {
   keep(here);
   const saving = setInterval(() => {
     for (const { node, draft } of views) Object.assign(node, draft.stored);
-    store.save(here).catch(() => {});
+    if (!here.isRemoved) store.save(here).catch(() => {});
   }, SAVE_EVERY_MS);
   await Promise.all(ended);
   clearInterval(saving);
@@ -126,6 +127,7 @@ async function work(views, run) {
 }
 
 function removeTurn(node) {
+  stop();
   remove(chat, node);
   render();
   if (Object.keys(chat.nodes).length) keep(chat);
@@ -172,7 +174,17 @@ async function rename(id, title) {
   if (renamed === chat) document.title = `${title} – Tandem`;
 }
 
-const sidebar = new Sidebar({ current: () => chat, open: openChat, renamed: rename, removed: (id) => id === chat.id && (stop(), startNew()) });
+/** A conversation has been deleted: end what runs for it. */
+function removed(id) {
+  for (const run of runs) {
+    if (run.chat.id !== id) continue;
+    run.chat.isRemoved = true;
+    run.controller.abort();
+  }
+  if (id === chat.id) startNew();
+}
+
+const sidebar = new Sidebar({ current: () => chat, open: openChat, renamed: rename, removed });
 
 let isAtEnd = true;
 const page = $("scroller");

@@ -41,7 +41,7 @@ export class Sidebar {
     $("sidebar").hidden = !isOpen;
     $("scrim").hidden = !(isOpen && this.isOverlay);
     $("menu").setAttribute("aria-expanded", isOpen);
-    if (isOpen && this.isOverlay) $("search").focus();
+    if (isOpen && this.isOverlay) $("new-chat").focus(); // not the search: phones would open their keyboard
   }
 
   async refresh() {

@@ -42,23 +42,22 @@ export function edit(item, node, actions) {
 }
 
 /** Buttons under an answer, as far as they make sense in its state. */
-export function showActions(chat, view, actions) {
+export function showActions(chat, view, actions, isPair = view.element.parentElement?.className === "pair") {
   const { node } = view;
   const copy = button("Copy", () => copyText(copy, node.content.text));
   const source = button("Tokens", () => {
     view.setPlain(!view.isPlain);
     source.setAttribute("aria-pressed", view.isPlain);
   }, { "aria-pressed": view.isPlain, title: "The text as the model wrote it, token by token" });
-  const pair = pairOf(chat, node);
   const list = view.isRunning ? [] : [
     ...(node.ending === "error" ? [button("Retry", () => actions.retry(view), { class: "strong" })] : []),
     ...(isOpen(node) && node.ending !== "error" ? [button("Continue", () => actions.proceed(view), { class: "strong" })] : []),
-    ...(pair ? [button("Keep this one", () => actions.keep(node), { class: "strong" })] : []),
+    ...(isPair ? [button("Keep this one", () => actions.keep(node), { class: "strong" })] : []),
     ...(node.content.text ? [copy] : []),
     button("Regenerate", () => actions.regenerate(node)),
     ...(node.tokens.length ? [source] : []),
     button("Delete", () => actions.remove(node)),
-    ...(pair ? [] : switcher(chat, node, actions)),
+    ...(isPair ? [] : switcher(chat, node, actions)),
   ];
   view.actions.replaceChildren(...list);
 }
@@ -88,7 +87,7 @@ export class Turns {
       const view = this.view(each);
       view.label.hidden = !pair;
       view.label.textContent = `${each.model ?? "Model"}, temperature ${each.temperature ?? "default"}`;
-      showActions(chat, view, this.actions);
+      showActions(chat, view, this.actions, Boolean(pair));
       return view.element;
     });
     return make("li", { class: pair ? "pair" : "single" }, ...shown);

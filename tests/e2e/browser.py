@@ -48,7 +48,9 @@ async def ask(page: Page, question: str) -> str:
 async def ended(page: Page) -> str:
     """The last answer's text, as it is shown, once it has ended."""
     await expect(page.locator("#send")).to_be_visible(timeout=4 * WAIT_MS)
-    return await last_answer(page).locator("> .text").inner_text()
+    return (
+        await last_answer(page).locator("> .text").text_content() or ""
+    )  # not inner_text: it skips what is out of view
 
 
 def last_answer(page: Page) -> Locator:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,42 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     writer.close()
+
+
+async def test_the_model_is_chosen_and_two_are_compared() -> None:
+    models = {"object": "list", "data": [{"id": name, "max_model_len": 1000} for name in ("fake", "other")]}
+    asked: list[Any] = []
+    async with running_gateway() as gateway, browsing(gateway.url) as page:
+        await page.route("**/v1/models", lambda route: route.fulfill(json=models))
+        page.on("request", lambda each: each.url.endswith("/chat/completions") and asked.append(each.post_data_json))
+        await page.reload()
+        picker = page.get_by_label("The model that answers")
+        await picker.select_option("other")
+        await page.reload()
+        await expect(picker).to_have_value("other")
+        await page.get_by_role("button", name="Compare").click()
+        await expect(page.get_by_label("Second model")).to_have_value("fake")
+        await ask(page, "Tell me")
+        assert [each["model"] for each in asked] == ["other", "fake"]
+        await expect(page.locator(".pair .answer > .text")).to_have_text([Script().story] * 2)
+        await expect(page.locator(".pair .label")).to_have_text([re.compile("^other, "), re.compile("^fake, ")])
+
+
+async def test_a_deleted_conversation_stays_deleted() -> None:
+    script = Script(hold_after_messages=8)
+    async with running_gateway(script) as gateway, browsing(gateway.url) as page:
+        await page.get_by_label("Message", exact=True).fill("Tell me")
+        await page.keyboard.press("Enter")
+        await asyncio.wait_for(script.holding.wait(), 30)
+        await page.locator(".chat-item").hover()
+        delete = page.locator(".chat-item .tools button").last
+        await delete.click()
+        await delete.click()
+        await asyncio.wait_for(script.cancelled.wait(), 30)
+        await expect(page.locator("#chats .name")).to_have_count(0)
+        await expect(page.locator("#welcome")).to_be_visible()
+        await page.reload()
+        await expect(page.locator("#chats .none")).to_be_visible()
 
 
 async def test_settings_are_remembered() -> None:

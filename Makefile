@@ -5,7 +5,7 @@ TYPED := client/tandem router prefill_worker decode_worker rank_worker kvtransfe
 SOURCES := $(TYPED) tests
 FAST := 'not gpu and not soak'
 
-.PHONY: demo up test retest lint protos wheels parity test-gpu chaos soak defects bench clean
+.PHONY: demo up test retest lint protos wheels parity test-gpu chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
@@ -60,6 +60,10 @@ bench: .venv/.installed  ## Speed of the mesh, of its engine alone, and of each 
 	$(BIN)/python -m bench.serving
 	$(BIN)/python -m bench.transfer
 	$(BIN)/python -m bench.attention
+
+AGAINST ?= HEAD~1
+bench-guard: .venv/.installed  ## Has the last commit made anything slower? Both commits in turns (~15 minutes). AGAINST=COMMIT for another one.
+	$(BIN)/python -m bench.guard --against $(AGAINST)
 
 clean:  ## Remove what the other targets made.
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build client/build *.egg-info client/*.egg-info

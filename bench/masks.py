@@ -76,6 +76,15 @@ class Costs:
     apply_s: list[float] = field(default_factory=list)
 
 
+class _WaitingMasks(TokenMasks):
+    """Masks whose computation can be waited for."""
+
+    def make(self, sequences: list[SequenceState]) -> None:
+        """Compute the masks for the next token of each sequence."""
+        self.begin(sequences)
+        self._masking.submit(int).result()  # its only thread has done what came before
+
+
 def main() -> None:
     """Print one row per vocabulary size and batch size."""
     arguments = _arguments()
@@ -111,12 +120,12 @@ def measure(folder: Path, vocab_size: int, eos_token: int, num_seqs: int, num_st
     costs, compiler = Costs(), GrammarCompiler(folder)
     costs.load_s = _cpu_s(lambda: compiler.compile(Structure(StructureKind.JSON_OBJECT)))
     costs.compile_s = _cpu_s(lambda: compiler.compile(_STRUCTURE))
-    masks = TokenMasks(compiler, vocab_size)
+    masks = _WaitingMasks(compiler, vocab_size)
     sequences = [_sequence(str(index)) for index in range(num_seqs)]
     generator = torch.Generator().manual_seed(0)
     for step in range(num_steps):
         logits = torch.randn(num_seqs, vocab_size, generator=generator)
-        costs.make_s.append(_cpu_s(lambda: _make(masks, sequences)) / num_seqs)
+        costs.make_s.append(_cpu_s(lambda: masks.make(sequences)) / num_seqs)
         started_s = time.process_time()
         chosen = masks.apply(logits, logits).argmax(1).tolist()
         plain_s = _cpu_s(lambda logits=logits: logits.argmax(1))
@@ -127,11 +136,6 @@ def measure(folder: Path, vocab_size: int, eos_token: int, num_seqs: int, num_st
                 masks.forget(sequences[index])
                 sequences[index] = _sequence(f"{index}-{step}")
     return costs
-
-
-def _make(masks: TokenMasks, sequences: list[SequenceState]) -> None:
-    masks.begin(sequences)
-    masks.wait()
 
 
 def _sequence(name: str) -> SequenceState:

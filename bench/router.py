@@ -13,8 +13,11 @@ of their own, so only the mesh can prevent linear scaling.
 
 import argparse
 import asyncio
+import json
 import os
+import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 from rich.console import Console
@@ -80,6 +83,15 @@ def show(runs: list[list[RouterRun]]) -> None:
     Console().print(table)
 
 
+def _medians(runs: list[list[RouterRun]]) -> dict[str, float]:
+    return {
+        f"router, {of_number[0].clients} clients, CPU ms / 1,000 tokens": statistics.median(
+            run.cpu_ms_per_1000_tokens for run in of_number
+        )
+        for of_number in zip(*runs, strict=True)
+    }
+
+
 def show_scaling(runs: list[list[RouterRun]], replicas: list[int]) -> None:
     """Print medians by number of decode workers, relative to the first number."""
     table = Table("decode workers", "clients", "tokens/s", "of linear", "gap p50 / p99 ms")
@@ -111,12 +123,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--replicas", type=int, nargs="+", help="measure scaling over these numbers of decode workers")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the medians there")
     args = parser.parse_args()
     if args.replicas:
         scaling = [asyncio.run(measure_scaling(args.replicas, args.tokens)) for _ in range(args.repeats)]
         show_scaling(scaling, args.replicas)
     else:
-        show([asyncio.run(measure(args.clients, args.tokens)) for _ in range(args.repeats)])
+        runs = [asyncio.run(measure(args.clients, args.tokens)) for _ in range(args.repeats)]
+        show(runs)
+        if args.json:
+            args.json.write_text(json.dumps(_medians(runs)))
 
 
 if __name__ == "__main__":

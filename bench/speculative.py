@@ -93,7 +93,6 @@ class Engine:
 
     def answer(self, prompts: Sequence[list[int]], eos: frozenset[int], temperature: float) -> ArmRun:
         """Answer all prompts in one batch. The time includes the prefill."""
-        self._engine.prepare_thread()
         order = {}
         before = self._scheduler.load()
         for index, prompt in enumerate(prompts):

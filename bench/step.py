@@ -11,6 +11,7 @@ phases of a step.
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import tempfile
@@ -80,6 +81,8 @@ def main() -> None:
         console.print(
             _speed_of_one(variant, size, statistics.median(times[variant, _ONE]), statistics.median(read[variant]))
         )
+    if options.json:
+        options.json.write_text(json.dumps(_medians(times)))
     if options.parts:
         for variant in variants:
             console.print(_phases_table(variant, options.batch, phases_ms))
@@ -95,6 +98,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", action="store_true", help="also print the phases of a step")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the medians there")
     return parser.parse_args()
 
 
@@ -126,6 +130,11 @@ def _times_table(variants: Sequence[Variant], batches: Sequence[int], times: Tim
         cells = (times[variant, batch] for batch in (_PROMPT, *batches))
         table.add_row(str(variant), *(f"{statistics.median(ms):.1f} ({min(ms):.1f}..{max(ms):.1f})" for ms in cells))
     return table
+
+
+def _medians(times: Times) -> dict[str, float]:
+    names = {key: f"prompt of {_PROMPT_TOKENS}" if key[1] == _PROMPT else f"step of {key[1]}" for key in times}
+    return {f"{key[0]}, {names[key]}, ms": statistics.median(ms) for key, ms in times.items()}
 
 
 def _ratios(variant: Variant, batches: Sequence[int], times: Times) -> str:

@@ -9,6 +9,7 @@ buffers of one process, in turn with the transfers. It is a bound that no transp
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import random
 import statistics
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -91,7 +93,8 @@ def receive(plan: TransferBenchPlan, pipe: Connection) -> None:
 
 
 async def _receive(plan: TransferBenchPlan, pipe: Connection) -> None:
-    receiver = KVReceiver(make_cache(), "bench", ReceiverCallbacks(lambda *_: None, lambda *_: None))
+    callbacks = ReceiverCallbacks(lambda *_: None, lambda *_: None)
+    receiver = KVReceiver(make_cache(), "bench", callbacks, TransferSettings(transports=plan.transports))
     for transport in plan.transports:
         for num_tokens in plan.num_tokens:
             for run in range(plan.num_runs + 1):
@@ -169,9 +172,9 @@ class Bench:
             await sender.close()
 
 
-async def measure(plan: TransferBenchPlan, address: str, receiver_pid: int, table: Table) -> None:
-    """Measure all lengths and transports, and add the rows to `table`."""
-    bench = Bench(plan, address, receiver_pid)
+async def measure(plan: TransferBenchPlan, address: str, receiver_pid: int, table: Table) -> dict[str, float]:
+    """Measure all lengths and transports, and add the rows to `table`; returns their milliseconds."""
+    bench, medians_ms = Bench(plan, address, receiver_pid), {}
     for num_tokens in plan.num_tokens:
         megabytes = LAYOUT.num_blocks_for(num_tokens) * LAYOUT.block_bytes / 1e6
         copy_s, figures = await bench.measure(num_tokens)
@@ -181,7 +184,9 @@ async def measure(plan: TransferBenchPlan, address: str, receiver_pid: int, tabl
             speeds = (f"{megabytes / copy_s / 1e3:.1f}", f"{megabytes / seconds / 1e3:.2f}", f"{copy_s / seconds:.0%}")
             times = (f"{seconds * 1e3:.1f}", f"{statistics.median(figure.tail_s[1:]) * 1e3:.1f}")
             table.add_row(name, str(num_tokens), f"{megabytes:.1f}", *speeds, *times, *cpu_ms)
+            medians_ms[f"KV of {num_tokens} tokens, {name}, ms"] = 1e3 * seconds
     await bench.close()
+    return medians_ms
 
 
 def quiet() -> None:
@@ -191,10 +196,11 @@ def quiet() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description="GB/s of each KV transport")
-    parser.add_argument("--transports", default="shm,grpc")
+    parser.add_argument("--transports", default="shm,gloo,grpc")
     parser.add_argument("--tokens", default="256,512,1024,1500")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--chunk-bytes", type=int, default=TransferSettings().chunk_bytes)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the medians there")
     options = parser.parse_args(argv)
     tokens = tuple(int(count) for count in options.tokens.split(","))
     plan = TransferBenchPlan(tuple(options.transports.split(",")), tokens, options.runs, options.chunk_bytes)
@@ -208,11 +214,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     table = Table(*columns, "sender CPU ms/100 MB", "receiver", title="KV transfer, medians")
     try:
         assert process.pid is not None
-        asyncio.run(measure(plan, ours.recv(), process.pid, table))
+        medians_ms = asyncio.run(measure(plan, ours.recv(), process.pid, table))
     finally:
         ours.send(None)
         process.join()
     Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps(medians_ms))
 
 
 if __name__ == "__main__":

@@ -198,9 +198,14 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """Read a JSON object from a file. A missing `optional` file gives an empty one. Raises ConfigurationError."""
     if optional and not path.exists():
         return {}
+    return parse_json_object(_read_bytes(path), path)
+
+
+def parse_json_object(text: bytes, path: Path) -> dict[str, Any]:
+    """Parse a JSON object that a file contains. Raises ConfigurationError with the file's name."""
     try:
-        content = json.loads(_read_bytes(path))
-    except ValueError as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} must hold a JSON object")

@@ -1,12 +1,12 @@
 """Opens a Hugging Face checkpoint: which safetensors file holds which tensor. Only the headers are read."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint.model_files import parse_json_object, read_json
 from mesh.domain.errors import ConfigurationError
 
 SINGLE_FILE = "model.safetensors"
@@ -48,10 +48,9 @@ def read_sample(tensor: StoredTensor) -> bytes:
 
 
 def _read_sharded(model_dir: Path, index_path: Path) -> dict[str, StoredTensor]:
-    try:
-        weight_map: dict[str, str] = json.loads(index_path.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{index_path} is not a safetensors index: {error!r}") from error
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigurationError(f"{index_path} is not a safetensors index: weight_map must map tensors to file names")
     tensors: dict[str, StoredTensor] = {}
     for file_name, name in sorted({file_name: name for name, file_name in weight_map.items()}.items()):
         if Path(file_name).name != file_name:
@@ -73,8 +72,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 2 <= length <= size - _LENGTH_BYTES:
                 raise ConfigurationError(f"{path} is truncated or not a safetensors file ({size} bytes)")
-            header: dict[str, Any] = json.loads(file.read(length))
-    except (OSError, ValueError) as error:
+            header = parse_json_object(file.read(length), path)
+    except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
     header.pop("__metadata__", None)
     tensors = {name: _stored(path, name, entry, _LENGTH_BYTES + length) for name, entry in header.items()}

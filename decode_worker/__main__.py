@@ -10,8 +10,8 @@ from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from mesh.v1 import decode_pb2_grpc
 from worker.engine_host import EngineLimits, Load, load_runner
-from worker.main import Worker
 from worker.metrics import DecodeMetrics
+from worker.worker import Worker
 
 
 async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
@@ -40,7 +40,7 @@ async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
             on_committed=lambda transfer_id, first_token: service.on_committed(transfer_id, first_token),
             on_failed=lambda transfer_id, error: service.on_transfer_failed(transfer_id, error),
         ),
-        TransferSettings(transports=tuple(settings.kv_transports.split(","))),
+        TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric),
     )
     service = DecodeService(
         worker.engine,

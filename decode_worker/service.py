@@ -55,8 +55,8 @@ class DecodeService:
         _fail                the worker gives it up: a Failed event tells the router
         on_step              its last token goes out; the engine has freed its blocks already
     All of them _forget it: from then on its key is unknown, its spans and its timer have ended. The first two do so by
-    _end, which also fails the forks that wait for it, and spawns _release: the task that frees its blocks once nothing
-    writes to them.
+    _retire, which also fails the forks that wait for it, and spawns _release: the task that frees its blocks once
+    nothing writes to them.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class DecodeService:
         if request.time_left_s is not None:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
-        endings += [self._end(attempt) for attempt in attempts]
+        endings += [self._retire(attempt) for attempt in attempts]
         entry.span = begin_span("decode_worker", "decode", request)
         return entry
 
@@ -141,9 +141,8 @@ class DecodeService:
         try:
             if endings:
                 await asyncio.wait(endings)
-            for sequence in (entry.sequence, *entry.sequence.forks):
-                if not await self._prepare(sequence):
-                    return
+            if not await self._prepare([*entry.sequence.forks, entry.sequence]):
+                return
             if transfer_id:
                 await self._reserve(session, entry, transfer_id)
             else:
@@ -156,12 +155,16 @@ class DecodeService:
             log.error("cannot start a sequence", request_id=key[0], exc_info=error)
             self._fail(key, SequenceFailure.INTERNAL, str(error))
 
-    async def _prepare(self, sequence: SequenceState) -> bool:
-        """Prepare the sequence's grammar. If that fails, fail the sequence and return False."""
+    async def _prepare(self, choices: list[SequenceState]) -> bool:
+        """Prepare the grammar of a request's choices, the main one last. If that fails, fail all of them and return
+        False.
+        """
         try:
-            await self._engine.prepare(sequence)
+            for sequence in choices:
+                await self._engine.prepare(sequence)
         except InvalidRequest as error:
-            self._fail(sequence.key, SequenceFailure.REFUSED, str(error))
+            for sequence in choices:  # forks first: they would be replayed if their prompt's sequence ended before
+                self._fail(sequence.key, SequenceFailure.REFUSED, str(error))
             return False
         return True
 
@@ -189,9 +192,9 @@ class DecodeService:
         """End a sequence of the session in any state; ignored if the session has no such sequence."""
         session.drop(key)
         if key in session.entries:
-            self._end(key)
+            self._retire(key)
 
-    def _end(self, key: SequenceKey) -> "asyncio.Task[None]":
+    def _retire(self, key: SequenceKey) -> "asyncio.Task[None]":
         """Forget a sequence. The returned task ends when the engine has been told to free its blocks."""
         entry = self._forget(key).entry
         for fork in entry.forks:
@@ -227,7 +230,7 @@ class DecodeService:
             step.outputs.append(output)
             if output.cached_tokens:
                 self._metrics.cached(output.cached_tokens)
-            owner.entry.forks.clear()
+            owner.entry.forks.clear()  # its first step has started them
             if output.finish_reason is not None:
                 self._forget(key)
         for session, step in steps.values():
@@ -263,7 +266,7 @@ class DecodeService:
         owner = self._owners.get(key)
         if owner is not None:
             mark_failed(owner.entry.span, reason.value)
-            self._end(key)
+            self._retire(key)
             self._metrics.failed(reason.value)
             log.info("sequence failed", request_id=key[0], attempt=key[1], reason=reason.value, detail=detail)
             self._send(owner.session, Failed(key, reason, detail))
@@ -281,9 +284,8 @@ class DecodeService:
         end_span(owner.entry.span)
         if owner.entry.deadline is not None:
             owner.entry.deadline.cancel()
-        asyncio.get_running_loop().call_soon(
-            self._note_idle
-        )  # later, so that a release task that follows counts as work
+        # Later, so that a release task that follows counts as work.
+        asyncio.get_running_loop().call_soon(self._note_idle)
         return owner
 
     def _spawn(

@@ -69,6 +69,7 @@ class Session:
     entries: dict[SequenceKey, SessionEntry] = field(default_factory=dict)
     _outbox: asyncio.Queue[Event | None] = field(default_factory=lambda: asyncio.Queue(MAX_UNSENT_EVENTS))
     _overrun: bool = False
+    _is_ended: bool = False
     _in_parts: dict[SequenceKey, deque[SequenceOutput]] = field(default_factory=dict)
     """Outputs per sequence that wait until the parts of a long prompt's log-probs before them have been sent."""
 
@@ -82,7 +83,8 @@ class Session:
 
     def end(self) -> None:
         """Let `events` return once all queued events are sent. The caller accepts no more commands."""
-        with contextlib.suppress(asyncio.QueueFull):  # an overrun session ends anyway
+        self._is_ended = True
+        with contextlib.suppress(asyncio.QueueFull):  # a reader of a full queue does not wait
             self._outbox.put_nowait(None)
 
     def drop(self, key: SequenceKey) -> None:
@@ -93,14 +95,12 @@ class Session:
         """Yield events as they come. The log-probs of a long prompt are sent in parts, interleaved with events of other
         sequences. Raises Overloaded if the router has too many unread events.
         """
-        while True:
+        while self._in_parts or not (self._is_ended and self._outbox.empty()):
             event = Step([]) if self._in_parts and self._outbox.empty() else await self._outbox.get()
             if self._overrun:
                 raise Overloaded(f"the router has left {MAX_UNSENT_EVENTS} messages unread")
-            if event is None:
-                while self._in_parts:
-                    yield self._with_part(Step([]))
-                return
+            if event is None:  # from `end`
+                continue
             if isinstance(event, Failed):
                 self.drop(event.key)
             yield self._with_part(event) if isinstance(event, Step) else event

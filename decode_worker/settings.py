@@ -6,7 +6,7 @@ from checkpoint.source import ModelSource
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
-from worker.settings import WorkerSettings, require_not_negative, require_positive
+from worker.settings import WorkerSettings, parse_transports, require_not_negative, require_positive, require_protected
 
 SPECULATIONS = ("auto", "none", "ngram", "draft")
 _USUAL_DRAFTS = 8
@@ -28,7 +28,7 @@ class DecodeSettings(WorkerSettings):
         "maximum tokens of one step when prompts are prefilled here: prompt chunks get the tokens that running "
         "sequences leave; never below max_rolling_batch_size, one token per sequence",
     )
-    kv_transports: str = setting("shm,grpc", "transports for KV that this worker accepts")
+    kv_transports: str = setting("shm,grpc", "transports for KV that this worker accepts: shm, gloo, nccl, grpc")
     speculative: str = setting(
         "auto",
         "speculative decoding: none, ngram (continuations of earlier occurrences), draft (a smaller model); "
@@ -43,6 +43,7 @@ class DecodeSettings(WorkerSettings):
         super().__post_init__()
         require_positive(self, "max_rolling_batch_size", "max_step_tokens")
         require_not_negative(self, "max_batch_total_tokens")
+        require_protected(self, self.transports)
         if self.speculative not in SPECULATIONS:
             raise ConfigurationError(f"speculative must be one of {', '.join(SPECULATIONS)}, got {self.speculative!r}")
         if not 0 <= self.num_speculative_tokens <= _MAX_DRAFTS:
@@ -53,6 +54,11 @@ class DecodeSettings(WorkerSettings):
             raise ConfigurationError("speculative=draft needs a draft_model")
         if self.speculative in ("none", "ngram") and self.draft_model:
             raise ConfigurationError(f"draft_model={self.draft_model} and speculative={self.speculative} do not fit")
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The names in kv_transports. Raises ConfigurationError."""
+        return parse_transports(self.kv_transports)
 
     @property
     def step_tokens(self) -> int:

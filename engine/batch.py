@@ -1,7 +1,6 @@
 """Input and output of one engine step: ScheduledBatch and RunnerOutput, and the contract of the Runner between them.
 
-A batch is in flight from `schedule` to `update`. The engine has at most one; the scheduler could have several, such as
-one per pipeline stage: BatchesInFlight.
+A batch is in flight from `schedule` to `update`. There may be as many as the model has pipeline stages.
 """
 
 from collections.abc import Callable, Iterable
@@ -69,7 +68,8 @@ class ScheduledBatch:
 class RunnerOutput:
     """The result of a step for one item of the batch.
 
-    `tokens` is empty unless the item needs sampling; then it has one token, plus one for each draft that was right.
+    `tokens` is empty unless the item needs sampling; then it has one token, plus one for each draft that was right. It
+    has none if the drafts have spoiled the step: the KV of the item is cleared, and is computed again without drafts.
     `prompt_logprobs`, only if requested, has one entry for each prompt token at positions `start + 1 .. end`; the first
     prompt token has none. With a `failure` the sequence ends and its tokens are invalid: InvalidRequest if the grammar
     of its structure fails, ModelFailed if the model computed NaN or infinity.
@@ -84,12 +84,12 @@ LayerHook = Callable[[ScheduledBatch, int, int], None]
 """Called as `hook(batch, first_layer, num_layers)` once the step has written the KV of those layers to the cache."""
 
 
+FinishBatch = Callable[[], list[RunnerOutput]]
+"""Waits for the end of a step; returns one output per item of its batch, in order."""
+
+
 class Runner(Protocol):
     """Executes batches. Plug point: ModelRunner, and fakes in tests."""
-
-    def prepare_thread(self) -> None:
-        """Called once, before any other method, by the thread that will call `run`."""
-        ...
 
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
         """Start to prepare what the sequence needs besides the model, such as a compiled grammar, on another thread.
@@ -99,8 +99,13 @@ class Runner(Protocol):
         """
         ...
 
+    @property
+    def borrows_cores(self) -> bool:
+        """True if steps are computed on cores that `use_cores` has lent."""
+        ...
+
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """Set the cores that the next `run` may use besides the worker's own. Called before each `run`, by its thread.
+        """Set the cores that the next `begin` may use besides the worker's own. Called before each, by its thread.
 
         The cores may change from step to step. Threads that compute on them are started in
         `engine.cores.threads_born_on`.
@@ -108,11 +113,13 @@ class Runner(Protocol):
         ...
 
     def clear_blocks(self, block_ids: list[int]) -> None:
-        """Fill blocks with zeros. They must have a single holder. Called by the same thread as `run`."""
+        """Fill blocks with zeros. They must have a single holder. Called by the same thread as `begin`."""
         ...
 
-    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
-        """Compute one step; returns one output per item, in order. Called by one thread; does not modify sequences."""
+    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
+        """Begin to compute a step. Steps in flight are finished in the order in which they began, by the same thread.
+        Does not modify sequences.
+        """
         ...
 
     def forget(self, sequence: SequenceState) -> None:
@@ -120,18 +127,21 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None:
-        """End the processes that compute for this runner. Called after the last `run`, on the thread that loaded it."""
+        """End the processes that compute for this runner. Called after the last step, on the thread that loaded it."""
         ...
 
 
 class BatchesInFlight:
-    """The batches in flight of one scheduler, by number. Today at most one: a step schedules, runs and updates."""
+    """The batches in flight of one scheduler, by number."""
 
     def __init__(self) -> None:
         self._last_number = 0
         self._keys: dict[int, tuple[SequenceKey, ...]] = {}
         self._computing: set[SequenceKey] = set()
         self._aborted: dict[SequenceKey, SequenceState] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     @property
     def aborted(self) -> Iterable[SequenceState]:

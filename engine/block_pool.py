@@ -1,8 +1,8 @@
-"""BlockPool: reference counts of KV blocks, and an index of cached blocks by content hash. Block ids only, no tensors.
+"""KV blocks by id: reference counts, an index of cached blocks by content hash, sharing between sequences. No tensors.
 
-A block is held (reference count > 0), cached (free, but its content can be found by hash and reused), or blank.
-Cached blocks are evicted oldest first, and only when no blank block remains. (PagedAttention, Kwon et al. 2023, §4.3;
-hash-chained prefix caching as in vLLM.)
+In the BlockPool a block is held (reference count > 0), cached (free, but its content can be found by hash and reused),
+or blank. Cached blocks are evicted oldest first, and only when no blank block remains. (PagedAttention, Kwon et al.
+2023, §4.3; hash-chained prefix caching as in vLLM.)
 
 Two parts of the scheduler share blocks between sequences. PrefixCache finds cached blocks with a sequence's leading
 tokens, and publishes the sequence's own full blocks. Forks are several choices of one prompt that share its KV (copy on
@@ -164,10 +164,12 @@ class PrefixCache:
     whole_prompts: bool
 
     def hashes(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of all full blocks of the sequence."""
+        """Hashes of all full blocks of a sequence that waits for a slot. Computed once."""
         if not self.enabled:
             return []
-        return block_hashes(sequence.token_ids, self.block_size, *self._scope(sequence))
+        if sequence.waiting_hashes is None:
+            sequence.waiting_hashes = block_hashes(sequence.token_ids, self.block_size, *self._scope(sequence))
+        return sequence.waiting_hashes
 
     def reusable(self, sequence: SequenceState) -> list[BlockHash]:
         """Hashes of the leading blocks that the sequence may reuse if they are cached. They exclude the last token."""

@@ -37,7 +37,7 @@ def _run(settings: RunnerSettings) -> None:
     sequence.block_table = [0, 1]
     for count in (_PROMPT_TOKENS, 1):
         batch = ScheduledBatch((ScheduledSequence(sequence, sequence.num_computed_tokens, count),))
-        tokens = runner.run(batch)[0].tokens
+        tokens = runner.begin(batch)()[0].tokens
         sequence.num_computed_tokens += count
         sequence.token_ids += [token.id for token in tokens]
 

@@ -39,8 +39,10 @@ _POLL_INTERVAL_S = 0.0002
 class ComputeCores(Protocol):
     """Plug point: OwnCores and SharedCores decide which cores a step uses. Called by the engine's thread only."""
 
-    def begin_step(self) -> Cores:
-        """Record that a step begins. Returns the cores that it may use besides the worker's own."""
+    def begin_step(self, *, borrow: bool = True) -> Cores:
+        """Record that a step begins. Returns the cores that it may use besides the worker's own: none if it does not
+        `borrow` any.
+        """
         ...
 
     def must_yield(self) -> bool:
@@ -59,7 +61,7 @@ class ComputeCores(Protocol):
 class OwnCores:
     """A worker without a partner."""
 
-    def begin_step(self) -> Cores:
+    def begin_step(self, *, borrow: bool = True) -> Cores:
         return ()
 
     def must_yield(self) -> bool:
@@ -92,13 +94,15 @@ class SharedCores:
         self._words[self._busy_since] = self._words[self._borrows_since] = 0
         self._words[self._busy_since + 1] = os.getpid()
 
-    def begin_step(self) -> Cores:
+    def begin_step(self, *, borrow: bool = True) -> Cores:
         """Takes less than a microsecond, except for the wait."""
         words = self._words
         now_ns = time.monotonic_ns()
         words[self._busy_since] = now_ns
         if words[self._partner_borrows_since] not in (0, self._waited_for_ns):
             self._wait_for_own(now_ns)
+        if not borrow:
+            return ()
         partner_since_ns = words[self._partner_since]
         is_free = partner_since_ns == 0 or (
             now_ns - partner_since_ns >= _TRUSTED_FOR_NS and not _is_alive(words[self._partner_since + 1])

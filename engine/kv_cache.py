@@ -7,7 +7,7 @@ current stream, after the model's kernels, and return when the copy is complete.
 
 from collections.abc import Iterator, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -159,6 +159,36 @@ class KVCache:
         if flat.size != needed:
             raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
         return flat.reshape(span.layers.count, 2, len(block_ids), units.shape[3], span.heads.count, units.shape[5])
+
+
+class Blocks(Protocol):
+    """KVCache, and `engine.ranks.cache.ShardedKVCache`."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def span(self) -> KVSpan: ...
+
+    def payload_bytes(self, num_blocks: int, span: KVSpan) -> int: ...
+
+    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None: ...
+
+    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None: ...
+
+
+def clear_tail(cache: Blocks, block_id: int, first: int) -> None:
+    """Fill a block with zeros from token `first` on, in all layers. Called by the model's thread only."""
+    layout, span = cache.layout, cache.span
+    payload = bytearray(cache.payload_bytes(1, span))
+    cache.read_blocks([block_id], span, payload)
+    num_units = max(1, layout.block_size // layout.unit_tokens)
+    units: Bytes = np.frombuffer(payload, np.uint8).reshape(2 * span.layers.count, num_units, span.heads.count, -1)
+    unit, token = divmod(first, layout.unit_tokens)
+    units[:, unit + (token > 0) :] = 0
+    if token:  # int8: rows are zero if their scales are, which come last
+        units[:, unit, :, -(layout.unit_tokens - token) * SCALE_BYTES :] = 0
+    cache.write_blocks([block_id], span, payload)
 
 
 def elements(cache: Tensor) -> NDArray[Any]:

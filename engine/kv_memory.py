@@ -6,7 +6,7 @@ On CPU the system maps pages of the cache when they are first written. A cache t
 load, through the OOM killer. The ledger (engine/memory_ledger.py) therefore counts reservations, not pages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class KVMemory:
+class KVMemorySettings:
     """Settings for a worker's share of the memory for KV.
 
     All workers on a device together use `fraction` of the memory that is free or holds KV. With `utilization` they use
@@ -49,27 +49,40 @@ class KVMemory:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory for the KV of all workers on a device, in bytes, as one worker computes it once its weights are loaded."""
+    """Memory for the KV of all workers on a device, in bytes, as one worker computes it once its weights are loaded.
+
+    `own_mapped_bytes`: the part of its weights that stays in files, see Entry.
+    """
 
     memory: DeviceMemory
-    settings: KVMemory
+    settings: KVMemorySettings
     own_weights_bytes: int
     other_entries: Sequence[Entry]
-    own_mapped_bytes: int = 0
+    own_mapped_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def usable_bytes(self) -> int:
         """Memory that is free or filled by KV, minus memory for weights that are still to be loaded, and for weights in
-        mapped files, which the system counts as free.
+        mapped files, which the system counts as free. Files that several workers map are subtracted once.
         """
+        free_bytes = self.memory.free_bytes - sum(self._mapped_bytes.values())
         touched = sum(entry.touched_kv_bytes(self.memory) for entry in self.other_entries)
-        with_touched = self.memory.free_bytes + touched
+        with_touched = free_bytes + touched
         if self.memory.is_lazy:  # a process may have grown for other reasons than KV
             limit = max((entry.usable_bytes for entry in self.other_entries), default=0)
-            with_touched = max(self.memory.free_bytes, min(with_touched, limit))
+            with_touched = max(free_bytes, min(with_touched, limit))
         loading = sum(entry.missing_weights_bytes(self.memory) for entry in self.other_entries)
-        not_started = max(0, self.settings.shares - 1 - len(self.other_entries)) * self.own_weights_bytes
-        return max(0, with_touched - loading - not_started - self.own_mapped_bytes)
+        num_missing = max(0, self.settings.shares - 1 - len(self.other_entries))
+        not_started = num_missing * (self.own_weights_bytes - sum(self.own_mapped_bytes.values()))
+        return max(0, with_touched - loading - not_started)
+
+    @property
+    def _mapped_bytes(self) -> Mapping[str, int]:
+        """Weights in files that this worker or another one maps, by the identity of the files."""
+        mapped = dict(self.own_mapped_bytes)
+        for entry in self.other_entries:
+            mapped |= entry.mapped_bytes
+        return mapped
 
     @property
     def total_bytes(self) -> int:
@@ -131,29 +144,41 @@ class KVReservation:
     """One worker's entry in the ledger. The cache owns it: the memory stays reserved as long as the cache lives."""
 
     device: torch.device
-    settings: KVMemory
+    settings: KVMemorySettings
     weights_bytes: int
-    mapped_bytes: int = 0
+    mapped_bytes: Mapping[str, int] = field(default_factory=dict)
     summary: str = ""
     _ledger: MemoryLedger | None = field(default=None, repr=False)
     _held: HeldEntry | None = field(default=None, repr=False)
 
     @classmethod
     def enter(
-        cls, device: torch.device, settings: KVMemory, weights_bytes: int, mapped_bytes: int = 0
+        cls,
+        device: torch.device,
+        settings: KVMemorySettings,
+        weights_bytes: int,
+        mapped_bytes: Mapping[str, int] | None = None,
     ) -> "KVReservation":
-        """Announce the worker before it loads weights, of which `mapped_bytes` stay in files. If the folder is not
-        usable, log a warning and use no ledger.
+        """Announce the worker before it loads weights, of which `mapped_bytes` stay in files, see Entry. If the folder
+        is not usable, log a warning and use no ledger.
         """
-        reservation = cls(device, settings, weights_bytes, mapped_bytes)
+        reservation = cls(device, settings, weights_bytes, mapped_bytes or {})
         if settings.ledger is not None:
             try:
                 reservation._ledger = open_ledger(settings.ledger)
                 memory = device_memory(device)
-                reservation._held = reservation._ledger.enter(memory, settings.owner, weights_bytes)
+                reservation._held = reservation._ledger.enter(
+                    memory, settings.owner, weights_bytes, reservation.mapped_bytes
+                )
             except OSError as error:
                 log.warning("KV memory is not shared with other workers of this machine", error=str(error))
         return reservation
+
+    def add_ranks(self, pids: Sequence[int], kv_fd: int) -> None:
+        """Announce the worker's other ranks, which load their part of the weights, and the file of their KV."""
+        with self._locked():
+            if self._held is not None:
+                self._held.add_ranks(pids, kv_fd)
 
     @contextmanager
     def blocks(self, block_bytes: int, *, num_blocks: int | None, max_blocks: int | None) -> Iterator[int]:

@@ -34,7 +34,7 @@ from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from engine.partition import read_partition
 from engine.ranks.cache import AnyKVCache
-from engine.ranks.share import RankShare, rank_share, share_specs
+from engine.ranks.share import ALONE, RankShare, rank_share, share_specs
 from engine.runner_settings import RunnerSettings
 from engine.settings import Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
@@ -50,8 +50,8 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     """Load weights, allocate the KV cache, choose the attention backend. For one rank: see load_ranked_runner in
     `engine/ranks/launch.py`. Raises ConfigurationError.
     """
-    if settings.tensor_parallel != 1:
-        raise ConfigurationError(f"tensor_parallel {settings.tensor_parallel} is not supported here: use 1")
+    if settings.degrees != ALONE:
+        raise ConfigurationError(f"{settings.degrees} ranks are not supported here: use 1")
     settings, config = resolve(settings)
     device = torch.device(settings.device)
     layout = kv_layout(config, settings)
@@ -68,14 +68,23 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     settings = replace(settings, device=str(_device(settings.device)), dtype=_dtype(settings, config))
     if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
         raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
+    if settings.load_format == "dummy" and read_partition(settings.model_dir) is not None:
+        raise ConfigurationError(
+            f"{settings.model_dir} is partitioned, and load_format=dummy ignores weights: give the original checkpoint"
+        )
     return settings, config
 
 
-def assemble_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache) -> ModelRunner:
+def assemble_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache, num_stages: int = 1) -> ModelRunner:
     """Join a model and its cache to a runner."""
     masks = TokenMasks(GrammarCompiler(settings.model_dir), model.config.vocab_size)
     return ModelRunner(
-        model, cache, masks, layers_per_group=settings.layers_per_group, group_bytes=settings.group_bytes
+        model,
+        cache,
+        masks,
+        layers_per_group=settings.layers_per_group,
+        group_bytes=settings.group_bytes,
+        max_in_flight=num_stages,
     )
 
 
@@ -103,7 +112,7 @@ def load_packed(
     """
     partition = read_partition(settings.model_dir)
     if partition is not None:
-        return partition.read(share.rank, share.size, settings.quantize)
+        return partition.read(share.rank, share.degrees, settings.quantize)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
     return pack_decoder(config, _parameters(settings, config, specs, on_progress), share)
 
@@ -116,7 +125,7 @@ def decoder_memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) 
         settings.attention,
     )
     if isinstance(attention, CpuAttention):
-        attention.compile(cache.layer(0))
+        attention.compile(cache.layer(cache.span.layers.first))
     return DecoderMemory(cache, attention)
 
 
@@ -134,7 +143,7 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"attention backend {settings.attention} is requested"
     if (settings.device, settings.dtype) != ("cpu", "float32"):
         return f"{settings.dtype} on {settings.device}"
-    return why_not_compiled(config, layout, int8=settings.quantize == "int8")
+    return why_not_compiled(config, layout)
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
@@ -213,7 +222,7 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         return settings.kv_dtype
     if settings.quantize != "int8":
         return _dtype(settings, config)
-    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops(int8=True) is None
+    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None
     return "int8" if fits and _attention_shape(config).is_plain else "float16"
 
 
@@ -229,7 +238,8 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig) -> KVReservation
     """Announce a worker that loads the model."""
     device = torch.device(settings.device)
     if (partition := read_partition(settings.model_dir)) is not None:
-        return KVReservation.enter(device, settings.kv_memory, partition.num_bytes, mapped_bytes=partition.num_bytes)
+        mapped_bytes = {partition.identity: partition.num_bytes}
+        return KVReservation.enter(device, settings.kv_memory, partition.num_bytes, mapped_bytes)
     return KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, config))
 
 
@@ -314,4 +324,6 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
     if facts.eos_token_ids and not draft_facts.eos_token_ids:
         raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
     # It is small: one rank computes it.
-    return replace(model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1)
+    return replace(
+        model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1, pipeline_parallel=1
+    )

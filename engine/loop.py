@@ -11,15 +11,16 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from engine.batch import LayerHook, Runner, ScheduledBatch
+from engine.batch import FinishBatch, LayerHook, Runner, ScheduledBatch
 from engine.cores import ComputeCores, OwnCores
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
@@ -53,8 +54,17 @@ class StepResult:
     """True if the step computed no tokens."""
     num_seqs: int = 0
     """Number of sequences in the step."""
+    num_tokens: int = 0
+    """Number of tokens that the step computed."""
     failed: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
     """Sequences that cannot continue, each with its error."""
+
+
+class _Step(NamedTuple):
+    """A batch in flight."""
+
+    batch: ScheduledBatch
+    finish: FinishBatch
 
 
 class Engine:
@@ -70,24 +80,24 @@ class Engine:
     ) -> None:
         self.scheduler = scheduler
         self.num_step_tokens = 0
-        """Tokens of the current step, or of the last one. Any thread may read it."""
+        """Tokens of the steps in flight, or of the last ones. Any thread may read it."""
         self._runner = runner
         self._on_layers = on_layers
         self._cores = cores or OwnCores()
         self._speculator = speculator
-
-    def prepare_thread(self) -> None:
-        """Called once by the thread that will call `step`."""
-        self._runner.prepare_thread()
-        if self._speculator is not None:
-            self._speculator.drafter.prepare_thread()
+        self._in_flight: deque[_Step] = deque()  # oldest first
+        self._borrows = runner.borrows_cores or (speculator is not None and speculator.drafter.borrows_cores)
 
     def step(self) -> StepResult:
-        """Schedule a batch, run the model on it, and update the scheduler with the outputs."""
-        batch = self.scheduler.schedule()
+        """Schedule and begin as many batches as may be in flight, then finish the oldest: update the scheduler with its
+        outputs.
+        """
+        while (batch := self.scheduler.schedule()).items:
+            self._begin(batch)
         outputs: list[SequenceOutput] = []
-        if batch.items:
-            outputs = self._compute(batch)
+        batch = ScheduledBatch(())
+        if self._in_flight:
+            batch, outputs = self._finish_oldest()
         else:
             self._cores.set_idle()
         for item in batch.items:
@@ -101,22 +111,28 @@ class Engine:
             preempted,
             is_idle=not batch.items,
             num_seqs=len(batch.items),
+            num_tokens=batch.num_tokens,
             failed=self.scheduler.take_failed(),
         )
 
-    def _compute(self, batch: ScheduledBatch) -> list[SequenceOutput]:
-        self.num_step_tokens = batch.num_tokens
-        lent = self._cores.begin_step()
+    def _begin(self, batch: ScheduledBatch) -> None:
+        self.num_step_tokens = batch.num_tokens + sum(step.batch.num_tokens for step in self._in_flight)
+        lent = self._cores.begin_step(borrow=self._borrows)
         self._runner.use_cores(lent)
         if self._speculator is not None:
             self._speculator.drafter.use_cores(lent)
-            batch = self._speculator.extend(batch, self.scheduler)
-            self.num_step_tokens = batch.num_tokens
-        outputs = self._runner.run(batch, self._between_layers if lent and self._on_layers else self._on_layers)
+            num_planned, batch = batch.num_tokens, self._speculator.extend(batch, self.scheduler)
+            self.num_step_tokens += batch.num_tokens - num_planned
+        on_layers = self._between_layers if lent and self._on_layers else self._on_layers
+        self._in_flight.append(_Step(batch, self._runner.begin(batch, on_layers)))
+
+    def _finish_oldest(self) -> tuple[ScheduledBatch, list[SequenceOutput]]:
+        step = self._in_flight.popleft()
+        outputs = step.finish()
         self._cores.end_step()
         if self._speculator is not None:
-            self._speculator.learn(batch, outputs)
-        return self.scheduler.update(batch, outputs)
+            self._speculator.learn(step.batch, outputs)
+        return step.batch, self.scheduler.update(step.batch, outputs)
 
     def _between_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
         """Layer hook of a step on lent cores: announce the layers, then return the cores if the partner needs them."""
@@ -138,6 +154,8 @@ class Engine:
     def abort(self, sequence: SequenceState) -> None:
         """End a sequence in the scheduler and in the runner; idempotent. `Scheduler.remove` is one part of it.
 
+        The runner forgets a sequence of a batch in flight when that batch is finished.
+
         A transfer that failed may have left NaN in the blocks of a sequence that waits for its KV, so they are cleared
         before they are freed.
         """
@@ -145,7 +163,8 @@ class Engine:
             shared = sequence.num_cached_tokens // self.scheduler.config.block_size
             self._runner.clear_blocks(sequence.block_table[shared:])
         self.scheduler.remove(sequence)
-        self._forget(sequence)
+        if not self.scheduler.is_computing(sequence):
+            self._forget(sequence)
 
     def _forget(self, sequence: SequenceState) -> None:
         self._runner.forget(sequence)
@@ -264,7 +283,6 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            self._engine.prepare_thread()
             idle = True
             while True:
                 self._run_commands(wait=idle)
@@ -274,7 +292,7 @@ class EngineLoop:
                 result = self._timed(self._engine.step)
                 if self._callbacks.on_computed is not None and result.num_seqs:
                     seconds = time.monotonic() - begun_s
-                    self._callbacks.on_computed(result.num_seqs, self._engine.num_step_tokens, seconds)
+                    self._callbacks.on_computed(result.num_seqs, result.num_tokens, seconds)
                 # Idle: nothing to compute, or no capacity for waiting sequences. Only a command can change that.
                 idle = result.is_idle
                 if result.outputs or result.preempted or result.failed:

@@ -7,6 +7,7 @@
 A grammar's state follows from the generated token ids, so replays and other workers compute the same masks.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class TokenMasks:
         self._compiler = compiler
         self._vocab_size = vocab_size
         self._grammars: dict[SequenceKey, _Grammar] = {}
-        self._pending: _Pending | None = None
+        self._pending: deque[_Pending | None] = deque()  # of each step in flight
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
@@ -97,16 +98,13 @@ class TokenMasks:
         return None if structure is None else self._compiling.submit(self._compile, structure, scope)
 
     def begin(self, sequences: Sequence[SequenceState]) -> None:
-        """Start to compute the masks for the next token of each sequence, one row of logits per sequence."""
+        """Start to compute the masks for the next token of each sequence, one row of logits per sequence. Steps are
+        applied in the order in which they began.
+        """
         rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.structure is not None]
-        if rows:
-            steps = [(row, self._step(sequences[row])) for row in rows]
-            self._pending = _Pending(rows, self._masking.submit(self._make, steps))
-
-    def wait(self) -> None:
-        """Wait for the masks of the last `begin`. `apply` does so, too."""
-        if self._pending is not None:
-            self._pending.masks.result()
+        steps = [(row, self._step(sequences[row])) for row in rows]
+        if sequences:
+            self._pending.append(_Pending(rows, self._masking.submit(self._make, steps)) if rows else None)
 
     def apply(self, logits: Tensor, adjusted: Tensor) -> Tensor:
         """Mask `adjusted` [num_seqs, vocab_size], in place unless it is `logits`; returns the result.
@@ -114,7 +112,7 @@ class TokenMasks:
         The structure has priority over all other parameters: where bias, minimum length and the like exclude every
         allowed token, the row is the model's own `logits`, masked.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending.popleft() if self._pending else None
         if pending is None:
             return adjusted
         masks = pending.masks.result()
@@ -128,7 +126,7 @@ class TokenMasks:
         return adjusted
 
     def failure(self, sequence: SequenceState) -> str:
-        """Why the sequence's grammar failed, for example at a limit on its size; empty if it did not."""
+        """The reason for which the sequence's grammar failed, such as a limit on its size; empty if it did not."""
         grammar = self._grammars.get(sequence.key)
         return "" if grammar is None else grammar.failure
 

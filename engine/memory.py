@@ -11,6 +11,7 @@ from mesh.domain.errors import ConfigurationError
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
+_STAT_BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,17 @@ def anonymous_bytes(pid: int) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
     except (OSError, StopIteration):
         return 0
+
+
+def shared_bytes(pid: int, fd: int) -> tuple[int, int]:
+    """Size of the memory without a name (memfd) that a process has open, and what is taken of it. Zeros if it cannot be
+    seen, such as a process of another user.
+    """
+    try:
+        status = (_PROC / str(pid) / "fd" / str(fd)).stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_blocks * _STAT_BLOCK_BYTES
 
 
 def _machine_bytes() -> tuple[int, int]:

@@ -12,12 +12,12 @@ import secrets
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from engine.memory import DeviceMemory, anonymous_bytes
+from engine.memory import DeviceMemory, anonymous_bytes, shared_bytes
 
 _LOCK = "lock"
 _SUFFIX = ".json"
@@ -28,7 +28,11 @@ class Entry:
     """The memory of one worker on a device. `kv_bytes` is 0 until its weights are loaded.
 
     `anonymous_bytes_before` is the anonymous memory of the process when the entry was made, updated when KV is
-    reserved. `usable_bytes` is `Budget.usable_bytes` at the time of the reservation.
+    reserved. `usable_bytes` is `Budget.usable_bytes` at the time of the reservation. `mapped_bytes` are the weights
+    that stay in files, by the identity of these: workers that map the same files share the memory.
+
+    A worker of several ranks has its other ranks in `rank_pids`, and its KV, except for a draft model's, in shared
+    memory, the file descriptor `kv_fd` of the process. -1: it has none.
     """
 
     device: str
@@ -38,6 +42,9 @@ class Entry:
     anonymous_bytes_before: int
     kv_bytes: int = 0
     usable_bytes: int = 0
+    mapped_bytes: Mapping[str, int] = field(default_factory=dict)
+    rank_pids: Sequence[int] = ()
+    kv_fd: int = -1
 
     @property
     def is_loading(self) -> bool:
@@ -45,17 +52,26 @@ class Entry:
         return self.kv_bytes == 0
 
     def touched_kv_bytes(self, memory: DeviceMemory) -> int:
-        """The part of `kv_bytes` that is already subtracted from `memory.free_bytes`; on CPU the process's growth."""
-        return min(self._growth(), self.kv_bytes) if memory.is_lazy else self.kv_bytes
+        """The part of `kv_bytes` that is already subtracted from `memory.free_bytes`. On CPU: what its shared memory
+        takes, and the process's growth for the rest.
+        """
+        if not memory.is_lazy:
+            return self.kv_bytes
+        size, touched = shared_bytes(self.pid, self.kv_fd) if self.kv_fd >= 0 else (0, 0)
+        return min(touched + max(0, min(self._growth(self.pid), self.kv_bytes - size)), self.kv_bytes)
 
     def missing_weights_bytes(self, memory: DeviceMemory) -> int:
-        """Weights that are not yet subtracted from `memory.free_bytes`; on a GPU all weights while loading."""
+        """Weights that are not yet subtracted from `memory.free_bytes`, except those in mapped files; on a GPU all
+        weights while loading.
+        """
         if not self.is_loading:
             return 0
-        return max(0, self.weights_bytes - (self._growth() if memory.is_lazy else 0))
+        loaded = sum(map(self._growth, (self.pid, *self.rank_pids))) if memory.is_lazy else 0
+        return max(0, self.weights_bytes - sum(self.mapped_bytes.values()) - loaded)
 
-    def _growth(self) -> int:
-        return max(0, anonymous_bytes(self.pid) - self.anonymous_bytes_before)
+    def _growth(self, pid: int) -> int:
+        """Growth of a process's anonymous memory. A rank begins with about as much as the worker's process."""
+        return max(0, anonymous_bytes(pid) - self.anonymous_bytes_before)
 
 
 class HeldEntry:
@@ -73,6 +89,11 @@ class HeldEntry:
         """Record that the weights are loaded and `kv_bytes` are reserved. Call it under the ledger's lock."""
         before = anonymous_bytes(self.entry.pid)
         self.entry = replace(self.entry, kv_bytes=kv_bytes, usable_bytes=usable_bytes, anonymous_bytes_before=before)
+        self._write()
+
+    def add_ranks(self, pids: Sequence[int], kv_fd: int) -> None:
+        """Record the worker's other ranks, and the shared memory of their KV. Call it under the ledger's lock."""
+        self.entry = replace(self.entry, rank_pids=list(pids), kv_fd=kv_fd)
         self._write()
 
     def _write(self) -> None:
@@ -96,10 +117,13 @@ class MemoryLedger:
         finally:
             os.close(fd)
 
-    def enter(self, memory: DeviceMemory, owner: str, weights_bytes: int) -> HeldEntry:
+    def enter(
+        self, memory: DeviceMemory, owner: str, weights_bytes: int, mapped_bytes: Mapping[str, int] | None = None
+    ) -> HeldEntry:
         """Announce a worker that is about to load its weights."""
         pid = os.getpid()
-        entry = Entry(memory.key, owner, pid, weights_bytes, anonymous_bytes(pid))
+        mapped = dict(mapped_bytes or {})
+        entry = Entry(memory.key, owner, pid, weights_bytes, anonymous_bytes(pid), mapped_bytes=mapped)
         with self.locked():
             return HeldEntry(self._folder / f"{pid}-{secrets.token_hex(4)}{_SUFFIX}", entry)
 

@@ -4,7 +4,7 @@ A forward pass computes its layers in groups, each announced once its KV is writ
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from engine.attention.backend import AttentionBackend, ForwardMetadata
 from engine.kv_cache import KVCache
 from engine.models.encoder_decoder.config import AnyConfig
 from mesh.domain.host import Cores
+from mesh.domain.kv import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,35 @@ class LayerGroups:
     size: int
     announce: Callable[[int, int], None] | None = None
     """`announce(first, count)`"""
+    first: int = 0
+
+    def within(self, layers: Span) -> "LayerGroups":
+        """The groups of these layers."""
+        return replace(self, num_layers=layers.count, first=layers.first)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        size = self.size if self.announce is not None else self.num_layers
-        for first in range(0, self.num_layers, size):
-            stop = min(first + size, self.num_layers)
+        end, size = self.first + self.num_layers, self.size if self.announce is not None else self.num_layers
+        for first in range(self.first, end, size):
+            stop = min(first + size, end)
             yield first, stop
             if self.announce is not None:
                 self.announce(first, stop - first)
+
+
+Finish = Callable[[], Tensor]
+"""Waits for the end of a forward pass. Returns hidden states [num_tokens, hidden_size] before the final norm, which may
+be a buffer of the model, valid until the next pass begins. Passes are finished in the order in which they began.
+"""
+
+
+def finish_with(wait: Callable[[], None], hidden: Tensor) -> Finish:
+    """The end of a pass whose result is in `hidden` once `wait` has returned."""
+
+    def finish() -> Tensor:
+        wait()
+        return hidden
+
+    return finish
 
 
 class DecoderMemory(NamedTuple):
@@ -60,7 +82,7 @@ class Model(Protocol):
 
     @property
     def num_torch_threads(self) -> int:
-        """Threads for torch's operations, set by the thread that calls the model."""
+        """Threads for torch's operations in a step."""
         ...
 
     @property
@@ -68,19 +90,25 @@ class Model(Protocol):
         """Total CPU cycles per phase (engine.kernels.cpu.step); None if the model does not count them."""
         ...
 
+    @property
+    def borrows_cores(self) -> bool:
+        """Same contract as Runner.borrows_cores."""
+        ...
+
     def use_cores(self, lent: Cores) -> None:
         """Same contract as Runner.use_cores."""
         ...
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] before the final norm. Writes the tokens' KV to the cache.
+    def begin(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> "Finish":
+        """Begin a forward pass, which writes the tokens' KV to the cache. As many may be in flight as the model has
+        pipeline stages; without stages the pass is complete when this returns.
 
-        token_ids: [num_tokens] int64. The result may be a buffer of the model; it is valid until the next `forward`.
+        token_ids: [num_tokens] int64. The caller keeps `metadata` until the pass ends.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [rows, vocab_size] for rows of `forward`'s result. The caller may change them; they are valid
+        """fp32 logits [rows, vocab_size] for rows of a pass's result. The caller may change them; they are valid
         until the next call.
         """
         ...

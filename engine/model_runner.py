@@ -6,17 +6,18 @@ One thread calls it. Other threads may read the KV cache.
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import FinishBatch, LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.finite import items_not_finite, scores_are_finite
+from engine.kv_cache import clear_tail
 from engine.masks import TokenMasks
-from engine.model import LayerGroups, Model
+from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
 from engine.ranks.cache import AnyKVCache
 from engine.sampler import Sampler, score
@@ -39,7 +40,14 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Model, kv_cache: AnyKVCache, masks: TokenMasks, *, layers_per_group: int = 4, group_bytes: int = 0
+        self,
+        model: Model,
+        kv_cache: AnyKVCache,
+        masks: TokenMasks,
+        *,
+        layers_per_group: int = 4,
+        group_bytes: int = 0,
+        max_in_flight: int = 1,
     ) -> None:
         self.kv_cache = kv_cache
         self._model = model
@@ -48,7 +56,8 @@ class ModelRunner:
         self._masks = masks
         self._sampler = Sampler(masks, encoded_prompts=model.config.whole_prompts)
         self._device = kv_cache.tensor.device
-        self._builder = StepInputBuilder(kv_cache.layout.block_size)
+        # A builder's arrays are in use until its step ends.
+        self._builders = cycle([StepInputBuilder(kv_cache.layout.block_size) for _ in range(max_in_flight)])
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
 
@@ -65,13 +74,22 @@ class ModelRunner:
         return self._model.phase_cycles
 
     @torch.inference_mode()
-    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
+    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
         if not batch.items:
-            return []
-        step = self._builder.build(batch)
+            return list
+        self._use_threads()
+        step = next(self._builders).build(batch)
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
-        hidden = self._forward(step, partial(on_layers, batch) if on_layers is not None else None)
+        finish = self._forward(step, partial(on_layers, batch) if on_layers is not None else None)
+        return partial(self._finish, batch, step, sequences, finish)
+
+    @torch.inference_mode()
+    def _finish(
+        self, batch: ScheduledBatch, step: StepInput, sequences: list[SequenceState], finish: Finish
+    ) -> list[RunnerOutput]:
+        hidden = finish()
+        self._use_threads()
         starts = step.query_starts.tolist()
         broken = items_not_finite(hidden, starts)
         tokens = self._sample(batch, step, hidden, sequences)
@@ -80,33 +98,50 @@ class ModelRunner:
             for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts, strict=False))
         ]
 
-    def _forward(self, step: StepInput, announce: Callable[[int, int], None] | None) -> Tensor:
-        """Hidden states of the step's tokens, valid until the next step."""
+    def _use_threads(self) -> None:
+        """Set torch's number of threads, which is kept per thread, and set by every model on it."""
+        if torch.get_num_threads() != self._model.num_torch_threads:
+            torch.set_num_threads(self._model.num_torch_threads)
+
+    def _forward(self, step: StepInput, announce: Callable[[int, int], None] | None) -> Finish:
+        """Begin to compute the hidden states of the step's tokens."""
         for source, target in step.copies.tolist():
             self.kv_cache.copy_block(source, target)
         groups = LayerGroups(self.config.num_layers, self._group_size(len(step.token_ids)), announce)
         token_ids = to_device(step.token_ids, self._device)
-        return self._model.forward(token_ids, step.metadata(self._device), groups)
+        return self._model.begin(token_ids, step.metadata(self._device), groups)
 
     def _output(
         self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool
     ) -> RunnerOutput:
-        """Output of one item; `hidden` are its rows. Blocks in which the step wrote NaN or infinity are cleared."""
+        """Output of one item; `hidden` are its rows. KV of a step with NaN or infinity is cleared. Drafts may be the
+        cause, and must not change the result.
+        """
+        scores = () if is_broken else self._prompt_logprobs(item, hidden)
+        is_broken = is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores))
+        if is_broken:
+            self._clear(item)
         if reason := self._masks.failure(item.sequence):
             return RunnerOutput(failure=InvalidRequest(reason))
-        scores = () if is_broken else self._prompt_logprobs(item, hidden)
-        if is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores)):
-            block_size = self.kv_cache.layout.block_size
-            self.clear_blocks(item.sequence.block_table[item.start // block_size : -(-item.end // block_size)])
-            return RunnerOutput(failure=ModelFailed(_NOT_FINITE))
-        return RunnerOutput(tokens, scores)
+        if not is_broken:
+            return RunnerOutput(tokens, scores)
+        return RunnerOutput() if item.drafts else RunnerOutput(failure=ModelFailed(_NOT_FINITE))
+
+    def _clear(self, item: ScheduledSequence) -> None:
+        """Clear the blocks that the step wrote; with drafts, keep what earlier steps wrote into the first one."""
+        layout = self.kv_cache.layout
+        first, offset = divmod(item.start, layout.block_size)
+        blocks = item.sequence.block_table[first : layout.num_blocks_for(item.end)]
+        if item.drafts and offset:
+            clear_tail(self.kv_cache, blocks.pop(0), offset)
+        self.clear_blocks(blocks)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         self.kv_cache.clear_blocks(block_ids)
 
-    def prepare_thread(self) -> None:
-        """Set torch's number of threads: OpenMP keeps it per calling thread."""
-        torch.set_num_threads(self._model.num_torch_threads)
+    @property
+    def borrows_cores(self) -> bool:
+        return self._model.borrows_cores
 
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
         return self._masks.prepare(sequence)

@@ -1,7 +1,7 @@
 """Models that are partitioned ahead of time: one file of packed weights per rank, in place of the checkpoint's.
 
     OUT/config.json, tokenizer files, ...   copies of the checkpoint's
-    OUT/tandem-partition.json               arithmetic, digest of the checkpoint's weights, files with checksums
+    OUT/tandem-partition.json               degrees, arithmetic, digest of the checkpoint's weights, checksums
     OUT/rank-0-of-2.safetensors             see engine.models.packed_decoder
 
 Workers map the files, so they load in a moment, and the workers of a machine share the pages. The checkpoint's digest
@@ -20,9 +20,10 @@ import xxhash
 from checkpoint.source import FILES
 from engine.models.packed_decoder import PackedDecoder, read_packed, write_packed
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
-_VERSION = 1
+_VERSION = 2
 """Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/packing.py)."""
 _READ_BYTES = 1 << 24
 
@@ -43,23 +44,26 @@ class Partition:
     folder: Path
     weights_digest: str
     quantize: str
+    degrees: Degrees
     files: tuple[RankFile, ...]
 
     @property
-    def tensor_parallel(self) -> int:
-        return len(self.files)
+    def identity(self) -> str:
+        """Equal for all processes that map these files, whatever path they see them under."""
+        status = (self.folder / MANIFEST).stat()
+        return f"{status.st_dev}:{status.st_ino}"
 
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
-    def read(self, rank: int, size: int, quantize: str) -> PackedDecoder:
-        """The weights of rank `rank` of `size`. Raises ConfigurationError if the partition is another, or broken."""
-        wanted, own = (size, quantize), (self.tensor_parallel, self.quantize)
-        if wanted != own:
+    def read(self, rank: int, degrees: Degrees, quantize: str) -> PackedDecoder:
+        """The weights of rank `rank`. Raises ConfigurationError if the partition is another, or broken."""
+        if (degrees, quantize) != (self.degrees, self.quantize):
             raise ConfigurationError(
-                f"{self.folder} is partitioned for tensor_parallel {own[0]} and quantize {own[1]}, not {wanted[0]} and "
-                f"{wanted[1]}: set these, serve the original checkpoint, or run `tandem partition` again"
+                f"{self.folder} is partitioned for {_described(self.degrees, self.quantize)}, not for "
+                f"{_described(degrees, quantize)}: set these, serve the original checkpoint, or run `tandem partition` "
+                "again"
             )
         file = self.files[rank]
         path = self.folder / file.name
@@ -88,15 +92,18 @@ def read_partition(model_dir: Path) -> Partition | None:
         files = tuple(RankFile(**file) for file in manifest["files"])
         if any(Path(file.name).name != file.name for file in files):
             raise ConfigurationError(f"{path} names a file outside its folder")
-        return Partition(model_dir, manifest["weights_digest"], manifest["quantize"], files)
+        degrees = Degrees(manifest["tensor_parallel"], manifest["pipeline_parallel"])
+        if degrees.num_ranks != len(files):
+            raise ConfigurationError(f"{path} names {len(files)} files for {degrees.num_ranks} ranks")
+        return Partition(model_dir, manifest["weights_digest"], manifest["quantize"], degrees, files)
     except (KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} is not the manifest of a partitioned model: {error!r}") from error
 
 
 def write_partition(
-    model_dir: Path, out: Path, ranks: Iterator[PackedDecoder], *, size: int, weights_digest: str, quantize: str
+    model_dir: Path, out: Path, ranks: Iterator[PackedDecoder], *, degrees: Degrees, weights_digest: str, quantize: str
 ) -> Partition:
-    """Write a partition of the checkpoint in `model_dir`; `ranks` yields the weights of each of `size` ranks.
+    """Write a partition of the checkpoint in `model_dir`; `ranks` yields the weights of each rank.
 
     The folder appears when it is complete; its weights are read-only, because a process that has mapped a file dies if
     it shrinks. Raises ConfigurationError if `out` exists, and OSError.
@@ -110,9 +117,11 @@ def write_partition(
         for path in sorted({path for pattern in FILES for path in model_dir.glob(pattern)}):
             if ".safetensors" not in path.name:
                 shutil.copyfile(path, partial / path.name)
-        files = tuple(_write(partial / f"rank-{rank}-of-{size}.safetensors", next(ranks)) for rank in range(size))
-        partition = Partition(out, weights_digest, quantize, files)
+        names = [f"rank-{rank}-of-{degrees.num_ranks}.safetensors" for rank in range(degrees.num_ranks)]
+        files = tuple(_write(partial / name, next(ranks)) for name in names)
+        partition = Partition(out, weights_digest, quantize, degrees, files)
         content = {"version": _VERSION, "weights_digest": weights_digest, "quantize": quantize}
+        content |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
         content["files"] = [asdict(file) for file in files]
         (partial / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
         partial.rename(out)
@@ -120,6 +129,10 @@ def write_partition(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return partition
+
+
+def _described(degrees: Degrees, quantize: str) -> str:
+    return f"tensor_parallel {degrees.tensor}, pipeline_parallel {degrees.pipeline} and quantize {quantize}"
 
 
 def _write(path: Path, packed: PackedDecoder) -> RankFile:

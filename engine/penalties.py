@@ -48,7 +48,7 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How often each of `ids` was generated; 0 for tokens of the prompt only."""
+        """Number of times each of `ids` was generated; 0 for tokens of the prompt only."""
         return self._counts[: self._size]
 
 

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
-from engine.kv_memory import KVMemory
+from engine.kv_memory import KVMemorySettings
 from engine.settings import require_known
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class RunnerSettings:
     num_blocks: int | None = None
     max_blocks: int | None = None
     companion_block_bytes: int = 0
-    kv_memory: KVMemory = field(default_factory=KVMemory)
+    kv_memory: KVMemorySettings = field(default_factory=KVMemorySettings)
     attention: str = "auto"
     layers_per_group: int = 4
     group_bytes: int = 0
@@ -34,6 +35,7 @@ class RunnerSettings:
     kv_dtype: str = "auto"
     enforce_eager: bool = False
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     max_batch_tokens: int = 2048
     rope: RopeOverride = NO_ROPE_OVERRIDE
 
@@ -43,6 +45,10 @@ class RunnerSettings:
             raise ConfigurationError("block_size and layers_per_group must be at least 1")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(self.tensor_parallel, self.pipeline_parallel)
 
     @property
     def scheme(self) -> str:

@@ -246,7 +246,7 @@ class Summary(NamedTuple):
 
 def summarise(values: Tensor) -> Summary:
     """Summary of fp32 values [rows, columns], by a compiled loop where the CPU allows it."""
-    if values.is_cpu and values.stride(1) == 1 and why_no_loops(int8=False) is None:
+    if values.is_cpu and values.stride(1) == 1 and why_no_loops() is None:
         largest, normalisers = row_kernels.summarise(values.numpy())
         return Summary(torch.from_numpy(largest), torch.from_numpy(normalisers))
     return Summary(argmax(values), values.logsumexp(1))

@@ -22,6 +22,9 @@ How a step spends its token budget:
    wait for a long one.
 4. The remaining budget goes to chunks of unfinished prompts, oldest first, and then to waiting sequences.
 
+With pipeline stages several batches are in flight, none of them with a sequence of another. The sequences are dealt out
+evenly: a batch has no more of them than its part, so that the stages have equal work.
+
 Prompts that an encoder reads (`whole_prompts`) are never cut: such a prompt may exceed the budget if it comes first.
 """
 
@@ -88,7 +91,7 @@ class Scheduler:
         """
         self._require_new(sequence)
         self._require_fits(sequence)
-        if not self._take_slot_beside_oldest(sequence, self._prefixes.hashes(sequence)):
+        if not (self._has_slot_for(sequence) and self._take_slot(sequence, self._prefixes.hashes(sequence))):
             raise WorkerBusy(f"no capacity for {sequence.num_tokens} tokens now")
         sequence.status = SequenceStatus.WAITING_FOR_KV
         return sequence.num_cached_tokens
@@ -138,6 +141,10 @@ class Scheduler:
 
     # -- state ------------------------------------------------------------------------------------------------------
 
+    def is_computing(self, sequence: SequenceState) -> bool:
+        """True if a batch in flight contains the sequence."""
+        return self._in_flight.has(sequence)
+
     @property
     def has_work(self) -> bool:
         """True if schedule() may return a batch that is not empty."""
@@ -169,23 +176,32 @@ class Scheduler:
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> ScheduledBatch:
-        """Plan one step. The batch is empty if there is nothing to compute; otherwise it is in flight until `update`.
+        """Plan one step. The batch is empty if there is nothing to compute, or if as many as may be are in flight;
+        otherwise it is in flight until `update`.
 
         Sequences of batches in flight are not scheduled again.
         """
+        if len(self._in_flight) >= self.config.max_in_flight:
+            return ScheduledBatch(())
+        room = self._part_of_sequences()
         running = [s for s in self._slots.values() if self._may_run(s)]
-        decodes = self._schedule_decodes([s for s in running if s.num_uncomputed_tokens == 1])
-        budget = self.config.max_batch_tokens - len(decodes)
-        unfinished = [s for s in running if s.status is SequenceStatus.RUNNING and s.num_uncomputed_tokens > 1]
+        decodes = self._schedule_decodes([s for s in running if s.num_uncomputed_tokens == 1][:room])
+        room -= len(decodes)
+        budget = self.config.max_batch_tokens - len(decodes) if room else 0
+        unfinished = [s for s in running if s.status is SequenceStatus.RUNNING and s.num_uncomputed_tokens > 1][:room]
         if budget > 0 and not unfinished and (oldest := self._admit_oldest(budget, is_first=True)) is not None:
             unfinished = [oldest]
-        chunks = self._schedule_beside(unfinished, budget)
+        chunks = self._schedule_beside(unfinished, budget, room - 1)
         budget -= sum(chunk.num_tokens for chunk in chunks)
         for sequence in unfinished:
-            if budget > 0 and all(chunk.sequence is not sequence for chunk in chunks):
+            if budget > 0 and len(chunks) < room and all(chunk.sequence is not sequence for chunk in chunks):
                 chunks.append(self._chunk(sequence, budget))
                 budget -= chunks[-1].num_tokens
-        while budget > 0 and (admitted := self._admit_oldest(budget, is_first=not chunks)) is not None:
+        while (
+            budget > 0
+            and len(chunks) < room
+            and (admitted := self._admit_oldest(budget, is_first=not chunks)) is not None
+        ):
             chunks.append(self._chunk(admitted, budget))
             budget -= chunks[-1].num_tokens
         # A one-token chunk (a prompt's last token) belongs with the decodes: attention treats it alike.
@@ -195,19 +211,26 @@ class Scheduler:
         number = self._in_flight.begin(item.sequence for item in items)
         return ScheduledBatch(items, self._forks.copies(number), number)
 
+    def _part_of_sequences(self) -> int:
+        """Most sequences of a batch, so that as many batches as may be in flight have about as many."""
+        num_running = sum(sequence.status is SequenceStatus.RUNNING for sequence in self._slots.values())
+        total = min(num_running + len(self._waiting), self.config.max_num_seqs)
+        return -(-total // self.config.max_in_flight)
+
     def _may_run(self, sequence: SequenceState) -> bool:
         return sequence.status is SequenceStatus.RUNNING and not self._in_flight.has(sequence)
 
-    def _schedule_beside(self, unfinished: list[SequenceState], budget: int) -> list[ScheduledSequence]:
-        """Prompts, in order, that fit completely into the budget beside `unfinished[0]`, the oldest."""
+    def _schedule_beside(self, unfinished: list[SequenceState], budget: int, room: int) -> list[ScheduledSequence]:
+        """Up to `room` prompts, in order, that fit completely into the budget beside `unfinished[0]`, the oldest."""
         chunks: list[ScheduledSequence] = []
         if not unfinished or self.config.whole_prompts:
             return chunks
         remaining = budget - min(unfinished[0].num_uncomputed_tokens, budget - budget // 2)
         for sequence in (*unfinished[1:], *self._waiting.values()):
-            if sequence.num_uncomputed_tokens > remaining:
-                continue
-            if sequence.status is SequenceStatus.RUNNING or self._admit(sequence):
+            is_running = sequence.status is SequenceStatus.RUNNING
+            if remaining == 0 or len(chunks) >= room or not (is_running or self._has_slot_for(sequence)):
+                break  # younger ones get no slot either
+            if sequence.num_uncomputed_tokens <= remaining and (is_running or self._admit(sequence)):
                 chunks.append(self._chunk(sequence, remaining))
                 remaining -= chunks[-1].num_tokens
         return chunks
@@ -223,14 +246,18 @@ class Scheduler:
     def _grow(self, sequence: SequenceState) -> bool:
         """Allocate a block for the next token if needed; preempt the youngest sequences while no block is free.
 
-        Returns False if the sequence itself was preempted.
+        Returns False if the sequence itself was preempted, or must wait for a younger one that is in flight.
         """
         while len(sequence.block_table) * self.config.block_size < sequence.num_tokens:
             block = self.pool.allocate(1)
             if block is not None:
                 sequence.block_table += block
                 continue
-            victim = next(s for s in reversed(self._slots.values()) if self._may_run(s))
+            younger = [s for s in self._slots.values() if s.status is SequenceStatus.RUNNING]
+            younger = younger[younger.index(sequence) :]
+            victim = next(s for s in reversed(younger) if self._may_run(s))
+            if victim is sequence and len(younger) > 1:
+                return False
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -271,24 +298,29 @@ class Scheduler:
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Admit a waiting sequence if a slot and enough blocks remain for the oldest waiting one."""
-        if not self._take_slot_beside_oldest(sequence, self._prefixes.reusable(sequence)):
+        if not (self._has_slot_for(sequence) and self._take_slot(sequence, self._prefixes.reusable(sequence))):
             return False
         del self._waiting[sequence.key]
         sequence.status = SequenceStatus.RUNNING
         return True
 
-    def _take_slot_beside_oldest(self, sequence: SequenceState, hashes: list[BlockHash]) -> bool:
-        """Allocate a slot and blocks, but keep enough for the oldest waiting sequence, which newcomers could starve."""
+    def _oldest_beside(self, sequence: SequenceState) -> SequenceState | None:
+        """The oldest waiting sequence, which newcomers could starve; None if it is this one, or none waits."""
         oldest = next(iter(self._waiting.values()), sequence)
-        spare = 0 if oldest is sequence else self._num_blocks_for(oldest)
-        num_slots = self.config.max_num_seqs - (oldest is not sequence)
-        return len(self._slots) < num_slots and self._take_slot(sequence, hashes, spare=spare)
+        return None if oldest is sequence else oldest
 
-    def _take_slot(self, sequence: SequenceState, hashes: list[BlockHash], *, spare: int = 0) -> bool:
+    def _has_slot_for(self, sequence: SequenceState) -> bool:
+        """True if a slot is free, and another one for the oldest waiting sequence."""
+        num_kept = 0 if self._oldest_beside(sequence) is None else 1
+        return len(self._slots) + num_kept < self.config.max_num_seqs
+
+    def _take_slot(self, sequence: SequenceState, hashes: list[BlockHash]) -> bool:
         """Occupy a slot with blocks for all tokens of the sequence; cached blocks are reused where `hashes` match.
 
-        Returns False, and changes nothing, if fewer than `spare` blocks would remain.
+        Returns False, and changes nothing, if too few blocks would remain for the oldest waiting sequence.
         """
+        oldest = self._oldest_beside(sequence)
+        spare = 0 if oldest is None else self._num_blocks_for(oldest)
         matched = self.pool.match(hashes)
         num_missing = self._num_blocks_for(sequence) - len(matched)
         if num_missing > self.pool.num_allocatable_beside(matched) - self._headroom() - spare:
@@ -296,6 +328,7 @@ class Scheduler:
         self.pool.hold(matched)
         sequence.block_table += matched + (self.pool.allocate(num_missing) or [])
         sequence.block_hashes = hashes[: len(matched)]
+        sequence.waiting_hashes = None
         sequence.num_cached_tokens = sequence.num_computed_tokens = len(matched) * self.config.block_size
         self._slots[sequence.key] = sequence
         return True
@@ -362,6 +395,8 @@ class Scheduler:
             elif output.tokens:
                 self._start_forks(sequence)
                 results.append(self._append(sequence, output.tokens))
+            elif item.needs_sampling:  # its drafts have spoiled the step
+                self._free_draft_blocks(sequence)
             else:
                 sequence.num_computed_tokens = item.end
                 self._prefixes.publish(sequence)
@@ -371,7 +406,7 @@ class Scheduler:
         num_known, counters = item.num_tokens - len(item.drafts), self._counters
         counters.computed_tokens += num_known if num_known > 1 else 0
         counters.drafted_tokens += len(item.drafts)
-        counters.accepted_tokens += len(output.tokens) - 1 if item.drafts else 0
+        counters.accepted_tokens += len(output.tokens) - 1 if item.drafts and output.tokens else 0
 
     def _append(self, sequence: SequenceState, sampled: tuple[SampledToken, ...]) -> SequenceOutput:
         index = sequence.num_generated

@@ -34,10 +34,11 @@ class SequenceState:
     """Mutable token state of one attempt of a request.
 
     The KV of positions `[0, num_computed_tokens)` is in the cache, in the blocks of `block_table`. `block_hashes` are
-    the chained hashes of the leading full blocks that are published to the prefix cache. With `hand_over`, another
-    worker continues the sequence after the first token sampled here. The last `num_drafted` tokens of `token_ids` are
-    drafts, see `with_draft`. `forks` are other choices of the same prompt that wait for its KV. `copy_from` is a block
-    of the original sequence; it is held until it has been copied into the last block of this one.
+    the chained hashes of the leading full blocks that are published to the prefix cache, `waiting_hashes` those of all
+    full blocks while the sequence waits for a slot. With `hand_over`, another worker continues the sequence after the
+    first token sampled here. The last `num_drafted` tokens of `token_ids` are drafts, see `with_draft`. `forks` are
+    other choices of the same prompt that wait for its KV. `copy_from` is a block of the original sequence; it is held
+    until it has been copied into the last block of this one.
     """
 
     request: SequenceSpec
@@ -48,6 +49,7 @@ class SequenceState:
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
+    waiting_hashes: list[BlockHash] | None = None
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     num_drafted: int = 0
     forks: "list[SequenceState]" = field(default_factory=list)
@@ -99,7 +101,7 @@ class SequenceState:
         return self.num_tokens - self.num_computed_tokens
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
-        """Why `token_id`, the last token of the sequence, ends it; None if the sequence continues."""
+        """The reason for which `token_id`, the last token of the sequence, ends it; None if the sequence continues."""
         request = self.request
         if token_id in request.eos_token_ids and not request.sampling.ignore_eos:
             return FinishReason.EOS_TOKEN

@@ -24,6 +24,8 @@ def require_known(settings: object) -> None:
 class SchedulerConfig:
     """`max_batch_tokens` limits the tokens of a step, `max_num_seqs` the sequences that run at the same time.
 
+    `max_in_flight` limits the batches that are computed at the same time, one in each pipeline stage.
+
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts.
     """
@@ -34,9 +36,10 @@ class SchedulerConfig:
     max_model_len: int
     prefix_caching: bool = True
     whole_prompts: bool = False
+    max_in_flight: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len"):
+        for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len", "max_in_flight"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be >= 1, got {getattr(self, name)}")
         if self.max_batch_tokens < self.max_num_seqs:

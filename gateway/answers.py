@@ -124,7 +124,7 @@ def encode(content: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How a body separates objects. `last` ends every stream, failed ones too. `ping` is sent during silence."""
+    """The separation of objects in a body. `last` ends every stream, failed ones too. `ping` is sent during silence."""
 
     media_type: str
     frame: Callable[[Json], bytes]

@@ -17,7 +17,7 @@ _PLAIN_COUNTERS = ("tgi_request_count", "tgi_request_success", "tgi_request_fail
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended. `failure` is "" for success, or else TGI's error type."""
+    """The end of a request. `failure` is "" for success, or else TGI's error type."""
 
     dialect: str
     status: int

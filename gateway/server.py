@@ -36,6 +36,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
+from mesh.process import run_for_life
 
 log = structlog.get_logger(__name__)
 
@@ -115,7 +116,7 @@ async def serving_at(
     )
     server = _Server(config)
     with _rate_limited_logs():
-        watching = None if connections is None else asyncio.create_task(connections.watch())
+        watching = None if connections is None else run_for_life(connections.watch())
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield

@@ -29,12 +29,12 @@ def judge(mesh: Mesh) -> Verdict:
         return Verdict(
             "down", "decode", "A model has no decode worker that takes requests", f"{_waiting(mesh)} for one."
         )
-    if mesh.shortage == "decode room":
+    if mesh.shortage == "decode capacity":
         detail = (
             f"{_waiting(mesh)} for a batch slot or KV memory: {_decode_load(serving)}. More decode workers would help."
         )
         return Verdict("busy", "decode", "Decode is the bottleneck", detail)
-    if mesh.shortage == "prefill room":
+    if mesh.shortage == "prefill capacity":
         detail = f"{_waiting(mesh)} for prefill: {_prefill_load(prefill)}. More prefill workers would help."
         return Verdict("busy", "prefill", "Prefill is the bottleneck", detail)
     return _judge_without_queue(mesh, prefill, serving)

@@ -15,8 +15,8 @@ bytes are ordinary protobuf: `PushRequest{chunk: TransferChunk{..., payload}}`, 
 implementation writes it. Messages with another field order are left to protobuf.
 """
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
@@ -87,11 +87,13 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The receiver accepts the transfer, and ends it after `lease_s` without a message."""
+    """The receiver accepts the transfer, and ends it after `lease_s` without a message. `store` is its answer to the
+    chosen offer's."""
 
     transport: str
     credit_chunks: int
     lease_s: float
+    store: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,10 @@ def request_to_bytes(message: SenderMessage) -> bytes:
 def reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
     if isinstance(reply, Granted):
         granted = pb.TransferGranted(
-            transport=reply.transport, credit_chunks=reply.credit_chunks, lease=duration_to_proto(reply.lease_s)
+            transport=reply.transport,
+            credit_chunks=reply.credit_chunks,
+            lease=duration_to_proto(reply.lease_s),
+            store=reply.store,
         )
         return pb.PushResponse(granted=granted)
     if isinstance(reply, Ack):
@@ -146,7 +151,8 @@ def reply_from_proto(response: pb.PushResponse) -> ReceiverMessage:
     kind = response.WhichOneof("message")
     if kind == "granted":
         granted = response.granted
-        return Granted(granted.transport, granted.credit_chunks, duration_from_proto(granted.lease))
+        lease_s = duration_from_proto(granted.lease)
+        return Granted(granted.transport, granted.credit_chunks, lease_s, dict(granted.store))
     if kind == "ack":
         return Ack(response.ack.sequence_number)
     if kind == "renewed":
@@ -187,20 +193,34 @@ async def requests_from_bytes(raws: AsyncIterator[bytes]) -> AsyncIterator[Sende
 
 
 def _open_to_proto(opening: TransferOpen) -> pb.TransferOpen:
-    offers = [
-        pb.TransportOffer(name=offer.name, arena=offer.arena, nonce=offer.nonce, arena_bytes=offer.arena_bytes)
-        for offer in opening.transports
-    ]
     return pb.TransferOpen(
         transfer_id=opening.transfer_id,
         attempt=opening.attempt,
         receiver_incarnation=opening.receiver_incarnation,
         sender_id=opening.sender_id,
         layout=layout_to_proto(opening.layout),
-        transports=offers,
+        transports=[_offer_to_proto(offer) for offer in opening.transports],
         first_block=opening.first_block,
         num_blocks=opening.num_blocks,
         span=span_to_proto(opening.span),
+    )
+
+
+def _offer_to_proto(offer: TransportOffer) -> pb.TransportOffer:
+    return pb.TransportOffer(
+        name=offer.name,
+        arena=offer.arena,
+        nonce=offer.nonce,
+        arena_bytes=offer.arena_bytes,
+        pair=offer.pair,
+        host=offer.host,
+        store=offer.store,
+    )
+
+
+def _offer_from_proto(offer: pb.TransportOffer) -> TransportOffer:
+    return TransportOffer(
+        offer.name, offer.arena, offer.nonce, offer.arena_bytes, offer.pair, offer.host, dict(offer.store)
     )
 
 
@@ -226,6 +246,7 @@ def _chunk_to_bytes(chunk: Chunk) -> bytes:
         num_bytes=chunk.num_bytes,
         checksum=chunk.checksum,
         arena_offset=chunk.payload.arena_offset,
+        tag=chunk.payload.tag,
     )
     if chunk.payload.inline:
         return join_chunk(message, chunk.payload.inline)
@@ -239,9 +260,7 @@ def _open_from_proto(message: pb.TransferOpen) -> TransferOpen:
         receiver_incarnation=message.receiver_incarnation,
         sender_id=message.sender_id,
         layout=layout_from_proto(message.layout),
-        transports=tuple(
-            TransportOffer(offer.name, offer.arena, offer.nonce, offer.arena_bytes) for offer in message.transports
-        ),
+        transports=tuple(map(_offer_from_proto, message.transports)),
         first_block=message.first_block,
         num_blocks=message.num_blocks,
         span=span_from_proto(message.span),
@@ -257,7 +276,7 @@ def _chunk_from_proto(message: pb.TransferChunk, payload: bytes | memoryview) ->
         ),
         num_bytes=message.num_bytes,
         checksum=message.checksum,
-        payload=Payload(payload, message.arena_offset),
+        payload=Payload(payload, message.arena_offset, message.tag),
     )
 
 

@@ -1,12 +1,12 @@
 """The sender's half of one conversation.
 
-    open ──▶ granted     the receiver chooses a transport and grants credit; then four tasks run concurrently:
+    open ──▶ granted     the receiver chooses one of the paths and grants credit; then four tasks run concurrently:
     gather               waits for announced KV, a credit and a slot; a thread then copies KV into the slot
     send                 writes filled chunks to the stream while the next one is filled; then writes Commit
     renew                renews the lease three times per lease, even while the engine computes
     listen               an ack frees the slot and returns the credit; Committed ends the conversation
 
-At the end, on success or failure, the call is cancelled, no thread reads the store, and all slots are free.
+At the end, on success or failure, the call is cancelled, no thread reads the store, and slots and paths are free.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from kvtransfer.push_call import ChannelPool, PushCall
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.tasks import run_to_end, task_group
-from kvtransfer.transports.base import SendTransport, Slot
-from mesh.domain.errors import TransferFailed
+from kvtransfer.transports.base import SendPath, SendTransport, Slot
+from mesh.domain.errors import LayoutMismatch, TransferFailed
 from mesh.domain.kv import KVSpan
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Metadata
@@ -102,6 +102,7 @@ class OutgoingConversation:
         self._digest = Digest()
         self._num_chunks = 0
         self._num_bytes = 0
+        self._paths: dict[str, SendPath] = {}  # by name of the transport, in order of preference
         self._slots: dict[int, Slot] = {}  # by sequence number, until acknowledged
         self._is_committing = False
         self._watchdog = Watchdog(resources.settings)
@@ -126,20 +127,34 @@ class OutgoingConversation:
             finally:
                 call.cancel()
                 for slot in self._slots.values():
-                    slot.release()
+                    slot.release(is_acknowledged=False)
+                for path in self._paths.values():
+                    path.leave()
 
     async def _converse(self, call: PushCall) -> TransferResult:
+        await self._find_paths()
         await call.write(request_to_bytes(self._opening()))
-        transport, granted = self._accept(await self._read(call))
+        granted = await self._granted(call)
+        path = self._paths[granted.transport]
+        await path.join(granted.store)
         credit = asyncio.Semaphore(granted.credit_chunks)
         chunks: _Chunks = asyncio.Queue()  # the credit bounds its length
         async with task_group() as tasks:
-            tasks.create_task(self._gather(transport, credit, chunks))
+            tasks.create_task(self._gather(path, credit, chunks))
             tasks.create_task(self._send(call, chunks))
             renewal = tasks.create_task(self._renew(call, min(granted.lease_s, self._resources.settings.lease_s) / 3))
             await self._listen(call, credit)
             renewal.cancel()
-        return TransferResult(transport.name, self._num_bytes, self._num_chunks)
+        return TransferResult(granted.transport, self._num_bytes, self._num_chunks)
+
+    async def _find_paths(self) -> None:
+        for transport in self._resources.transports:
+            path = await transport.path(self._spec.address, self._spec.receiver_incarnation)
+            if path is not None:
+                self._paths[transport.name] = path
+        if not self._paths:
+            names = ", ".join(transport.name for transport in self._resources.transports)
+            raise TransferFailed(f"{names} cannot reach {self._spec.address} now; the log says why")
 
     def _opening(self) -> TransferOpen:
         return TransferOpen(
@@ -148,25 +163,36 @@ class OutgoingConversation:
             receiver_incarnation=self._spec.receiver_incarnation,
             sender_id=self._resources.worker_id,
             layout=self._layout,
-            transports=tuple(transport.offer() for transport in self._resources.transports),
+            transports=tuple(path.offer() for path in self._paths.values()),
             first_block=self._spec.first_block,
             num_blocks=len(self._spec.block_ids),
             span=self._spec.span,
         )
 
-    def _accept(self, granted: ReceiverMessage) -> tuple[SendTransport, Granted]:
-        if isinstance(granted, Granted) and granted.credit_chunks > 0 and granted.lease_s > 0:
-            for transport in self._resources.transports:
-                if transport.name == granted.transport:
-                    return transport, granted
-        raise TransferFailed("the receiver granted no credit, no lease, or a transport that was not offered")
+    async def _granted(self, call: PushCall) -> Granted:
+        try:
+            granted = await self._read(call)
+        except LayoutMismatch:  # it may be that no path works for the receiver
+            self._decline_before("")
+            raise
+        is_grant = isinstance(granted, Granted) and granted.credit_chunks > 0 and granted.lease_s > 0
+        if not isinstance(granted, Granted) or not is_grant or granted.transport not in self._paths:
+            raise TransferFailed("the receiver granted no credit, no lease, or a transport that was not offered")
+        self._decline_before(granted.transport)
+        return granted
 
-    async def _gather(self, transport: SendTransport, credit: asyncio.Semaphore, chunks: _Chunks) -> None:
+    def _decline_before(self, chosen: str) -> None:
+        for name, path in self._paths.items():
+            if name == chosen:
+                return
+            path.decline()
+
+    async def _gather(self, path: SendPath, credit: asyncio.Semaphore, chunks: _Chunks) -> None:
         number = 0
         while await self._announced.wait():
             await credit.acquire()
             chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
-            slot = self._slots[number] = await transport.acquire(chunk_range.num_bytes(self._layout))
+            slot = self._slots[number] = await path.acquire(chunk_range.num_bytes(self._layout))
             fill = partial(self._fill, slot, number, chunk_range)
             chunks.put_nowait(await run_to_end(self._resources.executor, fill))
             number += 1
@@ -207,7 +233,7 @@ class OutgoingConversation:
             if number >= self._num_chunks or number not in self._slots:
                 raise TransferFailed("the receiver acknowledged a chunk that was not sent")
             self._watchdog.on_answer()
-            self._slots.pop(number).release()
+            self._slots.pop(number).release(is_acknowledged=True)
             credit.release()
         if not self._is_committing:
             raise TransferFailed("the receiver committed before the sender did")

@@ -3,8 +3,8 @@
 Life of a transfer here:
 
     expect()      registers reserved blocks; chunks of this transfer id and attempt may be written into them
-    push()        runs the conversation, one gRPC call: checks open and chooses a transport; checks each chunk, writes
-                  and verifies it on a thread, acknowledges it; checks commit
+    push()        runs the conversation, one gRPC call: checks open and chooses a transport; checks each chunk, waits
+                  for it, writes and verifies it on a thread, acknowledges it; checks commit
     on_committed  all KV has arrived and is verified
     on_failed     the transfer failed: a chunk did not verify, the layout differs, or the sender disconnected, was
                   silent for a lease, or never came
@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import grpc
@@ -116,9 +116,11 @@ class KVReceiver:
         await incoming.ended.wait()
 
     async def close(self) -> None:
-        """Abort all transfers and shut down the threads."""
+        """Abort all transfers, and close threads and transports; idempotent."""
         await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._incoming)))
         self._executor.shutdown(wait=False)
+        for transport in self._transports:
+            transport.close()
 
     async def push(self, requests: AsyncIterator[SenderMessage]) -> AsyncGenerator[ReceiverMessage, None]:
         """Run one conversation, yielding the replies. Raises a MeshError if the transfer is refused or fails.
@@ -178,10 +180,10 @@ class KVReceiver:
         self, checks: TransferChecks, opening: TransferOpen, requests: AsyncIterator[SenderMessage], reply: Reply
     ) -> Commit:
         checks.check_open(opening)
-        transport, source = self._connect(opening.transports)
+        transport, source = await self._connect(opening.transports)
         credit = self._settings.credit_chunks
-        reply(Granted(transport, credit, self._settings.lease_s))
         try:
+            reply(Granted(transport, credit, self._settings.lease_s, source.answer()))
             async with task_group() as writes:  # the block exits only when every write has ended
                 while not isinstance(request := await self._next(requests), Commit):
                     if request is None:
@@ -208,7 +210,9 @@ class KVReceiver:
             raise LeaseExpired(f"the sender has sent nothing for {lease_s:g} s") from None
 
     async def _write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk, reply: Reply) -> None:
-        await run_to_end(self._executor, partial(self._verify_and_write, checks, source, chunk))
+        async with source.arrived(chunk.payload, chunk.num_bytes) as payload:
+            here = replace(chunk, payload=payload)
+            await run_to_end(self._executor, partial(self._verify_and_write, checks, source, here))
         checks.acknowledge(chunk)
         reply(Ack(chunk.sequence_number))
 
@@ -223,11 +227,11 @@ class KVReceiver:
         checks.check_payload(chunk, payload)
         self._store.write_blocks(block_ids, span, payload)
 
-    def _connect(self, offers: Sequence[TransportOffer]) -> tuple[str, PayloadSource]:
+    async def _connect(self, offers: Sequence[TransportOffer]) -> tuple[str, PayloadSource]:
         """Connect to the first offer that works here. Raises LayoutMismatch if none does."""
         for offer in offers:
             for transport in self._transports:
-                source = transport.connect(offer) if transport.name == offer.name else None
+                source = await transport.connect(offer) if transport.name == offer.name else None
                 if source is not None:
                     return offer.name, source
         offer_names = ", ".join(offer.name for offer in offers) or "none"

@@ -33,6 +33,8 @@ class TransferSettings:
     max_arena_bytes: int = 1 << 30
     """Largest arena that a receiver opens."""
     shm_dir: str = "/dev/shm"
+    trust_fabric: bool = False
+    """Use gloo and nccl beyond this machine, too. They neither authenticate nor encrypt."""
 
     def __post_init__(self) -> None:
         if not self.transports:

@@ -23,7 +23,7 @@ import structlog
 
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.host import parse_cores
-from mesh.logs import LEVELS, configure_logging
+from mesh.logs import LEVELS, configure_logging, flush_outputs
 from mesh.settings import load_settings, setting
 from mesh.tracing import configure_tracing
 
@@ -213,6 +213,22 @@ def _fill(pipe: int, data: bytes) -> None:
         raise ConfigurationError("secret settings, handler properties included, have 64 KiB at most") from None
     finally:
         os.close(pipe)
+
+
+def run_for_life(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run `work` as a task that the service cannot do without. If it fails, log the error and end the process with
+    status 1, to be restarted: the service would go on with a stale view of the mesh, or with limits that nobody checks.
+    """
+    task = asyncio.create_task(work)
+    task.add_done_callback(_end_if_failed)
+    return task
+
+
+def _end_if_failed(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("a background task has failed, exiting", exc_info=error)
+        flush_outputs()
+        os._exit(1)
 
 
 def _end_process() -> NoReturn:

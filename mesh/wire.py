@@ -314,6 +314,7 @@ def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
         layout=layout_to_proto(info.layout),
         ranks=kv_endpoints_to_proto(info.kv_endpoints),
         tensor_parallel=info.tensor_parallel,
+        pipeline_parallel=info.pipeline_parallel,
         **{name: getattr(info, name) for name in _PLAIN_WORKER},
     )
 
@@ -327,6 +328,7 @@ def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
         layout=layout_from_proto(message.layout),
         kv_endpoints=kv_endpoints_from_proto(message.ranks),
         tensor_parallel=message.tensor_parallel or 1,
+        pipeline_parallel=message.pipeline_parallel or 1,
         **{name: getattr(message, name) for name in _PLAIN_WORKER},
     )
 

@@ -10,8 +10,8 @@ from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
 from worker.engine_host import EngineLimits, Load, load_runner
-from worker.main import Worker
 from worker.metrics import PrefillMetrics
+from worker.worker import Worker
 
 
 async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:
@@ -27,7 +27,7 @@ async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:
         on_step=lambda result: service.on_step(result),
         on_layers=lambda batch, first_layer, num_layers: service.on_layers(batch, first_layer, num_layers),
     )
-    transfer_settings = TransferSettings(transports=tuple(settings.kv_transports.split(",")))
+    transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
     sender = KVSender(worker.kv_cache, settings.identity, worker.runtime.credentials, transfer_settings)
     service = PrefillService(
         worker.engine,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mesh.settings import setting
-from worker.settings import WorkerSettings, require_positive
+from worker.settings import WorkerSettings, parse_transports, require_positive, require_protected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,17 @@ class PrefillSettings(WorkerSettings):
         "maximum prompts computed concurrently; at most max_batch_prefill_tokens, as each needs a token of a step; a "
         "decode worker's max_rolling_batch_size counts running sequences",
     )
-    kv_transports: str = setting("shm,grpc", "transports for KV, in order of preference")
+    kv_transports: str = setting("shm,grpc", "transports for KV, in order of preference: shm, gloo, nccl, grpc")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "max_batch_prefill_tokens", "max_num_seqs")
+        require_protected(self, self.transports)
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The names in kv_transports. Raises ConfigurationError."""
+        return parse_transports(self.kv_transports)
 
     @property
     def prompts_at_once(self) -> int:

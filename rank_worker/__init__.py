@@ -1,1 +1,1 @@
-"""The process of one tensor-parallel rank. A worker starts it; it computes what the worker's rank 0 commands."""
+"""The process of one rank. A worker starts it; it computes what the worker's rank 0 commands."""

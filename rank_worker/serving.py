@@ -2,6 +2,8 @@
 
 import os
 import socket
+from contextlib import suppress
+from functools import partial
 
 import structlog
 import torch
@@ -11,7 +13,7 @@ from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message, send_message
 from engine.ranks.rank import Rank, map_kv
-from engine.ranks.shared import SharedGroup, StepMemory, decode_command
+from engine.ranks.shared import Command, Report, SharedGroup, decode_command, encode_command, encode_report, step_memory
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import configure_logging, flush_outputs
 
@@ -43,8 +45,8 @@ def _serve_rank(setup: RankSetup, leader: socket.socket) -> None:
     torch.set_num_threads(setup.num_threads)
     settings, config = resolve(setup.settings)
     assert isinstance(config, ModelConfig), "the leader has checked it"
-    memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=setup.max_blocks, fd=setup.memory_fd)
-    group = SharedGroup(setup.rank, setup.size, memory)
+    memory = step_memory(settings, config, setup.max_blocks, setup.memory_fd)
+    group = SharedGroup(setup.rank, settings.degrees, memory, partial(_post, setup), partial(_report, setup))
     rank = Rank(settings, config, group, shared_store(setup.store_fd))
     send_message(leader, loaded=True)
     allocated = receive_message(leader)
@@ -55,3 +57,14 @@ def _serve_rank(setup: RankSetup, leader: socket.socket) -> None:
     send_message(leader, ready=True)
     while message := leader.recv(MAX_MESSAGE_BYTES):
         execute(decode_command(message))
+
+
+def _post(setup: RankSetup, stage: int, command: Command) -> None:
+    """Send a command to the next stage."""
+    for fd in setup.next_fds:
+        with suppress(BrokenPipeError):  # that a rank has ended is noticed by the leader
+            os.write(fd, encode_command(command))
+
+
+def _report(setup: RankSetup, report: Report) -> None:
+    os.write(setup.report_fd, encode_report(report))

@@ -11,7 +11,7 @@ from mesh.domain.host import is_loopback
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
 from mesh.metrics import serving_metrics, watching_loop
-from mesh.process import ServiceProgram, announce, until_stopped
+from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
 from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer
 from router.api.operators import MeshServicer
@@ -93,14 +93,14 @@ class RouterProcess:
         await self.coordination.start()
         await self.public.start(SERVICES)
         runs = (self._readiness.run(), *(model_router.run() for model_router in self.model_routers))
-        self._tasks = [asyncio.create_task(run) for run in runs]
+        self._tasks = [run_for_life(run) for run in runs]
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._readiness.end()
+        self._readiness.end()
         await self._services.drain(grace_s)
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:

@@ -5,7 +5,8 @@
 A choice only signals that it has something ready; the reader takes everything at once, so tokens that are ready
 together share a message. With `best_of` the choices are ranked and returned once all have ended. The stream ends after
 the last choice, or with the first error. A client that reads nothing for too long, or lets too many events pile up, is
-cut off: its attempts are aborted, its memory is freed at once, and its next read raises the error.
+cut off: its attempts are aborted, its unread events are freed at once, and its next read raises the error. If it still
+does not read, `on_stuck` is called, which ends the call.
 """
 
 import asyncio
@@ -18,17 +19,19 @@ from typing import NamedTuple
 from mesh.domain.errors import DeadlineExceeded
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
-from router.api.validation import ValidRequest
 from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken
 from router.served_model import PromptEncoder
+from router.validation import ValidRequest
 
 # Over all choices of a stream, alternatives included. An event takes about 200 bytes, so this is less than 1 MiB.
 MAX_PENDING_EVENTS = 4096
-# With log-probs of the prompt: sending them to the client takes as long as thousands of tokens.
+# With log-probs of the prompt: sending them to the client takes as long as thousands of tokens. At most 13 MiB.
 MAX_PENDING_BEHIND_PROMPT = 2**16
 # Prompt tokens, with their alternatives, in one message.
 _MAX_PART_EVENTS = 2048
 _SENT = PromptLogprob(None)
+# Time for a client that was cut off to take the message that blocks its stream, and then the error.
+_LAST_READ_S = 10.0
 
 RunChoice = Callable[[Choice], Awaitable[None]]
 
@@ -69,6 +72,7 @@ class GenerationStream:
         self._num_open = len(runs)
         self._tasks = [self._start(run) for run in runs]
         self._watchdog = self._loop.call_later(slow_reader_s, self._watch_reader)
+        self.on_stuck: Callable[[], object] = _ignore
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when no choice runs any more."""
 
@@ -163,10 +167,13 @@ class GenerationStream:
     def _cut_off(self, message: str) -> None:
         self._ready.clear()
         self.fail(DeadlineExceeded(message))
+        for choice in self._choices:
+            choice.take()
+        self._watchdog = self._loop.call_later(_LAST_READ_S, lambda: self.on_stuck())
 
 
 def _ignore() -> None:
-    """No stream reads the choice any more."""
+    """Nobody waits for this any more, or yet."""
 
 
 async def _run(run: ChoiceRun) -> None:
@@ -215,6 +222,10 @@ class Answer:
     def close(self) -> None:
         """Cancel the choices: the client is gone."""
         self._stream.close()
+
+    def when_stuck(self, end_call: Callable[[], object]) -> None:
+        """Call `end_call` if a client that was cut off reads nothing for _LAST_READ_S more."""
+        self._stream.on_stuck = end_call
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield all messages; each choice's first one carries the echo. Raises the error that the request ends with."""

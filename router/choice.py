@@ -24,11 +24,11 @@ from mesh.domain.errors import AttemptsFailed
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceOutput, TokenLogprob
 from router.admission.fair_queue import QueueEntry
-from router.api.validation import ValidRequest
 from router.tenants import Tenant
 from router.text.text_stream import TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.timeline import Timeline, Timing
+from router.validation import ValidRequest
 
 if TYPE_CHECKING:
     from router.attempt import Attempt

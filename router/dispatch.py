@@ -198,17 +198,22 @@ class Dispatcher:
             if attempt is not None:
                 self._count_failure(attempt, error)
             blamed = None if attempt is None else attempt.blamed
+            failure = {
+                "request_id": choice.request_id,
+                "attempt": failures.attempt,
+                "num_tokens": len(choice.token_ids),
+                "worker": blamed and blamed.worker_id,
+                "cause": type(error).__name__,
+                "error": str(error),
+            }
+            try:
+                delay_s = failures.after(error, num_tokens=len(choice.token_ids), blamed=blamed)
+            except MeshError:
+                log.info("no replay: too many failures", **failure)
+                raise
             self._journal.replayed(choice, error, blamed)
-            log.info(
-                "replay",
-                request_id=choice.request_id,
-                attempt=failures.attempt,
-                num_tokens=len(choice.token_ids),
-                worker=blamed and blamed.worker_id,
-                cause=type(error).__name__,
-                error=str(error),
-            )
-            await asyncio.sleep(failures.after(error, num_tokens=len(choice.token_ids), blamed=blamed))
+            log.info("replay", **failure)
+            await asyncio.sleep(delay_s)
             if not failures.is_free:
                 await self._budget.draw()
 

@@ -150,7 +150,7 @@ class Journal:
         self._note(IncidentKind.TRIPPED, worker_id=info.worker_id, cause=f"{num_failures} failures in a row")
 
     def replayed(self, choice: Choice, error: Replayable, blamed: WorkerInfo | None) -> None:
-        """Record that an attempt has failed, before another attempt or the request's end."""
+        """Record that an attempt has failed, and another one follows."""
         self.num_replays += 1
         worker_id = "" if blamed is None else blamed.worker_id
         self._note(IncidentKind.REPLAYED, worker_id=worker_id, request_id=choice.request_id, cause=type(error).__name__)

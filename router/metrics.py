@@ -21,7 +21,7 @@ from mesh.domain.errors import (
 from mesh.domain.worker import WorkerRole, WorkerState
 from mesh.metrics import SECONDS, TOKENS, Gaps, OnLoop, new_registry
 from router.journal import CANCELLED, Incident, IncidentKind, Trace
-from router.operated_model import OperatedModel
+from router.model_router import ModelRouter
 from router.timeline import PHASES, Timing
 
 
@@ -67,7 +67,7 @@ class RouterMetrics:
         for refusal in (InvalidRequest, Overloaded):
             self._refused.labels(refusal.__name__)
 
-    def watch(self, models: Sequence[OperatedModel]) -> None:
+    def watch(self, models: Sequence[ModelRouter]) -> None:
         """Add gauges over all models. Call it on the event loop that owns the models."""
         self.registry.register(OnLoop(lambda: _gauges(models)))
 
@@ -123,7 +123,7 @@ class RouterMetrics:
         return Histogram(f"tandem_{name}", help_text, buckets=TOKENS, registry=self.registry)
 
 
-def _gauges(models: Sequence[OperatedModel]) -> Iterator[Metric]:
+def _gauges(models: Sequence[ModelRouter]) -> Iterator[Metric]:
     num_held = sum(model.limiter.num_held for model in models)
     num_waiting = sum(model.queue.num_queued_choices for model in models)
     yield _gauge("num_requests_running", "Choices that workers are at", max(0, num_held - num_waiting))

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import WorkerInfo
+from router.admission.forecast import Forecast
 from router.admission.in_flight import InFlightTable
-from router.admission.limiter import ConcurrencyLimiter, Forecast
+from router.admission.limiter import ConcurrencyLimiter
 from router.admission.queue import PlacementQueue
 from router.attempt import PrefillClient
 from router.dispatch import Dispatcher

@@ -52,15 +52,15 @@ class Readiness:
     async def run(self) -> None:
         """Follow the mesh until cancelled."""
         while True:
-            await self._report(self._health())
+            self._report(self._health())
             self._announce()
             await self._changed.wait()
             self._changed.clear()
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """Report NOT_SERVING for good. Call it after `run` has ended."""
         for name in _NAMES:
-            await self._server.set_serving(False, name)
+            self._server.set_serving(False, name)
 
     def _health(self) -> dict[str, bool]:
         """Return by service name whether it is serving now."""
@@ -70,10 +70,10 @@ class Readiness:
         self._has_served |= serving
         return dict.fromkeys(_ROUTER_NAMES, serving) | {role.value: has[role] for role in WorkerRole}
 
-    async def _report(self, health: dict[str, bool]) -> None:
+    def _report(self, health: dict[str, bool]) -> None:
         for name, serving in health.items():
             if self._reported.get(name) is not serving:
-                await self._server.set_serving(serving, name)
+                self._server.set_serving(serving, name)
                 self._reported[name] = serving
 
     def _announce(self) -> None:

@@ -15,6 +15,7 @@ GenerationServices finds a request's model by name.
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
@@ -24,9 +25,19 @@ from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Mo
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
 from router.admission.fair_queue import QueueEntry
-from router.admission.limiter import ConcurrencyLimiter, Forecast, Permit, retry_after_s
+from router.admission.forecast import Forecast, retry_after_s
+from router.admission.limiter import ConcurrencyLimiter, Permit
 from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, ChoiceRun, GenerationStream
-from router.api.validation import (
+from router.choice import Choice, Siblings
+from router.dispatch import Dispatcher
+from router.journal import ChoiceSpan, Journal
+from router.served_model import EncodedPrompt, ModelText, ServedModel
+from router.settings import RouterSettings, require_input_below_total
+from router.tenants import ANONYMOUS, Tenant
+from router.text.chat import Prompt
+from router.text.tokenizer import TextToken
+from router.timeline import Timeline
+from router.validation import (
     GenerateParams,
     Limits,
     ValidRequest,
@@ -38,15 +49,6 @@ from router.api.validation import (
     complete_sampling,
     require_prompt,
 )
-from router.choice import Choice, Siblings
-from router.dispatch import Dispatcher
-from router.journal import ChoiceSpan, Journal
-from router.served_model import EncodedPrompt, ModelText, ServedModel
-from router.settings import RouterSettings, require_input_below_total
-from router.tenants import ANONYMOUS, Tenant
-from router.text.chat import Prompt
-from router.text.tokenizer import TextToken
-from router.timeline import Timeline
 from router.workers.membership import capacity_tokens
 from router.workers.mesh_view import MeshView
 
@@ -126,6 +128,8 @@ class GenerationService:
         self._journal = journal
         self._on_gap = on_gap
         self._streams: set[GenerationStream] = set()
+        self._num_open = 0  # requests that are being admitted or have a stream
+        self._all_ended = asyncio.Event()
         self._num_running = 0
         self._num_tokenizing = 0
         self._stopping = False
@@ -135,16 +139,17 @@ class GenerationService:
         if params.client_request_id:  # bound here so that all log lines of the call and its choices carry it
             shown = params.client_request_id[:_MAX_LOGGED_CHARS]
             structlog.contextvars.bind_contextvars(client_request_id=shown)
+        if self._stopping:
+            raise NoWorkers(_STOPPING)
+        self._num_open += 1
         try:
             return await self._begin(params, time_left_s)
-        except MeshError as error:
-            self._journal.refused(type(error).__name__)
+        except BaseException:
+            self._one_ended()
             raise
 
     async def _begin(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         timeline = Timeline(asyncio.get_running_loop().time, self._on_gap)
-        if self._stopping:
-            raise NoWorkers(_STOPPING)
         queue_entry = self._queue_entry(params, time_left_s)
         cap = queue_entry.priority.share_of(self._limiter.max_permits)
         check_counts(params, max_choices=cap)
@@ -157,11 +162,11 @@ class GenerationService:
             prompt = await self._encode(params)
             valid = self._validate(params, prompt, queue_entry)
             echo = await self._echo(prompt) if params.echo else ""
+            return self._start(valid, permits, timeline, echo)
         except BaseException:
             for permit in permits:
                 permit.release()
             raise
-        return self._start(valid, permits, timeline, echo)
 
     async def _encode(self, params: GenerateParams) -> EncodedPrompt:
         """Encode the prompt. With truncation no text is too long; the encoder still bounds how much text may wait."""
@@ -198,11 +203,21 @@ class GenerationService:
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, let running ones end within the grace, then fail the rest with NoWorkers."""
         self._stopping = True
-        ended = [stream.ended for stream in self._streams]
-        if ended:
-            await asyncio.wait(ended, timeout=grace_s)
+        if self._num_open:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._all_ended.wait()
         for stream in list(self._streams):
             stream.fail(NoWorkers(_STOPPING))
+
+    def _one_ended(self) -> None:
+        self._num_open -= 1
+        if self._stopping and not self._num_open:
+            self._all_ended.set()
+
+    def _stream_ended(self, stream: GenerationStream) -> None:
+        self._streams.discard(stream)
+        self._one_ended()
 
     def _limits(self) -> Limits:
         return self._limit_policy.resolve(self._mesh.decode_workers())
@@ -268,7 +283,7 @@ class GenerationService:
             max_pending_events=MAX_PENDING_BEHIND_PROMPT if valid.params.prompt_logprobs else MAX_PENDING_EVENTS,
         )
         self._streams.add(stream)
-        stream.ended.add_done_callback(lambda _: self._streams.discard(stream))
+        stream.ended.add_done_callback(lambda _: self._stream_ended(stream))
         return Answer(stream, valid, first_choice=choices[0], encoder=self._text.encoder, echo=echo)
 
     async def _run(self, choice: Choice, valid: ValidRequest, timeline: Timeline) -> None:
@@ -325,11 +340,10 @@ class GenerationServices:
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
         try:
-            service = self.find(params.model)
+            return await self.find(params.model).generate(params, time_left_s)
         except MeshError as error:
             self._journal.refused(type(error).__name__)
             raise
-        return await service.generate(params, time_left_s)
 
     def find(self, name: str) -> GenerationService:
         """Raises ModelNotFound; InvalidRequest if the name is empty and there are several models."""

@@ -84,7 +84,10 @@ def read_low_code(
             _apply(knob, entry, low_code, environ)
             if not knob.is_secret:
                 low_code.properties[_without_prefix(knob.key)] = entry.value
-    low_code.properties.update({_without_prefix(key): entry.value for key, entry in merged.items()})
+    secret_keys = {key for knob in KNOBS if knob.is_secret for key in (knob.key, *knob.also)}
+    low_code.properties.update(
+        {_without_prefix(key): entry.value for key, entry in merged.items() if key not in secret_keys}
+    )
     unknown = _pass_through(merged, low_code, roles_of, environ)
     _report_unknown(unknown, low_code, has_handler=has_handler or bool(low_code.of("gateway").get("handler")))
     low_code.warnings += [f"{name} is not known here and has no effect" for name in unknown_variables(environ)]

@@ -38,7 +38,6 @@ _BATCHES = "batching is always continuous"
 _SEPARATE = "prefill runs on separate workers"
 _DEVICES = "see --prefill and --decode"
 _FIXED = "the limit is fixed, see docs/http.md"
-_NO_STAGES = "models are not divided into pipeline stages"
 _ONE_DRAFT_RANK = "one process of a worker runs the draft model"
 _NO_ADDRESSES = "the ranks of a worker are on one machine and need no address"
 _ALL_TRACED = tuple(f"{role}.otlp_endpoint" for role in ("router", *_WORKERS, "gateway"))
@@ -72,13 +71,6 @@ def formatter(value: str) -> str:
     if value not in _FORMATTERS:
         raise ConfigurationError(f"expected one of {', '.join(_FORMATTERS)}, got {value!r}")
     return _FORMATTERS[value]
-
-
-def one_stage(value: str) -> str:
-    """The number of pipeline stages of a worker, which must be 1."""
-    if value not in _ONE:
-        raise ConfigurationError(f"{_NO_STAGES}: expected 1, got {value!r}; see --tensor-parallel")
-    return value
 
 
 def one_draft_rank(value: str) -> str:
@@ -196,10 +188,9 @@ KNOBS = (
     ),
     Knob(
         "option.pipeline_parallel_degree",
+        _workers("pipeline_parallel"),
         env=("PIPELINE_PARALLEL_DEGREE",),
         also=("option.pipeline_parallel_size",),
-        convert=one_stage,
-        note=_NO_STAGES,
     ),
     Knob("engine", note="there is one engine"),
     Knob("option.mpi_mode", note="there is one engine"),
@@ -349,3 +340,8 @@ KNOBS = (
     Knob("option.record_acceptance_rate", note="always recorded"),
     Knob("option.bedrock_compat", convert=off_only, note="always off"),
 )
+
+SECRET_VARIABLES = frozenset(
+    name for knob in KNOBS if knob.is_secret for name in (knob.key.replace("option.", "OPTION_").upper(), *knob.env)
+)
+"""Variables with secrets."""

@@ -13,13 +13,15 @@ from engine.ranks.share import rank_share
 from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 from tandem_cli.mesh_plan import find_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder, name of a bundled model, or any other source of `tandem up`")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of a worker (1)")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of each stage (1)")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="M", help="stages of a worker (1)")
     parser.add_argument(
         "--quantize", choices=QUANTIZATIONS, default="none", help="quantization of the linear layers (none)"
     )
@@ -28,29 +30,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     model_dir = find_model(ModelSource(args.model))
-    size, quantize = args.tensor_parallel, args.quantize
+    degrees, quantize = Degrees(args.tensor_parallel, args.pipeline_parallel), args.quantize
     settings, config = resolve(RunnerSettings(model_dir, quantize=quantize))
-    if size < 1:
-        raise ConfigurationError(f"tensor_parallel must be at least 1, got {size}")
     if read_partition(model_dir) is not None:
         raise ConfigurationError(f"{model_dir} is partitioned already")
     if not isinstance(config, ModelConfig):
         raise ConfigurationError("an encoder-decoder model cannot be partitioned: its decoder is not compiled")
     if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
         raise ConfigurationError(f"only models of the compiled decoder can be partitioned: {reason}")
-    ranks = (load_packed(settings, config, rank_share(config, rank, size)) for rank in range(size))
+    shares = [rank_share(config, rank, degrees) for rank in range(max(1, degrees.num_ranks))]
+    ranks = (load_packed(settings, config, share) for share in shares)
     digest = weights_digest(model_dir).hex()
     try:
-        partition = write_partition(model_dir, args.out, ranks, size=size, weights_digest=digest, quantize=quantize)
+        partition = write_partition(
+            model_dir, args.out, ranks, degrees=degrees, weights_digest=digest, quantize=quantize
+        )
     except OSError as error:
         raise ConfigurationError(f"cannot write {args.out}: {error}") from error
     flags = "".join(
         f" --{name} {value}"
-        for name, value, default in (("tensor-parallel", size, 1), ("quantize", quantize, "none"))
+        for name, value, default in (
+            ("tensor-parallel", degrees.tensor, 1),
+            ("pipeline-parallel", degrees.pipeline, 1),
+            ("quantize", quantize, "none"),
+        )
         if value != default
     )
     sys.stdout.write(
-        f"{args.out}: {size} x {partition.num_bytes / size / 1e6:.0f} MB in {time.monotonic() - began_s:.1f} s; "
+        f"{args.out}: {len(shares)} x {partition.num_bytes / len(shares) / 1e6:.0f} MB "
+        f"in {time.monotonic() - began_s:.1f} s; "
         f"serve it with: tandem up --model {args.out}{flags}\n"
     )
     return 0

@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from mesh.domain.errors import ConfigurationError
+from mesh.retry import Backoff
 from tandem import TandemError
 from tandem_cli.child import Child, ChildEvent, Launch
 from tandem_cli.cores import format_cores
@@ -23,8 +24,9 @@ from tandem_cli.display import Display
 from tandem_cli.mesh_plan import MeshPlan, Service
 
 _CONFIGURATION_STATUS = 2
+_FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 
-Trial = Callable[[str], Awaitable[None]]
+Trial = Callable[[str], Coroutine[Any, Any, None]]
 """Sends a request through the router at an address and all parts behind it. Raises TandemError."""
 
 
@@ -48,7 +50,7 @@ class _StartTimedOut:
 
 @dataclass(frozen=True, slots=True)
 class _TrialEnded:
-    error: TandemError | None
+    """The trial request has been answered or has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +59,6 @@ class _RestartDue:
 
 
 _Event: TypeAlias = ChildEvent | _Signal | _StartTimedOut | _TrialEnded | _RestartDue
-
-
-@dataclass
-class Backoff:
-    """Restart delays of one service: each is twice the one before, and a healthy run of `healthy_s` resets them."""
-
-    first_s: float = 0.5
-    max_s: float = 30.0
-    healthy_s: float = 60.0
-    _next_s: float = field(default=0.5, init=False)
-
-    def __post_init__(self) -> None:
-        self._next_s = self.first_s
-
-    def delay_s(self, lived_s: float) -> float:
-        """Seconds to wait before the next start, after a process that ran for `lived_s`."""
-        if lived_s >= self.healthy_s:
-            self._next_s = self.first_s
-        delay_s = self._next_s
-        self._next_s = min(self.max_s, delay_s * 2)
-        return delay_s
 
 
 class Supervisor:
@@ -178,21 +159,15 @@ class Supervisor:
         return [child.address for child in self._children.values() if child.service.role == role]
 
     async def _run_trial(self, address: str) -> None:
-        async def attempt() -> None:
-            try:
-                await self._trial(address)
-            except TandemError as error:
-                self._queue.put_nowait(_TrialEnded(error))
-            else:
-                self._queue.put_nowait(_TrialEnded(None))
-
-        trial = asyncio.create_task(attempt())
+        trial = asyncio.create_task(self._trial(address))
+        trial.add_done_callback(lambda _: self._queue.put_nowait(_TrialEnded()))
         try:
             event: _Event | None = None
             while not isinstance(event, _TrialEnded):
                 event = await self._next_while_starting({"the trial request"})
-            if event.error is not None:
-                raise MeshFailed(f"all services are up, but a trial request failed: {event.error}")
+            trial.result()
+        except TandemError as error:
+            raise MeshFailed(f"all services are up, but a trial request failed: {error}") from error
         finally:
             trial.cancel()
             await asyncio.gather(trial, return_exceptions=True)
@@ -237,7 +212,7 @@ class Supervisor:
 
     def _schedule_restart(self, service: Service, reason: str) -> None:
         lived_s = time.monotonic() - self._started_s[service.name]
-        delay_s = self._backoffs.setdefault(service.name, Backoff()).delay_s(lived_s)
+        delay_s = self._backoffs.setdefault(service.name, Backoff(_FIRST_RESTART_S, _MAX_RESTART_S)).next_s(lived_s)
         self._display.warning(service.name, f"{reason}; restarting it in {delay_s:g} s")
         asyncio.get_running_loop().call_later(delay_s, self._queue.put_nowait, _RestartDue(service))
 

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from engine.cores import make_core_table
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.line_writer import steady_output
+from mesh.rpc.server import require_free
 from mesh.settings import load_settings
 from router.settings import RouterSettings
 from router.tenants import digest_of, new_key
@@ -232,12 +232,12 @@ def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
     for worker in plan.workers("127.0.0.1:1"):
         plan.resolve(worker, environ)
     for number in range(plan.settings.routers if plan.settings.port else 1):
-        _require_free_port(plan.settings.host, plan.settings.port + number)
+        require_free(plan.settings.host, plan.settings.port + number)
     gateway = plan.gateway(["127.0.0.1:1"], router)
     if gateway is not None:
         http: GatewaySettings = plan.resolve(gateway, environ)
         _require_installed("uvicorn")
-        _require_free_port(http.host, http.port)
+        require_free(http.host, http.port)
     return Trial(router.prefill_threshold if plan.has_prefill else 0, trial_key, tls)
 
 
@@ -276,18 +276,6 @@ def _require_redis(num_routers: int, url: str) -> None:
 def _require_installed(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigurationError("the HTTP gateway is not installed: pip install 'tandem-serve[gateway]'")
-
-
-def _require_free_port(host: str, port: int) -> None:
-    """Fail early with a clear message if a port is in use. The service itself binds the port later."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host.strip("[]"), port))
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another port") from error
 
 
 def _child_environ(settings: UpSettings, trial_key: str, properties: Mapping[str, str]) -> dict[str, str]:

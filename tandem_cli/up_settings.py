@@ -12,6 +12,7 @@ from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tandem_cli.connection import ConnectionSettings
 from tandem_cli.load_test.endpoints import OpenAISettings
+from tandem_cli.low_code_keys import SECRET_VARIABLES
 
 ROLES: Mapping[str, tuple[str, type]] = {
     "router": ("router", RouterSettings),
@@ -102,6 +103,14 @@ class UpSettings:
         for name in ("port", "http_port", "metrics_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigurationError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
+        for name, first, count in (
+            ("port", self.port, self.routers),
+            ("metrics_port", self.metrics_port, self.routers),
+        ):
+            if first and first + count - 1 > 65535:
+                raise ConfigurationError(
+                    f"{name} must be <= {65536 - count}, got {first}: {count} routers use consecutive ports"
+                )
         if not 0 < self.model_loading_timeout < float("inf"):
             raise ConfigurationError(f"model_loading_timeout must be > 0, got {self.model_loading_timeout:g}")
 
@@ -135,16 +144,23 @@ def roles_of() -> dict[str, list[str]]:
 
 
 def split_secrets(role: str, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split `environ` for a service of `role` into public variables and its secrets. Secrets of other roles are
-    dropped.
+    """Split `environ` for a service of `role` into public variables and its secrets. Secrets of other roles, and the
+    credentials of clients, which no service uses, are dropped.
     """
-    secret_names, all_names = _secret_names(role), {name for other_role in ROLES for name in _secret_names(other_role)}
+    secret_names = _secret_names(ROLES[role][1])
+    classes = [
+        UpSettings,
+        ConnectionSettings,
+        OpenAISettings,
+        *(settings_class for _, settings_class in ROLES.values()),
+    ]
+    all_names = {name for settings_class in classes for name in _secret_names(settings_class)} | SECRET_VARIABLES
     public = {name: value for name, value in environ.items() if name not in all_names}
     return public, {name: environ[name] for name in secret_names if name in environ}
 
 
-def _secret_names(role: str) -> set[str]:
-    secrets = [secret for secret in fields(ROLES[role][1]) if secret.metadata["secret"]]
+def _secret_names(settings_class: type) -> set[str]:
+    secrets = [secret for secret in fields(settings_class) if secret.metadata["secret"]]
     return {name for secret in secrets for name in (f"TANDEM_{secret.name.upper()}", *secret.metadata["env"])}
 
 

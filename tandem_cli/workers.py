@@ -52,7 +52,7 @@ def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in (*_COLUMNS, *(("tokens/s",) if before else ())):
         table.add_column(name, overflow="fold")
-    has_ranks = any(worker.tensor_parallel > 1 for worker in now.mesh.workers)
+    has_ranks = any(worker.degrees != "1x1" for worker in now.mesh.workers)
     if has_ranks:
         table.add_column("ranks", overflow="fold")
     has_drafts = any(worker.speculative != "none" for worker in now.mesh.workers)
@@ -71,7 +71,7 @@ def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
             f"{worker.load.free_blocks}/{worker.num_blocks}",
             f"{worker.last_seen_s:.1f} s",
             *((_speed(speeds.get(worker.incarnation)),) if before else ()),
-            *((str(worker.tensor_parallel),) if has_ranks else ()),
+            *((worker.degrees,) if has_ranks else ()),
             *((_accepted(worker),) if has_drafts else ()),
         )
     failing = [worker for worker in now.mesh.workers if worker.canary_error and not worker.serving]

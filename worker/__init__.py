@@ -1,6 +1,6 @@
 """Code that prefill and decode workers share.
 
-main.py                   composition of a worker process: engine, metrics, registration
+worker.py                 composition of a worker process: engine, metrics, registration
 engine_host.py            builds the engine from the settings; model download and loading timeout
 runtime.py                listen, register, serve, drain, stop; reports of the engine, and detection of a stuck one
 agent.py, redis_agent.py  registration and heartbeats, with one router or through Redis; the Worker gRPC service

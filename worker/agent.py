@@ -152,9 +152,9 @@ class RegistryAgent:
     async def send_heartbeats(self, sink: HeartbeatSink, interval_s: float) -> None:
         """Send heartbeats until cancelled, or until `sink` fails."""
         while True:
+            self._wake.clear()  # first: what changes during the writes needs another heartbeat
             for request in await self._requests():
                 await sink.write(request)
-            self._wake.clear()
             # wait_for would swallow a cancellation that comes together with the wake-up.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):

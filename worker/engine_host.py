@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +25,7 @@ import torch
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
-from engine.kv_memory import KVMemory
+from engine.kv_memory import KVMemorySettings
 from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
@@ -39,6 +39,7 @@ from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs
@@ -87,7 +88,7 @@ class EngineHost:
     scheduler: Scheduler
     speculation: Speculation
     speculator: Speculator | None
-    num_ranks: int = 1
+    degrees: Degrees = field(default_factory=Degrees)
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
         """Scheduler, runner and speculator, joined."""
@@ -111,7 +112,8 @@ class EngineHost:
             device=str(self.runner.kv_cache.tensor.device),
             pid=os.getpid(),
             speculative=self.speculation.kind,
-            tensor_parallel=self.num_ranks,
+            tensor_parallel=self.degrees.tensor,
+            pipeline_parallel=self.degrees.pipeline,
         )
 
 
@@ -130,7 +132,9 @@ def build_host(
     num_blocks = runner.kv_cache.num_blocks
     speculator = load_speculator(
         limits.speculation,
-        replace(runner_settings, num_blocks=num_blocks, kv_memory=KVMemory()),  # already part of companion_block_bytes
+        replace(
+            runner_settings, num_blocks=num_blocks, kv_memory=KVMemorySettings()
+        ),  # already part of companion_block_bytes
         lambda draft: load(draft, None),
         max_batch_tokens=limits.max_batch_tokens,
     )
@@ -142,6 +146,7 @@ def build_host(
         # Some position encodings depend on the prompt's length; then equal prefixes do not have equal KV.
         prefix_caching=settings.prefix_caching and config.shareable_prefixes,
         whole_prompts=config.whole_prompts,
+        max_in_flight=runner_settings.pipeline_parallel,
     )
     log.info(
         "engine ready",
@@ -150,15 +155,15 @@ def build_host(
         kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
         attention=runner.attention_backend,
         threads=torch.get_num_threads(),
-        ranks=runner_settings.tensor_parallel,
+        ranks=str(runner_settings.degrees),
         speculative=limits.speculation.kind,
     )
     scheduler = Scheduler(scheduler_config, BlockPool(num_blocks))
-    num_ranks = runner_settings.tensor_parallel
-    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, num_ranks)
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, runner_settings.degrees)
 
 
 def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
+    degrees = settings.degrees()
     runner_settings = RunnerSettings(
         model_dir=Path(settings.model),
         device=settings.device,
@@ -167,11 +172,12 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
         enforce_eager=settings.enforce_eager,
-        tensor_parallel=settings.num_ranks(),
+        tensor_parallel=degrees.tensor,
+        pipeline_parallel=degrees.pipeline,
         max_batch_tokens=limits.max_batch_tokens,
         rope=settings.rope_override(),
         block_size=settings.block_size,
-        kv_memory=KVMemory(
+        kv_memory=KVMemorySettings(
             settings.kv_memory_fraction,
             settings.memory_utilization,
             settings.kv_memory_shares,

@@ -94,7 +94,9 @@ class _Load(Collector):
         yield self._gauge("engine_pending_tokens", "Prompt tokens not yet computed", load.pending_tokens)
         yield self._gauge("engine_kv_cache_usage_ratio", "Share of KV blocks in use, prefix cache not counted", used)
         yield self._gauge("engine_kv_blocks", "KV blocks", info.num_blocks)
-        yield self._gauge("engine_ranks", "Processes that compute each step together", info.tensor_parallel)
+        num_ranks = info.tensor_parallel * info.pipeline_parallel
+        yield self._gauge("engine_ranks", "Processes that compute each step together", num_ranks)
+        yield self._gauge("engine_stages", "Pipeline stages of these processes", info.pipeline_parallel)
         yield self._gauge("engine_ready", "1 if the worker takes work", state is WorkerState.READY)
         yield self._counter("engine_generation_tokens", "Tokens sampled", load.generated_tokens)
         yield self._counter("engine_prompt_tokens", "Prompt tokens computed", load.computed_tokens)

@@ -76,7 +76,7 @@ class WorkerRuntime:
         `services` are full names of gRPC services, for reflection; `drained()` waits until the role's work is done.
         """
         await self.server.start((*services, "mesh.v1.Worker"))
-        await self.server.set_serving(True)
+        self.server.set_serving(True)
         announce("ready")
         stopped = asyncio.create_task(until_stopped(self._settings))
         registered = asyncio.create_task(self._stay_registered())
@@ -104,7 +104,7 @@ class WorkerRuntime:
             self._agent.state = state
             self._agent.heartbeat_now()
             # set_serving takes effect before its first await, so heartbeat and health always agree.
-            await self.server.set_serving(state is WorkerState.READY)
+            self.server.set_serving(state is WorkerState.READY)
 
     async def _watch(self, engine: "Watched") -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts

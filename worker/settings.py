@@ -11,7 +11,8 @@ from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import parse_cores
+from mesh.domain.host import is_loopback, parse_cores
+from mesh.domain.kv import Degrees
 from mesh.settings import setting
 
 log = structlog.get_logger(__name__)
@@ -20,6 +21,9 @@ _NOT_NEGATIVE = (
     *("kv_cache_bytes", "max_model_len", "layer_group_bytes", "num_threads"),
     *("drain_grace_s", "wedged_exit_s"),
 )
+KV_TRANSPORTS = ("shm", "grpc", "gloo", "nccl")
+"""Those of kvtransfer, whose import would take long in every program that reads settings."""
+_UNPROTECTED_TRANSPORTS = ("gloo", "nccl")
 
 
 def require_positive(settings: object, *names: str) -> None:
@@ -34,6 +38,25 @@ def require_not_negative(settings: object, *names: str) -> None:
     for name in names:
         if not getattr(settings, name) >= 0:
             raise ConfigurationError(f"{name} must be >= 0, got {getattr(settings, name)}")
+
+
+def parse_transports(names: str) -> tuple[str, ...]:
+    """The transports in a comma-separated list. Raises ConfigurationError for an unknown one, or none."""
+    transports = tuple(name.strip() for name in names.split(","))
+    for name in transports:
+        if name not in KV_TRANSPORTS:
+            raise ConfigurationError(f"kv_transports must be some of {', '.join(KV_TRANSPORTS)}, got {name!r}")
+    return transports
+
+
+def require_protected(settings: "WorkerSettings", transports: tuple[str, ...]) -> None:
+    """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
+    unprotected = [name for name in transports if name in _UNPROTECTED_TRANSPORTS]
+    if unprotected and not settings.trust_fabric and not is_loopback(settings.host):
+        raise ConfigurationError(
+            f"kv_transports names {', '.join(unprotected)}, which neither authenticates nor encrypts, and host is "
+            f"{settings.host}: set trust_fabric if nobody else can use that network, or leave {unprotected[0]} out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +78,7 @@ class WorkerSettings(ModelSettings):
     kv_dtype: str = setting(
         "auto", f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or int8 with quantize=int8", env=("KV_DTYPE",)
     )
-    enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX-512)", env=("ENFORCE_EAGER",))
+    enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX2)", env=("ENFORCE_EAGER",))
     quantize: str = setting(
         "none", f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only)", env=("QUANTIZE",)
     )
@@ -63,6 +86,10 @@ class WorkerSettings(ModelSettings):
         "1",
         "ranks: processes that compute each step of the worker together (CPU, one machine); max: one per NUMA node, or "
         "as many as the model allows",
+    )
+    pipeline_parallel: str = setting(
+        "1",
+        "stages: the layers of the worker's model divided among so many times the ranks (CPU, one machine); max: one",
     )
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     model_loading_timeout: float = setting(
@@ -89,6 +116,9 @@ class WorkerSettings(ModelSettings):
     )
     max_model_len: int = setting(0, "maximum tokens of a sequence; 0: the model's limit")
     prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
+    trust_fabric: bool = setting(
+        False, "nobody else can use the network between workers: let gloo and NCCL (KV, ranks) go beyond this machine"
+    )
     layers_per_group: int = setting(8, "layers whose KV is sent together while the next ones compute")
     layer_group_bytes: int = setting(
         2 << 20, "minimum KV that is sent together: short prompts send more layers at once"
@@ -117,7 +147,7 @@ class WorkerSettings(ModelSettings):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
         require_positive(self, "block_size", "layers_per_group")
-        self.num_ranks()
+        self.degrees()
         require_not_negative(self, *_NOT_NEGATIVE)
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
@@ -131,15 +161,20 @@ class WorkerSettings(ModelSettings):
         """The worker id; by default host name and process id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
 
-    def num_ranks(self) -> int:
-        """Return the tensor-parallel degree as a number; the model may have fewer with "max". Raises
+    def degrees(self) -> Degrees:
+        """Return the parallel degrees as numbers; the model may have fewer tensor ranks with "max". Raises
         ConfigurationError.
         """
-        if self.tensor_parallel == "max":
-            return num_numa_nodes()
-        if not self.tensor_parallel.isdecimal() or int(self.tensor_parallel) < 1:
-            raise ConfigurationError(f"tensor_parallel must be at least 1, or max, got {self.tensor_parallel!r}")
-        return int(self.tensor_parallel)
+        # Stages on one machine are no faster than as many tensor ranks, so there is never a reason to have the most.
+        return Degrees(self._degree("tensor_parallel", num_numa_nodes()), self._degree("pipeline_parallel", 1))
+
+    def _degree(self, name: str, most: int) -> int:
+        value: str = getattr(self, name)
+        if value == "max":
+            return most
+        if not value.isdecimal() or int(value) < 1:
+            raise ConfigurationError(f"{name} must be at least 1, or max, got {value!r}")
+        return int(value)
 
     def compute_cores(self) -> ComputeCores:
         """Return the cores of this worker and those it may borrow. Raises ConfigurationError for bad settings."""

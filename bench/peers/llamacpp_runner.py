@@ -68,7 +68,7 @@ def server(options: Options) -> Iterator[int]:
 
 
 def healthy(port: int) -> bool:
-    """Whether the server has loaded the model."""
+    """True if the server has loaded the model."""
     try:
         connection = http.client.HTTPConnection(_HOST, port, timeout=5)
         connection.request("GET", "/health")

@@ -206,7 +206,7 @@ async def _wait_serving(router: Router, timeout_s: float, delay_s: float) -> Rou
 
 
 async def _is_serving(router: Router, deadline: Deadline) -> bool:
-    """Whether the router is SERVING; False if the connection fails or time is up."""
+    """True if the router is SERVING; False also if the connection fails or time is up."""
     check = router.stubs.channel.unary_unary(_HEALTH_CHECK)
     try:
         with router.errors():

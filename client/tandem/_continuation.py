@@ -138,5 +138,5 @@ def _seed(seed: int | None, num_generated: int) -> int | None:
 
 
 def _is_full(num_tokens: int, model: Model) -> bool:
-    """Whether a prompt of `num_tokens` tokens leaves no capacity for another token."""
+    """True if a prompt of `num_tokens` tokens leaves no capacity for another token."""
     return num_tokens > model.max_input_tokens or num_tokens >= model.max_total_tokens

@@ -38,8 +38,8 @@ _STATES = {
 _SHORTAGES = {
     mesh_pb2.SHORTAGE_UNSPECIFIED: "",
     mesh_pb2.SHORTAGE_DECODE_WORKER: "decode worker",
-    mesh_pb2.SHORTAGE_DECODE_ROOM: "decode room",
-    mesh_pb2.SHORTAGE_PREFILL_ROOM: "prefill room",
+    mesh_pb2.SHORTAGE_DECODE_CAPACITY: "decode capacity",
+    mesh_pb2.SHORTAGE_PREFILL_CAPACITY: "prefill capacity",
 }
 _KINDS = {
     number: name.removeprefix("INCIDENT_KIND_").lower() for name, number in mesh_pb2.IncidentKind.items() if number
@@ -259,6 +259,7 @@ def _worker(message: mesh_pb2.WorkerStatus) -> Worker:
         canary_error=message.canary_error,
         speculative=record.speculative or "none",
         tensor_parallel=record.tensor_parallel or 1,
+        pipeline_parallel=record.pipeline_parallel or 1,
     )
 
 

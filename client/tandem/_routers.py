@@ -39,7 +39,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How to verify the certificate of a router.
+    """The verification of a router's certificate.
 
     `ca` is a PEM file with the certificate of the CA or of the router itself; the default are the CAs that gRPC ships.
     `name` replaces the address as the name that the certificate must have, for a router behind a tunnel or a bare IP

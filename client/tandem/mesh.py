@@ -28,7 +28,8 @@ class Worker:
     `serving` workers get requests of clients: they are ready, reachable, and have passed the health check.
     `open_transfers` and `transferred_bytes` count KV transfers that the router started. `prefilling_tokens` are prompt
     tokens that the router has sent and the worker has not computed yet. `canary_error` is the error of the last health
-    check, a tiny request, if it failed. `tensor_parallel` processes, its ranks, compute each step together.
+    check, a tiny request, if it failed. Several processes, its ranks, may compute each step together: `tensor_parallel`
+    in each of `pipeline_parallel` stages.
     """
 
     worker_id: str
@@ -50,6 +51,12 @@ class Worker:
     speculative: str = "none"
     canary_error: str = ""
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+
+    @property
+    def degrees(self) -> str:
+        """Both degrees, such as "2x1" for two ranks in one stage."""
+        return f"{self.tensor_parallel}x{self.pipeline_parallel}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +106,8 @@ class Mesh:
     """All workers, counts of the router since its start, recent incidents and finished choices, newest first, and
     running choices, oldest first.
 
-    `shortage` is the resource that the first request in the queue waits for: "decode worker", "decode room" or "prefill
-    room"; "" if no request waits.
+    `shortage` is the resource that the first request in the queue waits for: "decode worker", "decode capacity" or
+    "prefill capacity"; "" if no request waits.
     """
 
     workers: tuple[Worker, ...]

@@ -163,7 +163,7 @@ class Result:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first choice ended."""
+        """The finish reason of the first choice."""
         return self.choices[0].finish_reason
 
     @property
@@ -173,7 +173,7 @@ class Result:
 
     @property
     def timing(self) -> Timing | None:
-        """Where the first choice's time went."""
+        """The phases of the first choice and their times."""
         return self.choices[0].timing
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import threading
 from collections.abc import Coroutine, Generator
+from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
 
@@ -28,18 +29,26 @@ class ClientOptions(TypedDict, total=False):
     open_channel: ChannelFactory
 
 
+class _Closed(RuntimeError):
+    """The client was closed before the call."""
+
+
 class _BackgroundLoop:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._open = threading.Lock()  # between "is it closed?" and starting work
+        # Held from "is it closed?" until work has started. Within, garbage collection may end an iterator: more work.
+        self._open = threading.RLock()
         self._closed = False
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
-        """Run `coroutine` and return its result. An interrupt (Ctrl-C) cancels it, and is raised after it has ended."""
+        """Run `coroutine` and return its result. An interrupt (Ctrl-C) cancels it, and is raised after it has ended.
+
+        Raises _Closed after `stop`.
+        """
         tasks: list[asyncio.Task[T]] = []
         ended = threading.Event()
 
@@ -67,10 +76,20 @@ class _BackgroundLoop:
             raise
         if not is_open:
             coroutine.close()
-            raise RuntimeError("this client is closed")
+            raise _Closed("this client is closed")
         if tasks[0].cancelled():
             raise Cancelled("the client was closed while it waited")
         return tasks[0].result()
+
+    def finish(self, coroutine: Coroutine[object, object, object]) -> None:
+        """Run `coroutine`, and wait for its end unless this is the loop's own thread: the garbage collector, which ends
+        abandoned iterators, runs on any thread, and the loop cannot wait for itself. Dropped after `stop`.
+        """
+        if threading.current_thread() is self._thread:
+            self._loop.create_task(coroutine)
+            return
+        with suppress(_Closed):
+            self.run(coroutine)
 
     def stop(self) -> None:
         """Cancel the calls of other threads, and end the background thread. May be called twice."""
@@ -119,9 +138,10 @@ class Client:
         """Close the connection and end the background thread."""
         try:
             self._background.run(self._client.close())
-        except RuntimeError:
+        except _Closed:
             return
-        self._background.stop()
+        finally:
+            self._background.stop()
 
     def generate(self, **arguments: Unpack[GenerateArguments]) -> Result:
         return self._background.run(self._client.generate(**arguments))
@@ -137,7 +157,7 @@ class Client:
             while (event := self._background.run(next_event())) is not None:
                 yield event
         finally:
-            self._background.run(events.aclose())
+            self._background.finish(events.aclose())
 
     def generate_until_done(
         self, *, max_rounds: int = 8, max_total: int | None = None, **arguments: Unpack[GenerateArguments]

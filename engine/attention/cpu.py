@@ -30,7 +30,7 @@ def why_not_paged(layout: KVLayout) -> str | None:
         return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
     if layout.block_size % KEYS:
         return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"
-    return why_no_loops(int8=layout.dtype == "int8")
+    return why_no_loops()
 
 
 def kernel_batch(metadata: ForwardMetadata, block_size: int, rotation: tuple[Tensor, Tensor] | None = None) -> Batch:

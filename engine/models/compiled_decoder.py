@@ -1,4 +1,4 @@
-"""CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX-512.
+"""CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX2.
 
 In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers. The loop runs
 in several threads together: the caller, helpers on the worker's cores, helpers on lent cores.
@@ -23,6 +23,7 @@ from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
+from engine.model import Finish, LayerGroups, finish_with
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, qkv_width
 from engine.models.rope import RotaryEmbedding
@@ -48,12 +49,16 @@ class LoopThreads:
         """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.step."""
 
     @property
+    def borrows(self) -> bool:
+        return self._ranks.degrees.num_ranks == 1
+
+    @property
     def count(self) -> int:
         return self._num_own + len(self._lent)
 
     def use(self, lent: Cores) -> None:
         """Set the lent cores of the next runs."""
-        self._lent = lent if self._ranks.size == 1 else ()
+        self._lent = lent if self.borrows else ()
 
     def run(self, work: Callable[[Team], object]) -> None:
         """Call `work(team)` in all threads and return when all have returned. `work` must not raise: the other threads
@@ -74,11 +79,12 @@ class LoopThreads:
 
     def _team(self, thread: int, phase_cycles: Int64s) -> Team:
         count, counter, ranks = self.count, self._counter, self._ranks
-        if ranks.size == 1:
+        size = ranks.degrees.tensor
+        if size == 1:
             return Team(thread, count, counter, thread, count, counter, phase_cycles)
-        # The counter of all ranks is never reset: another rank may be waiting at it.
-        number = ranks.rank * count + thread
-        return Team(thread, count, counter, number, ranks.size * count, ranks.counter, phase_cycles)
+        # The counter of all ranks of a stage is never reset: another rank may be waiting at it.
+        number = ranks.rank % size * count + thread
+        return Team(thread, count, counter, number, size * count, ranks.counter, phase_cycles)
 
     def _helper(self, core: int) -> ThreadPoolExecutor:
         """The helper of a lent core. A negative number names a helper on the worker's own cores."""
@@ -111,9 +117,9 @@ _REQUIRED_FACTS = {
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 
 
-def why_not_compiled(config: ModelConfig, layout: KVLayout, *, int8: bool) -> str | None:
+def why_not_compiled(config: ModelConfig, layout: KVLayout) -> str | None:
     """The reason why the loop cannot run this model, or None if it can."""
-    if (missing := why_no_loops(int8=int8)) is not None:
+    if (missing := why_no_loops()) is not None:
         return missing
     for name, value in _REQUIRED_FACTS.items():
         if getattr(config, name) != value:
@@ -134,7 +140,8 @@ class CompiledDecoder:
         self.config = config
         self.attention_backend = "compiled"
         self._ranks = ranks or Alone()
-        self._share = rank_share(config, self._ranks.rank, self._ranks.size)
+        self._share = rank_share(config, self._ranks.rank, self._ranks.degrees)
+        self.layers = self._share.layers
         self.threads = LoopThreads(torch.get_num_threads(), self._ranks)
         # The loop has its own threads. OpenMP threads would spin on their cores between the few torch operations.
         self.num_torch_threads = 1
@@ -151,9 +158,11 @@ class CompiledDecoder:
             post_norms=packed.post_norms,
             final_norm=packed.final_norm,
             head_norms=packed.head_norms,
-            windows=np.array([NO_WINDOW if window is None else window for window in config.windows], np.int64),
+            windows=np.array([NO_WINDOW if window is None else window for window in config.windows], np.int64)[
+                self.layers.first : self.layers.end
+            ],
             eps=np.float32(config.norm_eps),
-            shape=head_shape(self._heads, cache.layer(0)),
+            shape=head_shape(self._heads, cache.layer(self.layers.first)),
         )
         self._buffers = Buffers()
         if self._ranks.rank == 0:
@@ -164,18 +173,21 @@ class CompiledDecoder:
         """See Model.phase_cycles. Counts the thread that calls `forward`."""
         return self.threads.phase_cycles
 
+    @property
+    def borrows_cores(self) -> bool:
+        return self.threads.borrows
+
     def use_cores(self, lent: Cores) -> None:
         self.threads.use(lent)
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> Tensor:
-        residual = torch.from_numpy(self._rows("residual", token_ids.shape[0], self.config.hidden_size))
-        torch.index_select(self._embed, 0, token_ids, out=residual)
-        self._ranks.begin_forward(metadata)
-        self.run_layers(metadata, layer_groups)
-        return residual
+    def begin(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Finish:
+        residual = self._embedded(token_ids)
+        self._ranks.begin_forward(metadata, layer_groups)
+        self.run_layers(metadata, layer_groups.within(self.layers))
+        return finish_with(self._ranks.end_forward(layer_groups), residual)
 
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
-        """Compute the layers on the embedded tokens in the ranks' buffers. The part of `forward` that all ranks do."""
+        """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
         num_tokens = metadata.positions.shape[0]
         model, acts = self._model, self._activations(num_tokens)
         rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
@@ -187,7 +199,8 @@ class CompiledDecoder:
             for operand, thread_scratch in zip(operands, scratch, strict=False)
         ]
         for first, end in layer_groups:
-            self.threads.run(partial(_run_layers, model, work, Range(first, end)))
+            held = Range(first - self.layers.first, end - self.layers.first)
+            self.threads.run(partial(_run_layers, model, work, held))
 
     def logits(self, hidden: Tensor) -> Tensor:
         num_rows, width = hidden.shape
@@ -198,7 +211,7 @@ class CompiledDecoder:
         return torch.from_numpy(self._rows("logits", num_rows, self._logits_width))[:, : self.config.vocab_size]
 
     def run_output(self, num_rows: int) -> None:
-        """Compute logits of the rows in the ranks' buffers. The part of `logits` that all ranks do."""
+        """Compute logits of the rows in the ranks' buffers. The part of `logits` that all ranks of stage 0 do."""
         rows = self._rows("output_rows", num_rows, self.config.hidden_size)
         own_logits = self._rows("logits", num_rows, self._logits_width, self._share.vocab.first)
         self.threads.run(partial(_output_rows, self._model, rows, own_logits, self._operands(num_rows)))
@@ -207,9 +220,18 @@ class CompiledDecoder:
         """Compile the loops, or load them from disk, so that the first request need not wait. Runs a step of one token,
         through no layer if there is one rank: the others run all layers whenever they are called.
         """
-        num_layers = 0 if self._ranks.size == 1 else self.config.num_layers
-        hidden = self.forward(torch.zeros(1, dtype=torch.int64), one_token(), [(0, num_layers)])
+        token_ids, num_layers = torch.zeros(1, dtype=torch.int64), self.config.num_layers
+        if self._ranks.degrees.num_ranks == 1:
+            hidden = self._embedded(token_ids)
+            self.run_layers(one_token(), [(0, 0)])
+        else:
+            hidden = self.begin(token_ids, one_token(), LayerGroups(num_layers, num_layers))()
         summarise(self.logits(hidden).numpy())
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """The residual of the step, [num_tokens, hidden_size]."""
+        residual = torch.from_numpy(self._rows("residual", token_ids.shape[0], self.config.hidden_size))
+        return torch.index_select(self._embed, 0, token_ids, out=residual)
 
     @property
     def _logits_width(self) -> int:

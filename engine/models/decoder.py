@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata, attention_shape
-from engine.model import DecoderMemory, LayerGroups
+from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.layer import Layer, take_layer, take_norm
 from engine.models.linear import LinearLayer, Norm, Parameters, Rows, make_linear
 from engine.models.model_config import ModelConfig
@@ -21,7 +21,7 @@ Rotation = tuple[Tensor, Tensor]
 
 class Decoder:
     """A decoder-only transformer, or the share of it that one rank of `ranks` computes. The constructor takes all
-    parameters. Only rank 0 has logits.
+    parameters. Only the ranks of stage 0 embed; only rank 0 has logits.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class Decoder:
         self.num_torch_threads = torch.get_num_threads()
         self._cache, self._attention = memory
         self._heads = attention_shape(config).shard(memory.cache.span.heads)
-        self._embed = parameters.take("embed")
-        self._positions = parameters.take_optional("positions")
-        self._embed_norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
-        self._final_norm = take_norm(parameters, "final_norm", config)
-        self._lm_head = make_linear(parameters.take_output(self._embed))
-        self._layers = [take_layer(parameters, layer, config, ranks) for layer in range(config.num_layers)]
-        self._ropes = _ropes(config, self._embed)
+        self.layers = memory.cache.span.layers
+        self._ends = _Ends(parameters, config) if self.layers.first == 0 else None
+        self._layers = [
+            take_layer(parameters, layer, config, ranks) for layer in range(self.layers.first, self.layers.end)
+        ]
+        self._like = self._layers[0].input_norm.weight  # has the residual's width, dtype and device
+        self._ropes = _ropes(config, self._like)
 
     @property
     def attention_backend(self) -> str:
@@ -48,13 +48,30 @@ class Decoder:
     def phase_cycles(self) -> None:
         return None
 
+    @property
+    def borrows_cores(self) -> bool:
+        return False
+
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores: OpenMP gives every thread the same share and waits for the slowest."""
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
+    def begin(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Finish:
         if self._ranks is not None:
-            self._ranks.send_step(token_ids, metadata)
-        residual = self._embedded(token_ids, metadata.positions)
+            self._ranks.send_step(token_ids, metadata, layer_groups)
+        residual = self.run_layers(token_ids, metadata, layer_groups.within(self.layers))
+        if self._ranks is None:
+            return lambda: residual
+        return self._ranks.end_forward(residual, layer_groups)
+
+    def run_layers(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
+        """Compute these layers on the tokens, or on the residual of the previous stage. The part of a pass that
+        every rank does. Returns the residual [num_tokens, hidden_size].
+        """
+        if self._ends is not None:
+            residual = self._ends.embedded(token_ids, metadata.positions)
+        else:
+            assert self._ranks is not None
+            residual = self._ranks.residual(self._like, len(metadata.positions))
         rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
         for first, stop in layer_groups:
             for index in range(first, stop):
@@ -64,25 +81,11 @@ class Decoder:
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        config = self.config
-        logits = self._lm_head(self._lm_head.ops.norm(hidden, self._final_norm)).to(torch.float32)
-        if config.logit_scale != 1.0:
-            logits = logits * config.logit_scale
-        if config.logit_softcap is not None:
-            logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
-        return logits
-
-    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        # -> [num_tokens, hidden_size]
-        x = self._embed[token_ids]
-        if self.config.embed_scale != 1.0:
-            x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype, device=x.device)
-        if self._positions is not None:
-            x = x + self._positions[positions]
-        return x if self._embed_norm is None else self._embed_norm(x)
+        assert self._ends is not None
+        return self._ends.logits(hidden)
 
     def _run_layer(self, index: int, residual: Tensor, rotation: Rotation | None, metadata: ForwardMetadata) -> Tensor:
-        layer = self._layers[index]
+        layer = self._layers[index - self.layers.first]
         x = layer.qkv.ops.norm(residual, layer.input_norm)
         queries, keys, values = self._project(layer.qkv(x), layer, rotation)
         layer_cache, window = self._cache.layer(index), self.config.windows[index]
@@ -106,6 +109,36 @@ class Decoder:
         if rotation is not None:
             scored = rotate(scored, *rotation)
         return scored[:, :num_heads], scored[:, num_heads:], values
+
+
+class _Ends:
+    """What comes before the first layer and after the last one."""
+
+    def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
+        self._config = config
+        self._embed = parameters.take("embed")
+        self._positions = parameters.take_optional("positions")
+        self._embed_norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
+        self._final_norm = take_norm(parameters, "final_norm", config)
+        self._lm_head = make_linear(parameters.take_output(self._embed))
+
+    def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        # -> [num_tokens, hidden_size]
+        x = self._embed[token_ids]
+        if self._config.embed_scale != 1.0:
+            x = x * torch.tensor(self._config.embed_scale, dtype=x.dtype, device=x.device)
+        if self._positions is not None:
+            x = x + self._positions[positions]
+        return x if self._embed_norm is None else self._embed_norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        config = self._config
+        logits = self._lm_head(self._lm_head.ops.norm(hidden, self._final_norm)).to(torch.float32)
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if config.logit_softcap is not None:
+            logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
+        return logits
 
 
 def _add(residual: Tensor, part: LinearLayer, rows: Rows, out_norm: Norm | None) -> Tensor:

@@ -157,10 +157,10 @@ def take_layer(parameters: Parameters, index: int, config: ModelConfig, ranks: S
         qkv=_take_linear(parameters, f"{prefix}qkv"),
         q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
         k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
-        o=o if ranks is None else Summed(o, ranks),
+        o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms["input_norm"]),
-        mlp=mlp if ranks is None else Summed(mlp, ranks),
+        mlp=Summed(mlp, ranks) if ranks is not None and ranks.sums else mlp,
         mlp_out_norm=norms.get("mlp_out_norm"),
     )
 
@@ -190,7 +190,7 @@ def _take_any_mlp(parameters: Parameters, index: int, config: ModelConfig, ranks
     if facts is None or not facts.layers[index]:
         return _take_mlp(parameters, prefix, config)
     router = parameters.take(f"{prefix}router")
-    held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.size)).experts
+    held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
     mlps = {i: _take_mlp(parameters, f"{prefix}experts.{i}.", config) for i in range(held.first, held.end)}
     experts = Experts(facts, router, mlps)
     if not facts.shared_size:

@@ -19,15 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.cpu.machine import INT8_LEVELS
-from engine.kernels.cpu.row_kernels import (
-    ZERO_POINT,
-    add_scaled_rows,
-    norm_quantise,
-    quantise,
-    scale_rows,
-    silu_gate_quantise,
-)
+from engine.kernels.cpu.byte_matrix import ByteMatrix
+from engine.kernels.cpu.machine import INT8_LEVELS, why_no_loops
+from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from mesh.domain.errors import ConfigurationError
 
 _TINY = 1e-20  # minimum scale, for rows of zeros
@@ -281,7 +275,7 @@ _INT8_PACKED_FOR_ROWS = 32
 
 
 class QuantisedRows(NamedTuple):
-    """scales[row] * (q - 128): q [rows, width] bytes, scales [rows] fp32."""
+    """scales[row] * (q - Int8Ops.zero_point): q [rows, width] bytes, scales [rows] fp32."""
 
     q: Tensor
     scales: Tensor
@@ -293,8 +287,9 @@ class Int8Ops:
     def __init__(self) -> None:
         if not hasattr(torch.ops.onednn, "qlinear_prepack"):
             raise ConfigurationError("quantize=int8 needs a torch with oneDNN")
-        # Without VNNI, pairs of products are added in 16 bits, which 8-bit activations would overflow.
-        self._levels = np.float32(127 if torch.cpu._is_vnni_supported() else 63)
+        # Without VNNI, oneDNN adds pairs of products in 16 bits, which bytes above 128 would overflow.
+        levels = 127 if torch.cpu._is_vnni_supported() or why_no_loops() is None else 63
+        self._levels, self.zero_point = np.float32(levels), levels + 1
 
     def rows(self, x: Tensor) -> QuantisedRows:
         out = _empty(x.shape[0], x.shape[1])
@@ -302,7 +297,7 @@ class Int8Ops:
         return out
 
     def values(self, rows: QuantisedRows) -> Tensor:
-        return (rows.q.to(torch.float32) - ZERO_POINT) * rows.scales[:, None]
+        return (rows.q.to(torch.float32) - self.zero_point) * rows.scales[:, None]
 
     def norm(self, x: Tensor, norm: Norm) -> QuantisedRows:
         if norm.centred:
@@ -347,11 +342,32 @@ class Int8Linear:
     def _multiply(self, rows: QuantisedRows) -> Tensor:
         """The product without the rows' scales."""
         product: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *(rows.q, 1.0, ZERO_POINT),
+            *(rows.q, 1.0, self.ops.zero_point),
             *(self._packed, self._scales, self._zero_points, None),
             *(1.0, 0, torch.float32, "none", [], ""),
         )
         return product
+
+
+class VectorInt8Linear:
+    """As Int8Linear, by the compiled products, for CPUs whose oneDNN would need coarser levels."""
+
+    def __init__(self, parameters: LinearParameters) -> None:
+        assert parameters.scales is not None
+        self.ops = _shared_ops()
+        self._matrix = ByteMatrix(parameters.weight, parameters.scales, parameters.bias)
+
+    def __call__(self, rows: QuantisedRows) -> Tensor:
+        return torch.from_numpy(self._matrix.multiply(rows.q.numpy(), rows.scales.numpy()))
+
+    def add_to(self, residual: Tensor, rows: QuantisedRows) -> Tensor:
+        return residual.add_(self(rows))
+
+
+def _int8_linear(parameters: LinearParameters) -> LinearLayer:
+    if torch.cpu._is_vnni_supported() or why_no_loops() is not None:
+        return Int8Linear(parameters)
+    return VectorInt8Linear(parameters)
 
 
 @cache
@@ -363,7 +379,7 @@ def _empty(rows: int, width: int) -> QuantisedRows:
     return QuantisedRows(torch.empty((rows, width), dtype=torch.uint8), torch.empty(rows))
 
 
-_LAYERS: Mapping[str, Callable[[LinearParameters], LinearLayer]] = {"float": Linear, "int8": Int8Linear}
+_LAYERS: Mapping[str, Callable[[LinearParameters], LinearLayer]] = {"float": Linear, "int8": _int8_linear}
 
 
 def make_linear(parameters: LinearParameters) -> LinearLayer:

@@ -29,10 +29,10 @@ _NAMES_OF_DTYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 class PackedDecoder(NamedTuple):
-    """The weights that one rank holds."""
+    """The weights that one rank holds, of the layers of its stage."""
 
     embed: Floats  # [vocab_size, hidden]; [0, hidden] in other ranks than 0
-    weights: Weights
+    weights: Weights  # the output matrix of later stages than 0 has no outputs
     input_norms: Floats  # [num_layers, hidden]
     post_norms: Floats  # [num_layers, hidden]
     final_norm: Floats  # [hidden]
@@ -43,7 +43,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     """Take every parameter out of `parameters`, one after the other, and pack it."""
     embed = parameters.take("embed")
     packer = Packer(_matrix_shapes(config, share), int8=parameters.scheme == "int8")
-    layers = [f"layers.{layer}" for layer in range(config.num_layers)]
+    layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     input_norms, post_norms = (np.empty((len(layers), config.hidden_size), np.float32) for _ in range(2))
     head_norms = np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
     for i, layer in enumerate(layers):
@@ -73,7 +73,7 @@ def _matrix_shapes(config: ModelConfig, share: RankShare) -> list[MatrixShape]:
         MatrixShape(2 * share.inner.count, config.hidden_size, gated=True),
         MatrixShape(share.hidden.count, config.intermediate_size),
     ]
-    return layer * config.num_layers + [MatrixShape(share.vocab.count, config.hidden_size)]
+    return layer * share.layers.count + [MatrixShape(share.vocab.count, config.hidden_size)]
 
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:

@@ -88,6 +88,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+"""The keys of `engine.models.linear.ACTIVATIONS`, for programs that read a config.json without torch."""
 
 
 def load_config(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> AnyConfig:

@@ -1,1 +1,1 @@
-"""Tensor parallelism: ranks, the processes that compute each step of one worker together."""
+"""Tensor and pipeline parallelism: ranks, the processes that compute each step of one worker together."""

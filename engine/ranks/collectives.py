@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, distributed
 
 from engine.attention.backend import ForwardMetadata
-from engine.ranks.shared import Forward, SharedGroup, read_metadata
+from engine.model import Finish, LayerGroups, finish_with
+from engine.ranks.shared import Forward, SharedGroup
 from mesh.domain.errors import WorkerLost
+from mesh.domain.kv import Degrees, Span
 
 if TYPE_CHECKING:
     # torch.distributed exports them, but without types.
@@ -29,45 +31,75 @@ def shared_store(fd: int) -> "Store":
     return distributed.FileStore(f"/proc/self/fd/{fd}", -1)  # type: ignore[attr-defined]
 
 
-def gloo(store: "Store", rank: int, size: int) -> "Backend":
-    """Connect to the other ranks on this machine. Returns when all have called it, with stores of the same contents.
+def gloo(store: "Store", rank: int, degrees: Degrees) -> "Backend | None":
+    """Connect to the other ranks of the stage, on this machine; None if there are none. Returns when all have called
+    it, with stores of the same contents.
 
     Raises RuntimeError if one of them does not come.
     """
+    stage, tensor_rank = divmod(rank, degrees.tensor)
+    if degrees.tensor == 1:
+        return None
+    store = distributed.PrefixStore(f"stage-{stage}", store)  # type: ignore[attr-defined]
     options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = _TIMEOUT
-    return distributed.ProcessGroupGloo(store, rank, size, options)
+    return distributed.ProcessGroupGloo(store, tensor_rank, degrees.tensor, options)
 
 
 class SummingGroup:
-    """One rank's view of a group whose ranks each compute a part of every sum. `shared` carries the steps.
+    """One rank's view of a group for the eager decoder. The ranks of a stage each compute a part of every sum. `shared`
+    carries the steps; stages hand over the residual in its memory.
 
-    All ranks get equal bits from a sum. With more than two, the order of its terms depends on an element's place, so a
-    row's result may depend on its batch in the last bit.
+    All ranks of a stage get equal bits from a sum. With more than two, the order of its terms depends on an element's
+    place, so a row's result may depend on its batch in the last bit.
     """
 
-    def __init__(self, shared: SharedGroup, backend: "Backend") -> None:
+    def __init__(self, shared: SharedGroup, backend: "Backend | None") -> None:
         self.rank = shared.rank
-        self.size = shared.size
+        self.degrees = shared.degrees
+        self.sums = backend is not None
+        """False if the rank has its stage to itself."""
         self._shared = shared
         self._backend = backend
 
-    def send_step(self, token_ids: Tensor, metadata: ForwardMetadata) -> None:
-        """In rank 0: let the other ranks compute this step, too. In the others: nothing."""
-        if self.rank == 0:
-            self._token_ids(token_ids.shape[0]).copy_(token_ids)
-            self._shared.begin_forward(metadata)
+    def send_step(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> None:
+        """In rank 0: let the stage's other ranks compute this step, too."""
+        self._token_ids(token_ids.shape[0]).copy_(token_ids)
+        self._shared.begin_forward(metadata, layer_groups)
 
-    def read_step(self, command: Forward) -> tuple[Tensor, ForwardMetadata]:
-        """The step that rank 0 has sent: token ids and metadata, valid until the end of the step."""
-        return self._token_ids(command.num_tokens), read_metadata(self._shared.buffers, command)
+    def read_step(self, command: Forward, layers: Span) -> tuple[Tensor, ForwardMetadata, LayerGroups]:
+        """In other ranks: the token ids of the step that rank 0 has sent, and the rest of `SharedGroup.read_step`."""
+        metadata, layer_groups = self._shared.read_step(command, layers)
+        return self._token_ids(command.num_tokens), metadata, layer_groups
+
+    def residual(self, like: Tensor, num_tokens: int) -> Tensor:
+        """The residual that stages hand over, [num_tokens, width of `like`]."""
+        width = like.shape[-1]
+        num_floats = -(-num_tokens * width * like.element_size() // 4)
+        shared = torch.from_numpy(self._shared.buffers.get("residual", num_floats)[:num_floats])
+        return shared.view(like.dtype)[: num_tokens * width].view(num_tokens, width)
+
+    def end_forward(self, residual: Tensor, layer_groups: LayerGroups) -> Finish:
+        """In rank 0: let the next stages compute the step that this stage has computed."""
+        if self.degrees.pipeline == 1:
+            return lambda: residual
+        handed_over = self.residual(residual, len(residual)).copy_(residual)
+        return finish_with(self._shared.end_forward(layer_groups), handed_over)
+
+    def end_stage(self, residual: Tensor) -> None:
+        """In other ranks: the stage has computed its layers."""
+        if self._shared.stage > 0 and self._shared.tensor_rank == 0:
+            self.residual(residual, len(residual)).copy_(residual)
+        self._shared.end_stage()
 
     def sum(self, part: Tensor) -> Tensor:
-        """Replace `part`, a contiguous tensor of the same shape in all ranks, by the sum over ranks, and return it.
+        """Replace `part`, a contiguous tensor of the same shape in all ranks of the stage, by its sum over them, and
+        return it.
 
         Raises WorkerLost if another rank has ended.
         """
+        assert self._backend is not None
         try:
             self._backend.allreduce([part]).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:

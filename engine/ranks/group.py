@@ -1,5 +1,6 @@
 """The contract between a model and the ranks that compute its steps together."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,10 +9,12 @@ from numpy.typing import DTypeLike, NDArray
 from engine.attention.backend import ForwardMetadata
 from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import Buffers
+from engine.model import LayerGroups
+from mesh.domain.kv import Degrees
 
 
 class SharedBuffers(Protocol):
-    """Named memory that all ranks of a group see."""
+    """Named memory that all ranks of a stage see."""
 
     def get(self, name: str, size: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """An array of at least `size` elements. Its contents are those of the last use."""
@@ -27,26 +30,32 @@ class RankGroup(Protocol):
         ...
 
     @property
-    def size(self) -> int:
-        """Number of ranks."""
+    def degrees(self) -> Degrees:
+        """Number of ranks in each stage, and number of stages."""
         ...
 
     @property
     def counter(self) -> Int64s:
-        """The counter of the barrier of all ranks' threads: [1], see engine.kernels.cpu.barrier."""
+        """The counter of the barrier of all threads of the stage: [1], see engine.kernels.cpu.barrier."""
         ...
 
     @property
     def buffers(self) -> SharedBuffers:
-        """Memory for activations."""
+        """Memory for activations of the stage's current step."""
         ...
 
-    def begin_forward(self, metadata: ForwardMetadata) -> None:
-        """In rank 0: let the other ranks compute this step, whose embedded tokens are in the buffers."""
+    def begin_forward(self, metadata: ForwardMetadata, layer_groups: LayerGroups) -> None:
+        """In rank 0: let the stage's other ranks compute this step, whose embedded tokens are in the buffers."""
+        ...
+
+    def end_forward(self, layer_groups: LayerGroups) -> Callable[[], None]:
+        """In rank 0: let the next stages compute this step, which the stage has computed. The result waits for
+        them, and announces their layers. From now on the buffers are those of another step.
+        """
         ...
 
     def begin_logits(self, num_rows: int) -> None:
-        """In rank 0: let the other ranks compute logits of the rows in the buffers."""
+        """In rank 0: let the stage's other ranks compute logits of the rows in the buffers."""
         ...
 
 
@@ -54,14 +63,17 @@ class Alone:
     """A group of one rank."""
 
     rank = 0
-    size = 1
+    degrees = Degrees()
 
     def __init__(self) -> None:
         self.counter: Int64s = np.zeros(1, np.int64)
         self.buffers: SharedBuffers = Buffers()
 
-    def begin_forward(self, metadata: ForwardMetadata) -> None:
+    def begin_forward(self, metadata: ForwardMetadata, layer_groups: LayerGroups) -> None:
         pass
+
+    def end_forward(self, layer_groups: LayerGroups) -> Callable[[], None]:
+        return lambda: None
 
     def begin_logits(self, num_rows: int) -> None:
         pass

@@ -2,8 +2,9 @@
 
 The worker's process is rank 0, the leader. The others have a socket to it, over which it sends commands of a few bytes,
 and three files without names: the memory of steps (`shared.py`), that of KV, and the store through which the eager
-decoder's ranks meet (`collectives.py`). If one rank ends, all end: the others' work is useless without it, and the
-router replays the worker's sequences elsewhere.
+decoder's ranks meet (`collectives.py`). The first rank of a later stage also has the leader's end of the sockets of the
+stage after it, and a socket for its reports to the leader. If one rank ends, all end: the others' work is useless
+without it, and the router replays the worker's sequences elsewhere.
 """
 
 import json
@@ -13,7 +14,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from multiprocessing import connection
 from typing import Any
 
@@ -24,14 +26,16 @@ from engine.load import kv_layout, load_model_runner, reserve_blocks, reserve_me
 from engine.model_runner import ModelRunner
 from engine.models.linear import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
+from engine.partition import read_partition
 from engine.ranks.collectives import shared_store
-from engine.ranks.messages import RankSetup, receive_message
+from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
-from engine.ranks.share import rank_share
-from engine.ranks.shared import Command, SharedGroup, StepMemory, encode_command
+from engine.ranks.share import ALONE, rank_share
+from engine.ranks.shared import Command, Report, SharedGroup, decode_report, encode_command, step_memory
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
+from mesh.domain.kv import Degrees
 
 log = structlog.get_logger(__name__)
 
@@ -42,9 +46,11 @@ OnLost = Callable[[str], None]
 
 
 def fitting_ranks(settings: RunnerSettings) -> int:
-    """The most ranks, up to `settings.tensor_parallel`, that are of use: 1 where the decoder is not compiled. Raises
-    ConfigurationError.
+    """The most ranks of a stage, up to `settings.tensor_parallel`, that are of use: 1 if the decoder is not compiled. A
+    partitioned model has the ranks that it was partitioned for. Raises ConfigurationError.
     """
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return partition.degrees.tensor
     size = settings.tensor_parallel
     if size == 1:
         return 1
@@ -59,27 +65,28 @@ def fitting_ranks(settings: RunnerSettings) -> int:
 def load_ranked_runner(
     settings: RunnerSettings, on_progress: Progress | None = None, *, on_lost: OnLost, log_level: str = "info"
 ) -> ModelRunner:
-    """As `load_model_runner`, over `settings.tensor_parallel` ranks, which the runner's `close` ends.
+    """As `load_model_runner`, over the ranks of `settings.degrees`, which the runner's `close` ends.
 
     Linux kills a rank when the thread that started it ends, so call it on a thread that outlives the runner. Raises
     ConfigurationError, and WorkerLost if a rank ends.
     """
-    if settings.tensor_parallel == 1:
+    degrees = settings.degrees
+    if degrees == ALONE:
         return load_model_runner(settings, on_progress)
-    size = settings.tensor_parallel
     settings, config = resolve(settings)
-    config = _require_divisible(settings, config, size)
+    config = _require_divisible(settings, config)
     layout = kv_layout(config, settings)
     reservation = reserve_memory(settings, config)
     max_blocks = max_sequence_blocks(settings, config)
     processes = RankProcesses(settings, max_blocks, log_level)
     try:
-        memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=max_blocks, fd=processes.memory_fd)
-        group, store = SharedGroup(0, size, memory, processes.post), shared_store(processes.store_fd)
-        leader = Rank(settings, config, group, store, on_progress)
+        reservation.add_ranks(processes.pids, processes.kv_fd)
+        memory = step_memory(settings, config, max_blocks, processes.memory_fd)
+        group = SharedGroup(0, degrees, memory, processes.post, next_report=processes.next_report)
+        leader = Rank(settings, config, group, shared_store(processes.store_fd), on_progress)
         processes.wait("loaded")
         with reserve_blocks(layout, settings, reservation) as num_blocks:
-            num_bytes = kv_bytes(layout.block_bytes, num_blocks, size)
+            num_bytes = kv_bytes(layout.block_bytes, num_blocks, degrees.num_ranks)
             os.ftruncate(processes.kv_fd, num_bytes)
             caches = leader.caches(num_blocks, map_kv(processes.kv_fd, num_bytes))
         processes.tell(num_blocks=num_blocks, kv_bytes=num_bytes)
@@ -103,19 +110,22 @@ def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
     )
 
 
-def _require_divisible(settings: RunnerSettings, config: object, size: int) -> ModelConfig:
+def _require_divisible(settings: RunnerSettings, config: object) -> ModelConfig:
+    tensor = settings.tensor_parallel
+    wanted = f"tensor_parallel {tensor}" if tensor > 1 else f"pipeline_parallel {settings.pipeline_parallel}"
     if settings.device != "cpu":
-        raise ConfigurationError(f"tensor_parallel {size} on {settings.device} is not built yet: use 1")
+        raise ConfigurationError(f"{wanted} on {settings.device} is not built yet: use 1")
     if not isinstance(config, ModelConfig):
-        raise ConfigurationError(f"tensor_parallel {size} does not fit an encoder-decoder model: use 1")
-    rank_share(config, 0, size)
-    if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
+        raise ConfigurationError(f"{wanted} does not fit an encoder-decoder model: use 1")
+    rank_share(config, 0, settings.degrees)
+    reason = why_eager(settings, config, kv_layout(config, settings))
+    if reason is not None and tensor > 1:
         if settings.scheme not in CUT_BY_INPUTS:
             raise ConfigurationError(
-                f"tensor_parallel {size} in {settings.scheme} needs the compiled decoder, "
+                f"tensor_parallel {tensor} in {settings.scheme} needs the compiled decoder, "
                 f"which cannot run here ({reason}): use 1"
             )
-        log.warning("decoder not compiled; its ranks sum by gloo, which is slow on CPU", ranks=size, reason=reason)
+        log.warning("decoder not compiled; its ranks sum by gloo, which is slow on CPU", ranks=tensor, reason=reason)
     return config
 
 
@@ -125,41 +135,71 @@ class RankProcesses:
     """
 
     def __init__(self, settings: RunnerSettings, max_blocks: int, log_level: str) -> None:
-        size = settings.tensor_parallel
+        self._degrees = settings.degrees
+        size = self._degrees.num_ranks
         self._cores, self._num_threads = os.sched_getaffinity(0), torch.get_num_threads()
         cores, num_threads = _divide_cores(size), max(1, self._num_threads // size)
         self.memory_fd = os.memfd_create("tandem-steps")
         self.kv_fd = os.memfd_create("tandem-kv")
         self.store_fd = os.memfd_create("tandem-store")
-        self._sockets: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []  # of ranks 1 and up
+        self._reports: list[socket.socket] = []  # one, of all later stages
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watcher: threading.Thread | None = None
         self._is_closing = False
         try:
-            for rank in range(1, size):
-                fds = (self.memory_fd, self.kv_fd, self.store_fd)
-                self._start(RankSetup(rank, size, settings, max_blocks, num_threads, cores[rank], *fds, log_level))
+            self._start_all(settings, max_blocks, num_threads, cores, log_level)
         except OSError as error:
             self.close()
-            raise WorkerLost(f"rank {len(self._sockets)} cannot be started: {error}") from error
+            raise WorkerLost(f"rank {len(self._processes) + 1} cannot be started: {error}") from error
         os.sched_setaffinity(0, cores[0])
         torch.set_num_threads(num_threads)
-        log.info("ranks started", pids=[process.pid for process in self._processes], threads_per_rank=num_threads)
+        log.info("ranks started", pids=self.pids, threads_per_rank=num_threads)
 
-    def _start(self, setup: RankSetup) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sockets.append(ours)
-        with theirs:
-            setup.send(ours)  # before the process starts: it cannot have closed the socket yet
-            command = [sys.executable, "-m", "rank_worker"]
-            command += ["--socket-fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-            fds = (theirs.fileno(), self.memory_fd, self.kv_fd, self.store_fd)
-            # Settings come over the socket, and keys, which the environment may hold, are not for ranks.
-            environ = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
-            # Announcements to the supervisor are the leader's: a rank prints to stderr.
-            self._processes.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environ)
-            )
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of ranks 1 and up."""
+        return tuple(process.pid for process in self._processes)
+
+    def _start_all(
+        self,
+        settings: RunnerSettings,
+        max_blocks: int,
+        num_threads: int,
+        cores: Sequence[tuple[int, ...]],
+        log_level: str,
+    ) -> None:
+        degrees = settings.degrees
+        with ExitStack() as stack:
+            report = self._pair(self._reports, stack)
+            theirs = [self._pair(self._sockets, stack) for _ in range(1, degrees.num_ranks)]
+            for rank, channel in enumerate(theirs, 1):
+                setup = RankSetup(
+                    rank,
+                    settings,
+                    max_blocks,
+                    num_threads,
+                    cores[rank],
+                    *(self.memory_fd, self.kv_fd, self.store_fd, report.fileno()),
+                    next_fds=tuple(self._sockets[each - 1].fileno() for each in _next_ranks(rank, degrees)),
+                    log_level=log_level,
+                )
+                setup.send(self._sockets[rank - 1])  # before the process starts: it cannot have closed the socket yet
+                self._start(channel.fileno(), (channel.fileno(), *setup.fds))
+
+    @staticmethod
+    def _pair(ours: list[socket.socket], stack: ExitStack) -> socket.socket:
+        """A pair of sockets; appends our end to a list, and returns the other end, which the stack will close."""
+        end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.append(end)
+        return stack.enter_context(other)
+
+    def _start(self, socket_fd: int, fds: tuple[int, ...]) -> None:
+        command = [sys.executable, "-m", "rank_worker", "--socket-fd", str(socket_fd), "--parent", str(os.getpid())]
+        # Settings come over the socket, and keys, which the environment may hold, are not for ranks.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+        # Announcements to the supervisor are the leader's: a rank prints to stderr.
+        self._processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=fds, env=environ))
 
     def wait(self, event: str) -> None:
         """Return when every rank has reported `event`. Raises ConfigurationError if one cannot load its share, and
@@ -177,11 +217,18 @@ class RankProcesses:
 
     def tell(self, **message: Any) -> None:
         """Send a message to all ranks. Raises WorkerLost if one has ended."""
-        self._send_all(json.dumps(message).encode())
+        self._send(range(1, self._degrees.num_ranks), json.dumps(message).encode())
 
-    def post(self, command: Command) -> None:
-        """Send a command to all ranks. Raises WorkerLost if one has ended."""
-        self._send_all(encode_command(command))
+    def post(self, stage: int, command: Command) -> None:
+        """Send a command to the ranks of a stage, without rank 0. Raises WorkerLost if one has ended."""
+        first = stage * self._degrees.tensor
+        self._send(range(max(1, first), first + self._degrees.tensor), encode_command(command))
+
+    def next_report(self) -> Report:
+        """Wait for the next report of the later stages. Raises WorkerLost if they have ended."""
+        if message := self._reports[0].recv(MAX_MESSAGE_BYTES):
+            return decode_report(message)
+        raise WorkerLost("the ranks of later stages have ended")
 
     def watch(self, on_lost: OnLost) -> None:
         """From now on call `on_lost` as soon as a rank ends."""
@@ -194,7 +241,7 @@ class RankProcesses:
         self._kill()
         if self._watcher is not None:
             self._watcher.join()
-        for channel in self._sockets:
+        for channel in (*self._sockets, *self._reports):
             channel.close()
         for fd in (self.memory_fd, self.kv_fd, self.store_fd):
             os.close(fd)
@@ -207,10 +254,10 @@ class RankProcesses:
         for process in self._processes:
             process.wait()
 
-    def _send_all(self, message: bytes) -> None:
-        for rank, channel in enumerate(self._sockets, 1):
+    def _send(self, ranks: Iterable[int], message: bytes) -> None:
+        for rank in ranks:
             try:
-                channel.send(message)
+                self._sockets[rank - 1].send(message)
             except OSError:
                 raise WorkerLost(f"rank {rank} {self._ending(rank)}") from None
 
@@ -246,6 +293,12 @@ class RankProcesses:
         except subprocess.TimeoutExpired:
             return "has closed its socket"
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _next_ranks(rank: int, degrees: Degrees) -> range:
+    """The ranks to which a rank sends a step when its stage has computed its layers."""
+    first = rank + degrees.tensor
+    return range(first, min(first + degrees.tensor, degrees.num_ranks)) if rank % degrees.tensor == 0 else range(0)
 
 
 def _divide_cores(size: int) -> list[tuple[int, ...]]:

@@ -24,10 +24,9 @@ _MAX_REASON_CHARS = 4000
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The first message to a rank. `cores`: those it runs on."""
+    """The first message to a rank. `cores`: those it runs on. `next_fds`: sockets to the ranks of the next stage."""
 
     rank: int
-    size: int
     settings: RunnerSettings
     max_blocks: int
     num_threads: int
@@ -35,7 +34,14 @@ class RankSetup:
     memory_fd: int
     kv_fd: int
     store_fd: int
+    report_fd: int
+    next_fds: tuple[int, ...] = ()
     log_level: str = "info"
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Files and sockets that the rank inherits."""
+        return (self.memory_fd, self.kv_fd, self.store_fd, self.report_fd, *self.next_fds)
 
     def send(self, rank: socket.socket) -> None:
         settings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}
@@ -50,8 +56,9 @@ class RankSetup:
         settings = message.pop("settings")
         del settings["kv_memory"]
         model_dir, rope = Path(settings.pop("model_dir")), RopeOverride(**settings.pop("rope"))
-        cores = tuple(message.pop("cores"))
-        return cls(settings=RunnerSettings(model_dir, rope=rope, **settings), cores=cores, **message)
+        for name in ("cores", "next_fds"):
+            message[name] = tuple(message[name])
+        return cls(settings=RunnerSettings(model_dir, rope=rope, **settings), **message)
 
     @staticmethod
     def send_failure(leader: socket.socket, error: Exception) -> None:

@@ -12,7 +12,6 @@ from engine.kernels.cpu.arguments import Bytes
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.load import assemble_runner, decoder_memory, kv_layout, load_packed, load_parameters, why_eager
-from engine.model import LayerGroups
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
@@ -22,10 +21,10 @@ from engine.models.parameters import parameter_specs
 from engine.ranks.cache import ShardedKVCache
 from engine.ranks.collectives import SummingGroup, gloo
 from engine.ranks.share import rank_share, share_specs
-from engine.ranks.shared import Command, Forward, SharedGroup, read_metadata
+from engine.ranks.shared import Command, Forward, SharedGroup
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
-from mesh.domain.kv import KVSpan
+from mesh.domain.kv import kv_spans
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -60,7 +59,7 @@ class Rank:
         self._layout = kv_layout(config, settings)
         self._summing: SummingGroup | None = None
         self._packed: PackedDecoder | None = None
-        share = rank_share(config, group.rank, group.size)
+        share = rank_share(config, group.rank, group.degrees)
         if why_eager(settings, config, self._layout) is None:
             self._packed = load_packed(settings, config, share, on_progress)
         else:
@@ -70,19 +69,17 @@ class Rank:
     def caches(self, num_blocks: int, memory: Bytes) -> list[KVCache]:
         """The KV caches of all ranks, in memory that all of them map."""
         caches = []
-        for rank in range(self._group.size):
-            heads = rank_share(self._config, rank, self._group.size).heads
-            span = KVSpan(self._layout.whole.layers, heads)
+        for span in kv_spans(self._config.num_layers, self._config.num_kv_heads, self._group.degrees):
             cache = KVCache(self._layout, num_blocks, _CPU, span, memory=memory)
             memory = memory[_round_up(cache.payload_bytes(num_blocks, span)) :]
             caches.append(cache)
         return caches
 
     def connect(self) -> None:
-        """Meet the other ranks if the decoder sums over them. Returns when all have called it."""
+        """Meet the other ranks of the stage if the decoder sums over them. Returns when all have called it."""
         if self._packed is None:
             group = self._group
-            self._summing = SummingGroup(group, gloo(self._store, group.rank, group.size))
+            self._summing = SummingGroup(group, gloo(self._store, group.rank, group.degrees))
 
     def follow(self, cache: KVCache) -> Execute:
         """In other ranks than 0: build the decoder. The loaded weights move into it."""
@@ -96,7 +93,7 @@ class Rank:
         decoder = self._compiled(caches[0]) if summing is None else self._eager(caches[0], summing)
         cache = ShardedKVCache(caches, reservation)
         cache.clear_blocks([0])  # in which the decoder has compiled the loops
-        return assemble_runner(self._settings, decoder, cache)
+        return assemble_runner(self._settings, decoder, cache, self._group.degrees.pipeline)
 
     def _compiled(self, cache: KVCache) -> CompiledDecoder:
         assert self._packed is not None
@@ -108,9 +105,10 @@ class Rank:
 
 @torch.inference_mode()
 def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Command) -> None:
-    """Returns when all ranks have finished."""
+    """Returns when all ranks of the stage have finished."""
     if isinstance(command, Forward):
-        decoder.run_layers(read_metadata(group.buffers, command), [(0, decoder.config.num_layers)])
+        decoder.run_layers(*group.read_step(command, decoder.layers))
+        group.end_stage()
     else:
         decoder.run_output(command.num_rows)
 
@@ -119,9 +117,7 @@ def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Com
 def _execute_summed(decoder: Decoder, group: SummingGroup, command: Command) -> None:
     """Returns when the rank has done its part of the last sum."""
     assert isinstance(command, Forward), "rank 0 alone computes logits"
-    token_ids, metadata = group.read_step(command)
-    num_layers = decoder.config.num_layers
-    decoder.forward(token_ids, metadata, LayerGroups(num_layers, num_layers))
+    group.end_stage(decoder.run_layers(*group.read_step(command, decoder.layers)))
 
 
 def kv_bytes(block_bytes: int, num_blocks: int, num_ranks: int) -> int:

@@ -1,12 +1,15 @@
-"""The share of a model that one tensor-parallel rank holds: some heads, and some outputs or inputs of every matrix.
+"""The share of a model that one rank holds: some layers, and of these some heads and some of every matrix.
 
-There are two cuts. The compiled decoder has the cut "outputs": every matrix is cut by outputs, never by inputs. An
-output is then a sum over all inputs in the same order with any number of ranks, so the results are equal to the bit,
-and no sums cross ranks. Ranks exchange activations instead, which is cheap where they share memory.
+A pipeline stage has consecutive layers. Stage 0 also embeds, and has the final norm and the output matrix.
+
+The ranks of a stage divide its layers by one of two cuts. The compiled decoder has the cut "outputs": every matrix is
+cut by outputs, never by inputs. An output is then a sum over all inputs in the same order with any number of ranks, so
+the results are equal to the bit, and no sums cross ranks. Ranks exchange activations instead, which is cheap where they
+share memory.
 
 The eager decoder has the cut "inputs" (Megatron-LM, Shoeybi et al. 2019): the matrices at the end of attention and MLP
 are cut by inputs, the others by outputs, so each rank continues with what it has computed, and two sums per layer cross
-ranks. Experts are not cut but shared out. Every rank embeds; rank 0 alone computes logits.
+ranks. Experts are not cut but shared out. Every rank of stage 0 embeds; rank 0 alone computes logits.
 """
 
 from collections.abc import Sequence
@@ -24,16 +27,18 @@ Cut = Literal["outputs", "inputs"]
 
 _UNIT = 32
 """Outputs are cut at multiples of it: a unit of the compiled products, and two cache lines of fp32."""
+ALONE = Degrees()
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The work of rank `rank` of `size`: KV heads with their query heads, spans of outputs, and experts.
+    """The work of a rank: layers, KV heads with their query heads, spans of outputs, and experts.
     `shared_inner` is the rank's part of the shared expert's inner width.
     """
 
     rank: int
-    size: int
+    degrees: Degrees
+    layers: Span
     heads: Span
     hidden: Span
     inner: Span
@@ -41,9 +46,19 @@ class RankShare:
     experts: Span
     shared_inner: Span
 
+    @property
+    def stage(self) -> int:
+        return self.rank // self.degrees.tensor
 
-def rank_share(config: ModelConfig, rank: int = 0, size: int = 1) -> RankShare:
-    """The share of a rank. Raises ConfigurationError if the model cannot be divided among `size` ranks."""
+    @property
+    def tensor_rank(self) -> int:
+        """The rank's number within its stage."""
+        return self.rank % self.degrees.tensor
+
+
+def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> RankShare:
+    """The share of a rank. Raises ConfigurationError if the model cannot be divided by these degrees."""
+    size = degrees.tensor
     if size > config.num_kv_heads:
         raise ConfigurationError(
             f"tensor_parallel {size} does not fit {config.num_kv_heads} KV heads: use {config.num_kv_heads} or fewer"
@@ -53,30 +68,45 @@ def rank_share(config: ModelConfig, rank: int = 0, size: int = 1) -> RankShare:
     )
     if config.experts is not None and size > num_experts:
         raise ConfigurationError(f"tensor_parallel {size} does not fit {num_experts} experts")
-    first_expert, end_expert = (num_experts * number // size for number in (rank, rank + 1))
+    held = kv_spans(config.num_layers, config.num_kv_heads, degrees)[rank]
+    stage, number = divmod(rank, size)
+    first_expert, end_expert = (num_experts * each // size for each in (number, number + 1))
     return RankShare(
         rank,
-        size,
-        heads=kv_spans(config.num_layers, config.num_kv_heads, Degrees(size))[rank].heads,
-        hidden=_part(config.hidden_size, rank, size),
-        inner=_part(config.intermediate_size, rank, size),
-        vocab=_part(config.vocab_size, rank, size),
+        degrees,
+        layers=held.layers,
+        heads=held.heads,
+        hidden=_part(config.hidden_size, number, size),
+        inner=_part(config.intermediate_size, number, size),
+        vocab=_part(config.vocab_size, number, size) if stage == 0 else Span(0, 0),
         experts=Span(first_expert, end_expert - first_expert),
-        shared_inner=_part(shared_size, rank, size),
+        shared_inner=_part(shared_size, number, size),
     )
 
 
 def share_specs(specs: Sequence[ParameterSpec], config: ModelConfig, share: RankShare, cut: Cut) -> list[ParameterSpec]:
     """The parameters with the part that the rank holds."""
-    if share.size == 1:
+    if share.degrees.num_ranks == 1:
         return list(specs)
+    specs = [spec if _is_of_stage(spec.name, share, cut) else replace(spec, is_held=False) for spec in specs]
     if cut == "outputs":
         return [replace(spec, held_rows=_held_rows(spec.name, config, share)) for spec in specs]
-    specs = [_cut_by_inputs(spec, config, share) for spec in specs]
-    if share.rank > 0:
+    specs = [_cut_by_inputs(spec, config, share) if spec.is_held else spec for spec in specs]
+    if share.stage == 0 and share.rank > 0:
         # Without it the output matrix would be the embedding.
         specs.append(ParameterSpec("lm_head", (0, config.hidden_size), (), is_matrix=True))
     return specs
+
+
+def _is_of_stage(name: str, share: RankShare, cut: Cut) -> bool:
+    """True if the parameter belongs to the rank's stage. In the cut "outputs" a later stage has those that embed or
+    compute logits with no rows, and the final norm.
+    """
+    kind, _, rest = name.partition(".")
+    if kind == "layers":
+        layer = int(rest.partition(".")[0])
+        return share.layers.first <= layer < share.layers.end
+    return share.stage == 0 or cut == "outputs"
 
 
 def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | None:
@@ -117,7 +147,7 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
         case "lm_head":
             return replace(spec, is_held=share.rank == 0)
         case "o" | "down" if not spec.is_matrix:  # a bias
-            return replace(spec, is_held=share.rank == 0)
+            return replace(spec, is_held=share.tensor_rank == 0)
         case "o":
             width = config.queries_per_kv_head * config.head_dim  # of one KV head's queries
             return replace(spec, held_inputs=Span(share.heads.first * width, share.heads.count * width))

@@ -1,16 +1,19 @@
-"""A group of ranks on one machine: memory that all of them map, and the commands of rank 0.
+"""A group of ranks on one machine: memory that all of them map, and the commands that begin their work.
 
-The memory has no name (memfd): it is gone when the last rank is. It holds the counter of the ranks' barrier, the
-activations, and the step's metadata. Rank 0 writes embedded tokens and metadata, then sends a command of a few bytes on
-each rank's socket. The ranks meet at the barrier within every layer, so when rank 0 has finished a step, no rank reads
-the memory any more.
+The memory has no name (memfd): it is gone when the last rank is. Each stage has the counter of its barrier and
+activations there; each step in flight has a slot with its metadata and its residual, which the stages update in turn.
+Rank 0 writes embedded tokens and metadata, then sends a command of a few bytes on the socket of each rank of its stage.
+The ranks of a stage meet at the barrier within every layer, so when the first of them has finished its layers, none
+reads the memory any more, and it sends the command to the next stage. The last stage reports the end to rank 0.
 """
 
 import mmap
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,18 +23,27 @@ from numpy.typing import DTypeLike, NDArray
 from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS
+from engine.model import LayerGroups
 from engine.models.model_config import ModelConfig
+from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees, Span
 
 _PAGE = 4096
 _DEPTH_MULTIPLE = 64
 """Rows of a product's left operand are padded to a multiple of it."""
+_OF_SLOT = frozenset({"residual", "token_ids", "positions", "sequences"})
+_ONCE = frozenset({"output_rows", "logits"})  # stage 0 alone computes logits
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The command to compute the layers of a step. The sizes give the shapes of the metadata in memory."""
+    """The command to compute a stage's layers of the step in memory slot `slot`. The sizes give the shapes of the
+    metadata there. Later stages report the KV of `group_size` layers at a time, or nothing if it is 0.
+    """
 
+    slot: int
+    group_size: int
     num_tokens: int
     num_seqs: int
     max_blocks: int
@@ -45,14 +57,26 @@ class Logits:
     num_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a later stage tells rank 0: the KV of `count` layers of the step in `slot` is written, or, if `count` is 0,
+    the last stage has finished the step.
+    """
+
+    slot: int
+    first: int = 0
+    count: int = 0
+
+
 Command = Forward | Logits
-_COMMAND = struct.Struct("<5q")  # kind, then the fields, padded with 0
+_COMMAND = struct.Struct("<7q")  # kind, then the fields, padded with 0
+_REPORT = struct.Struct("<3q")
 
 
 def encode_command(command: Command) -> bytes:
     if isinstance(command, Logits):
-        return _COMMAND.pack(2, command.num_rows, 0, 0, 0)
-    return _COMMAND.pack(1, command.num_tokens, command.num_seqs, command.max_blocks, command.num_decodes)
+        return _COMMAND.pack(2, command.num_rows, 0, 0, 0, 0, 0)
+    return _COMMAND.pack(1, *astuple(command))
 
 
 def decode_command(message: bytes) -> Command:
@@ -62,7 +86,7 @@ def decode_command(message: bytes) -> Command:
     kind, *fields = _COMMAND.unpack(message)
     if kind == 1:
         command = Forward(*fields)
-        if not (0 <= command.num_decodes <= command.num_seqs <= command.num_tokens and command.max_blocks >= 0):
+        if not 0 <= command.num_decodes <= command.num_seqs <= command.num_tokens or min(fields) < 0:
             raise ValueError(f"impossible command: {command}")
         return command
     if kind == 2 and fields[0] >= 0:
@@ -70,14 +94,25 @@ def decode_command(message: bytes) -> Command:
     raise ValueError(f"command {kind} of {fields} is not known")
 
 
+def encode_report(report: Report) -> bytes:
+    return _REPORT.pack(*astuple(report))
+
+
+def decode_report(message: bytes) -> Report:
+    return Report(*_REPORT.unpack(message))
+
+
 class StepMemory:
-    """The memory that the ranks of a group share: named arrays of fixed sizes. Pages that no step has used take none.
+    """The memory that the ranks of a group share: named arrays of fixed sizes. Most exist for each stage, or for each
+    slot, of which there are as many. Pages that no step has used take none.
 
     `max_rows` limits the tokens of a step, `max_blocks` the blocks of a sequence. `fd`: a file for several processes,
     which grows to the size that is needed; without it the memory is for threads of this process.
     """
 
-    def __init__(self, config: ModelConfig, *, max_rows: int, max_blocks: int, fd: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, *, max_rows: int, max_blocks: int, num_stages: int = 1, fd: int | None = None
+    ) -> None:
         depth = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         depth = -(-depth // _DEPTH_MULTIPLE) * _DEPTH_MULTIPLE
         rows, vocab = max_rows + 1, -(-config.vocab_size // PANEL) * PANEL
@@ -94,44 +129,135 @@ class StepMemory:
             "positions": (3 * rows, np.int64),
             "sequences": (rows * (max_blocks + 3), np.int32),
         }
-        starts = np.cumsum([0, *(_round_up(size * np.dtype(dtype).itemsize) for size, dtype in sizes.values())])
-        num_bytes = int(starts[-1])
+        shapes = {
+            (name, number): (size, np.dtype(dtype))
+            for name, (size, dtype) in sizes.items()
+            for number in range(1 if name in _ONCE else num_stages)
+        }
+        *starts, num_bytes = accumulate((_round_up(s * dtype.itemsize) for s, dtype in shapes.values()), initial=0)
         if fd is not None and os.fstat(fd).st_size < num_bytes:
             os.ftruncate(fd, num_bytes)
         self._memory = mmap.mmap(-1 if fd is None else fd, num_bytes)
-        self._arrays: dict[str, NDArray[Any]] = {
-            name: np.frombuffer(self._memory, dtype, size, int(start))
-            for (name, (size, dtype)), start in zip(sizes.items(), starts, strict=False)
+        self._arrays: dict[tuple[str, int], NDArray[Any]] = {
+            key: np.frombuffer(self._memory, dtype, size, start)
+            for (key, (size, dtype)), start in zip(shapes.items(), starts, strict=True)
         }
 
-    def get(self, name: str, size: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """See SharedBuffers.get. Raises ConfigurationError if the step is larger than the memory."""
-        array = self._arrays[name].view(dtype)
+    def get(self, name: str, size: int, dtype: DTypeLike = np.float32, number: int = 0) -> NDArray[Any]:
+        """See SharedBuffers.get; `number` is that of the stage or slot. Raises ConfigurationError if the step is larger
+        than the memory.
+        """
+        array = self._arrays[name, number].view(dtype)
         if array.size < size:
             raise ConfigurationError(f"a step needs {size} elements of {name}, and the ranks share {array.size}")
         return array
 
 
+def step_memory(settings: RunnerSettings, config: ModelConfig, max_blocks: int, fd: int) -> StepMemory:
+    """The memory of ranks that are processes."""
+    num_stages, max_rows = settings.pipeline_parallel, settings.max_batch_tokens
+    return StepMemory(config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages, fd=fd)
+
+
+class StageBuffers:
+    """The memory of a stage and of the step in `slot`. Implements SharedBuffers."""
+
+    def __init__(self, memory: StepMemory, stage: int) -> None:
+        self.slot = 0
+        self._memory = memory
+        self._stage = stage
+
+    def get(self, name: str, size: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        number = self.slot if name in _OF_SLOT else 0 if name in _ONCE else self._stage
+        return self._memory.get(name, size, dtype, number)
+
+
 class SharedGroup:
-    """One rank's view of its group. `post` sends a command to the other ranks; only rank 0 has it."""
+    """One rank's view of its group. Implements RankGroup.
 
-    def __init__(self, rank: int, size: int, memory: StepMemory, post: Callable[[Command], None] | None = None) -> None:
+    `post` sends a command to all ranks of a stage, the caller excepted: in rank 0 for stages 0 and 1, in the first rank
+    of another stage for the one after it. `report` is for the first ranks of later stages, `next_report`, which waits
+    for one, for rank 0.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        degrees: Degrees,
+        memory: StepMemory,
+        post: Callable[[int, Command], None],
+        report: Callable[[Report], None] | None = None,
+        next_report: Callable[[], Report] | None = None,
+    ) -> None:
         self.rank = rank
-        self.size = size
-        self.buffers = memory
-        self.counter: Int64s = memory.get("counter", 1, np.int64)
+        self.degrees = degrees
+        self.stage, self.tensor_rank = divmod(rank, degrees.tensor)
+        self.buffers = StageBuffers(memory, self.stage)
+        self.counter: Int64s = memory.get("counter", 1, np.int64, self.stage)
         self._post = post
+        self._report = report
+        self._next_report = next_report
+        self._command: Forward | None = None  # of the stage's current step
+        self._in_flight: dict[int, LayerGroups] = {}  # in rank 0: steps that later stages compute, by slot
 
-    def begin_forward(self, metadata: ForwardMetadata) -> None:
-        if self._post is not None:
-            self._post(write_metadata(self.buffers, metadata))
+    def begin_forward(self, metadata: ForwardMetadata, layer_groups: LayerGroups) -> None:
+        assert self.buffers.slot not in self._in_flight, "more steps in flight than stages"
+        self._command = write_metadata(self.buffers, metadata, layer_groups)
+        self._post(0, self._command)
+
+    def end_forward(self, layer_groups: LayerGroups) -> Callable[[], None]:
+        if self.degrees.pipeline == 1:
+            return _nothing
+        slot = self.buffers.slot
+        self._in_flight[slot] = layer_groups
+        self.end_stage()
+        self.buffers.slot = (slot + 1) % self.degrees.pipeline
+        return partial(self._wait, slot)
 
     def begin_logits(self, num_rows: int) -> None:
-        if self._post is not None:
-            self._post(Logits(num_rows))
+        self._post(0, Logits(num_rows))
+
+    def read_step(self, command: Forward, layers: Span) -> tuple[ForwardMetadata, LayerGroups]:
+        """In other ranks than 0: the step that a command is about, and the groups of the stage's layers, which are
+        reported. The metadata is valid until the end of the step.
+        """
+        self._command, self.buffers.slot = command, command.slot
+        reports = command.group_size and self.tensor_rank == 0 and self.stage > 0
+        announce = self._report_layers if reports else None
+        groups = LayerGroups(layers.count, command.group_size, announce, layers.first)
+        return read_metadata(self.buffers, command), groups
+
+    def end_stage(self) -> None:
+        """In the first rank of a stage: the stage has computed its layers. In others: nothing."""
+        assert self._command is not None
+        if self.tensor_rank > 0:
+            return
+        if self.stage + 1 < self.degrees.pipeline:
+            self._post(self.stage + 1, self._command)
+        else:
+            assert self._report is not None
+            self._report(Report(self._command.slot))
+
+    def _report_layers(self, first: int, count: int) -> None:
+        assert self._command is not None
+        assert self._report is not None
+        self._report(Report(self._command.slot, first, count))
+
+    def _wait(self, slot: int) -> None:
+        assert self._next_report is not None
+        while slot in self._in_flight:
+            report = self._next_report()
+            if report.count == 0:
+                del self._in_flight[report.slot]
+            elif (announce := self._in_flight[report.slot].announce) is not None:
+                announce(report.first, report.count)
 
 
-def write_metadata(memory: StepMemory, metadata: ForwardMetadata) -> Forward:
+def _nothing() -> None:
+    """A step without later stages is complete."""
+
+
+def write_metadata(memory: StageBuffers, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Forward:
     """Write a step's metadata to the memory; returns the command that describes it."""
     num_seqs, max_blocks = metadata.block_tables.shape
     num_tokens = len(metadata.positions)
@@ -142,10 +268,11 @@ def write_metadata(memory: StepMemory, metadata: ForwardMetadata) -> Forward:
     values = (tables, metadata.context_lens, metadata.prompt_lens, metadata.query_starts)
     for view, tensor in zip(sequences, values, strict=True):
         view[:] = tensor.numpy()
-    return Forward(num_tokens, num_seqs, max_blocks, metadata.num_decodes)
+    group_size = 0 if layer_groups.announce is None else layer_groups.size
+    return Forward(memory.slot, group_size, num_tokens, num_seqs, max_blocks, metadata.num_decodes)
 
 
-def read_metadata(memory: StepMemory, command: Forward) -> ForwardMetadata:
+def read_metadata(memory: StageBuffers, command: Forward) -> ForwardMetadata:
     """The metadata that rank 0 wrote. Its tensors are views of the memory, valid until the end of the step."""
     tokens, sequences = _views(memory, command.num_tokens, command.num_seqs, command.max_blocks)
     positions, rope_lengths, slots = map(torch.from_numpy, tokens)
@@ -166,7 +293,7 @@ def read_metadata(memory: StepMemory, command: Forward) -> ForwardMetadata:
 
 
 def _views(
-    memory: StepMemory, num_tokens: int, num_seqs: int, max_blocks: int
+    memory: StageBuffers, num_tokens: int, num_seqs: int, max_blocks: int
 ) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     """The arrays of a step's metadata: of tokens (int64), and of sequences (int32)."""
     of_tokens = _split(memory.get("positions", 3 * num_tokens, np.int64), [num_tokens] * 3)

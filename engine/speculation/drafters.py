@@ -15,9 +15,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
 
+import structlog
+
 from engine.batch import Runner, ScheduledBatch, ScheduledSequence
 from engine.sequence import SequenceKey, SequenceState
 from engine.speculation.cost import CostFit, StepCost
+
+log = structlog.get_logger(__name__)
 
 Drafts = tuple[int, ...]
 
@@ -37,12 +41,13 @@ class Drafter(Protocol):
     Drafts may be any tokens: wrong drafts cost time, but never change the output.
     """
 
-    def prepare_thread(self) -> None:
-        """Called once by the thread that will call `draft`."""
-        ...
-
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
         """Same contract as Runner.prepare."""
+        ...
+
+    @property
+    def borrows_cores(self) -> bool:
+        """Same contract as Runner.borrows_cores."""
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
@@ -50,7 +55,7 @@ class Drafter(Protocol):
         ...
 
     def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
-        """How many tokens it can draft for each sequence now, at most its entry in `max_drafts`.
+        """The number of tokens it can draft for each sequence now, at most its entry in `max_drafts`.
 
         Called before each `draft`, for the same sequences.
         """
@@ -104,12 +109,11 @@ class NgramIndex:
 class NgramDrafter:
     """Keeps an index per sequence; a replay rebuilds it from the token ids."""
 
+    borrows_cores = False
+
     def __init__(self) -> None:
         self._indices: dict[SequenceKey, NgramIndex] = {}
         self._positions: list[int] = []
-
-    def prepare_thread(self) -> None:
-        pass
 
     def prepare(self, sequence: SequenceState) -> None:
         pass
@@ -155,7 +159,7 @@ def _continuation(token_ids: list[int], position: int, length: int) -> Drafts:
 
 
 class DraftModel:
-    """A Drafter with its own model runner.
+    """A Drafter with its own model runner. A sequence for which that fails, such as with NaN, gets no more drafts.
 
     `max_model_len` is the longest sequence of the draft model, `max_batch_tokens` the limit on tokens per round.
     """
@@ -165,20 +169,22 @@ class DraftModel:
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
         self._shadows: dict[SequenceKey, SequenceState] = {}
+        self._failed: set[SequenceKey] = set()
         self._fit: CostFit | None = None
-
-    def prepare_thread(self) -> None:
-        self._runner.prepare_thread()
 
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
         return self._runner.prepare(sequence)
+
+    @property
+    def borrows_cores(self) -> bool:
+        return self._runner.borrows_cores
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
         self._runner.use_cores(lent)
 
     def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
         return [
-            max(0, min(limit, self._max_model_len - sequence.num_tokens))
+            0 if sequence.key in self._failed else max(0, min(limit, self._max_model_len - sequence.num_tokens))
             for sequence, limit in zip(sequences, max_drafts, strict=True)
         ]
 
@@ -188,12 +194,7 @@ class DraftModel:
         shadows = [self._follow(sequence) for sequence in sequences if num_wanted[sequence.key]]
         batch = self._first_round(shadows)
         while batch.items:
-            self._run(batch)
-            unfinished = [
-                item.sequence
-                for item in batch.items
-                if 0 < item.sequence.num_drafted < num_wanted[item.sequence.key]  # 0: still catching up
-            ]
+            unfinished = [sequence for sequence in self._run(batch) if sequence.num_drafted < num_wanted[sequence.key]]
             batch = ScheduledBatch(tuple(ScheduledSequence(s, s.num_computed_tokens, 1) for s in unfinished))
         return [self._drafts(sequence) if num_wanted[sequence.key] else () for sequence in sequences]
 
@@ -202,6 +203,7 @@ class DraftModel:
         return self._fit.cost if self._fit is not None else StepCost()
 
     def forget(self, sequence: SequenceState) -> None:
+        self._failed.discard(sequence.key)
         shadow = self._shadows.pop(sequence.key, None)
         if shadow is not None:
             self._runner.forget(shadow)
@@ -233,17 +235,26 @@ class DraftModel:
                 budget -= count
         return ScheduledBatch(tuple(items))
 
-    def _run(self, batch: ScheduledBatch) -> None:
+    def _run(self, batch: ScheduledBatch) -> list[SequenceState]:
+        """Run one round. Returns the sequences that got a token; the others are still catching up, or have failed."""
         began_s = time.perf_counter()
-        outputs = self._runner.run(batch)
+        outputs = self._runner.begin(batch)()
+        drafted = []
         for item, output in zip(batch.items, outputs, strict=True):
             shadow = item.sequence
+            if output.failure is not None:
+                log.warning("no more drafts for a request", request_id=shadow.key[0], error=str(output.failure))
+                self._failed.add(shadow.key)
+                continue
             shadow.num_computed_tokens = item.end
             shadow.token_ids += [token.id for token in output.tokens]
             shadow.num_drafted += len(output.tokens)
+            if output.tokens:
+                drafted.append(shadow)
         if all(item.num_tokens <= _MAX_ROUND_TOKENS for item in batch.items):
             self._fit = self._fit or CostFit()
             self._fit.learn(batch.num_tokens, time.perf_counter() - began_s)
+        return drafted
 
     def _drafts(self, sequence: SequenceState) -> Drafts:
         shadow = self._shadows[sequence.key]

@@ -35,7 +35,8 @@ class Speculator:
         self._fit = fit or CostFit()
         self._overall = Acceptance()
         self._acceptance: dict[SequenceKey, Acceptance] = {}
-        self._began_s = 0.0
+        self._undrafted: set[SequenceKey] = set()  # sequences that get no more drafts
+        self._began_s: dict[int, float] = {}  # by the number of a batch in flight
 
     def extend(self, batch: ScheduledBatch, scheduler: Scheduler) -> ScheduledBatch:
         """The batch with drafts appended to sequences that decode. Call `learn` with it after the step."""
@@ -49,18 +50,22 @@ class Speculator:
         if any(lengths):
             drafts = self.drafter.draft(sequences, lengths)
             batch = _with_drafts(batch, dict(zip((s.key for s in sequences), drafts, strict=True)))
-        self._began_s = self._clock()
+        self._began_s[batch.number] = self._clock()
         return batch
 
     def learn(self, batch: ScheduledBatch, outputs: list[RunnerOutput]) -> None:
-        """Update acceptance and cost with the outputs of a batch that `extend` returned."""
-        seconds = self._clock() - self._began_s
+        """Update acceptance and cost with the outputs of a batch that `extend` returned. A sequence whose drafts have
+        spoiled the step gets no more.
+        """
+        seconds = self._clock() - self._began_s.pop(batch.number)
         if all(item.num_tokens - len(item.drafts) == 1 for item in batch.items):
             self._fit.learn(batch.num_tokens, seconds)
         num_drafts = 0
         for item, output in zip(batch.items, outputs, strict=True):
             num_drafts += len(item.drafts)
-            if item.drafts:
+            if item.drafts and not output.tokens:
+                self._undrafted.add(item.sequence.key)
+            elif item.drafts:
                 acceptance = self._acceptance.setdefault(item.sequence.key, Acceptance())
                 acceptance.learn(len(output.tokens) - 1, len(item.drafts))
                 self._overall.learn(len(output.tokens) - 1, len(item.drafts))
@@ -72,13 +77,14 @@ class Speculator:
     def forget(self, sequence: SequenceState) -> None:
         """Drop the acceptance and the drafter's state of `sequence`."""
         self._acceptance.pop(sequence.key, None)
+        self._undrafted.discard(sequence.key)
         self.drafter.forget(sequence)
 
     def _plan(self, sequences: list[SequenceState], scheduler: Scheduler, prices: Prices) -> list[int]:
         """Number of drafts per sequence. The drafter is not called for sequences with a low acceptance."""
         chances, min_chance = list(map(self._chance, sequences)), prices.min_chance(len(sequences))
         limits = [
-            self._limit(sequence, scheduler) if chance > min_chance else 0
+            self._limit(sequence, scheduler) if chance > min_chance and sequence.key not in self._undrafted else 0
             for sequence, chance in zip(sequences, chances, strict=True)
         ]
         if not any(limits):

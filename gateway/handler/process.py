@@ -25,7 +25,7 @@ from gateway.handler.server import STREAM_MARK
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
-from mesh.process import handing_over
+from mesh.process import handing_over, run_for_life
 from mesh.retry import backoff_s
 
 log = structlog.get_logger(__name__)
@@ -34,7 +34,13 @@ _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.5, 10.0
 _STOP_S = 6.0
 _DRAIN_OUTPUT_S = 1.0
 # Variables that the handler must not see. Its own properties come over a pipe.
-_SECRETS = frozenset({"TANDEM_MESH_KEY", "TANDEM_TRIAL_KEY_SHA256", "TANDEM_REGISTRY_URL", "TANDEM_HANDLER_PROPERTIES"})
+_SECRETS = frozenset(
+    {
+        *("TANDEM_MESH_KEY", "TANDEM_TRIAL_KEY_SHA256", "TANDEM_REGISTRY_URL", "TANDEM_HANDLER_PROPERTIES"),
+        # Credentials of clients, which an operator's shell may have.
+        *("TANDEM_API_KEY", "TANDEM_OPENAI_API_KEY", "OPENAI_API_KEY", "OPTION_API_KEY", "API_KEY"),
+    }
+)
 _NOT_READY = "the custom handler is starting; try again later"
 _INCOMPLETE = "the custom handler did not complete its answer; try again later"
 # Headers that are not forwarded: they belong to one connection, or the server sets them itself.
@@ -73,7 +79,7 @@ class HandlerProcess:
                     raise ConfigurationError(
                         f"the custom handler {self._settings.handler} does not start; see its log lines"
                     )
-                restarter = asyncio.create_task(self._restart_forever(path))
+                restarter = run_for_life(self._restart_forever(path))
                 try:
                     yield
                 finally:

@@ -71,7 +71,7 @@ async def lmi_options(exchange: Exchange) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Streaming:
-    """Why to stream without a request in the body: `forced` by the output formatter, or `by_default` on the route."""
+    """Reasons to stream that are not in the body: `forced` by the output formatter, or `by_default` on the route."""
 
     forced: bool
     by_default: bool

@@ -117,7 +117,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType({"rolling": RollingBatch(), "0.
 
 @dataclass(frozen=True, slots=True)
 class LmiShape:
-    """How to render an answer: the wire format, and the options in the request's body."""
+    """The form of an answer: the wire format, and the options in the request's body."""
 
     format: Format
     body: InvocationBody

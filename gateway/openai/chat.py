@@ -54,7 +54,7 @@ def _reasoning_parser(exchange: Exchange, body: ChatBody, tool_use: ToolUse | No
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the model's text is parsed: for tool calls, and for reasoning."""
+    """The parsers of the model's text: for tool calls, and for reasoning."""
 
     tool_use: ToolUse | None
     reasoning_parser: str

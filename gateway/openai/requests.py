@@ -59,7 +59,7 @@ _Seed = Annotated[int, Field(ge=-(2**127), lt=2**127)]
 
 
 class StreamOptions(Body):
-    """Whether a stream reports usage: in a final chunk, or in every chunk."""
+    """The reports of usage in a stream: in a final chunk, or in every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -93,7 +93,10 @@ class StreamUsage:
         textless = self._textless.setdefault(event.index, [])
         if event.token is not None:
             self._num_running += 1
-            textless[:] = [] if event.token.text else [*textless, event.token]
+            if event.token.text:
+                textless.clear()
+            else:
+                textless.append(event.token)
         if event.usage is None:
             return
         num_stop = num_stop_tokens(textless, event.finish_reason)

@@ -217,8 +217,9 @@ class CallReader:
         self._key = ""
         self._is_value = False
         self._member: list[str] = []  # the key or the value that is being read
+        self._member_start = ""  # its first character that is not white space
         self._name = ""
-        self._arguments = ""  # not emitted yet
+        self._arguments: list[str] = []  # not emitted yet
         self._had_arguments = False
 
     def push(self, char: str) -> Iterator[Piece]:
@@ -232,18 +233,22 @@ class CallReader:
             yield from self._end_value()
             yield from self._end()
         elif is_mark and char == ":" and not self._is_value:
-            self._begin_value()
+            self._key = _parse_string("".join(self._member))
+            if self._key not in _KEYS:
+                raise NotACall
+            self._begin_member(is_value=True)
         elif is_mark and char == ",":
             yield from self._end_value()
         else:
             self._member.append(char)
+            self._member_start = self._member_start or char.strip()
             if self._is_value and self._key in _ARGUMENTS and max(before, self._depth) > 1 and self._is_object:
                 yield from self._emit(char)
 
     @property
     def _is_object(self) -> bool:
         """True if the arguments are an object. They may also be a string with JSON in it, emitted once complete."""
-        return next((char for char in self._member if not char.isspace()), "") == "{"
+        return self._member_start == "{"
 
     def _track_nesting(self, char: str) -> None:
         if self._in_string:
@@ -258,11 +263,8 @@ class CallReader:
         elif char in "}]":
             self._depth -= 1
 
-    def _begin_value(self) -> None:
-        self._key = _parse_string("".join(self._member))
-        if self._key not in _KEYS:
-            raise NotACall
-        self._member, self._is_value = [], True
+    def _begin_member(self, *, is_value: bool) -> None:
+        self._member, self._member_start, self._is_value = [], "", is_value
 
     def _end_value(self) -> Iterator[Piece]:
         text = "".join(self._member)
@@ -276,7 +278,7 @@ class CallReader:
             if not self._is_object:
                 yield from self._emit(_unwrap_arguments(text))
             self._had_arguments = True
-        self._member, self._is_value = [], False
+        self._begin_member(is_value=False)
 
     def _set_name(self, name: str) -> Iterator[Piece]:
         if self._name or name not in self._names:
@@ -285,13 +287,14 @@ class CallReader:
         yield from self._emit("")
 
     def _emit(self, text: str) -> Iterator[Piece]:
-        self._arguments += text
+        if text:
+            self._arguments.append(text)
         if self._name and self._arguments:
             if not self.has_begun:
                 self.has_begun = True
                 yield CallBegun(self._index, self._name)
-            yield CallArguments(self._index, self._arguments)
-            self._arguments = ""
+            yield CallArguments(self._index, "".join(self._arguments))
+            self._arguments.clear()
 
     def _end(self) -> Iterator[Piece]:
         if not self._name:
@@ -305,7 +308,7 @@ def _parse_string(text: str) -> str:
     """Parse a JSON string. Raises NotACall."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         raise NotACall from None
     if not isinstance(value, str):
         raise NotACall
@@ -319,7 +322,7 @@ def _unwrap_arguments(text: str) -> str:
     inner = _parse_string(text)
     try:
         value = json.loads(inner)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise NotACall from None
     if not isinstance(value, dict):
         raise NotACall

@@ -41,7 +41,8 @@ class Card {
     this.#row("Running", worker.role === "prefill" ? String(load.num_running) : null);
     this.#row("Waiting", String(load.num_waiting));
     this.#row("To compute", worker.role === "prefill" || worker.prefilling_tokens > 0 ? `${count(worker.prefilling_tokens)} tokens` : null);
-    this.#row("Ranks", worker.tensor_parallel > 1 ? String(worker.tensor_parallel) : null);
+    const { tensor_parallel: tensor = 1, pipeline_parallel: pipeline = 1 } = worker;
+    this.#row("Ranks", tensor * pipeline > 1 ? `${tensor}x${pipeline}` : null);
     this.#row("KV transfer", `${worker.open_transfers} on the way, ${bytes(speed.bytes)}/s`);
     say(this.speed, count(speed.tokens));
     say(this.beside, worker.role === "prefill" ? "prompt tokens/s" : "tokens/s");

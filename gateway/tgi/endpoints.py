@@ -17,6 +17,9 @@ from gateway.tgi.requests import GenerateBody, TokenizeBody, generate_arguments
 from mesh.domain.request import MAX_NUM_CHOICES, MAX_STOP_STRINGS
 from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
 
+# Clients require a token in each event, and parse its id as an unsigned number.
+_NO_TOKEN = Token(0, "", 0.0, special=True)
+
 
 async def generate(exchange: Exchange) -> Response:
     """Handle POST /generate: one object."""
@@ -65,7 +68,7 @@ async def _complete(exchange: Exchange, body: GenerateBody, *, full_text: bool, 
 
 @dataclass(frozen=True, slots=True)
 class TgiShape:
-    """How to render an answer. `seed` is None for greedy decoding. `prefix` goes before the generated text."""
+    """The form of an answer. `seed` is None for greedy decoding. `prefix` goes before the generated text."""
 
     details: bool
     prefill: bool
@@ -189,14 +192,16 @@ class StreamEvents:
         return ()
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
-        """Render one event. Held-back text makes the token's text empty."""
+        """Render one event. Held-back text makes the token's text empty. An ending without a token, which comes after a
+        reconnect, has an empty one."""
         self._texts.append(event.text)
-        if event.token is None:
+        if event.token is None and event.finish_reason is None:
             return
         self._num_tokens += 1
-        body: Json = {"index": self._num_tokens, "token": token_json(event.token)}
+        token = event.token or _NO_TOKEN
+        body: Json = {"index": self._num_tokens, "token": token_json(token)}
         if self._shape.top_tokens:
-            body["top_tokens"] = top_json(event.token.top)
+            body["top_tokens"] = top_json(token.top)
         yield body | self._ending(event)
 
     def end(self) -> Iterable[Json]:

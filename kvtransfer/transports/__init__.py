@@ -1,24 +1,45 @@
-"""The transports by name. `base.py` has the interface; shm.py and grpc_bytes.py implement it."""
+"""The transports by name. `base.py` has the interface; shm.py, grpc_bytes.py and torch_distributed.py implement it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports import grpc_bytes, shm
 from kvtransfer.transports.base import ReceiveTransport, SendTransport
 from mesh.domain.errors import ConfigurationError
 
+T = TypeVar("T")
+
+
+def _pair_sender(name: str, settings: TransferSettings, max_chunk_bytes: int) -> SendTransport | None:
+    from kvtransfer.transports import torch_distributed  # torch takes seconds to import
+
+    return torch_distributed.open_sender(name, settings, max_chunk_bytes)
+
+
+def _pair_receiver(name: str, settings: TransferSettings) -> ReceiveTransport | None:
+    from kvtransfer.transports import torch_distributed
+
+    return torch_distributed.open_receiver(name, settings)
+
+
 # (settings, size of the largest chunk) -> transport, or None if it cannot work in this process.
 _SENDERS: Mapping[str, Callable[[TransferSettings, int], SendTransport | None]] = MappingProxyType(
     {
         shm.NAME: shm.open_sender,
         grpc_bytes.NAME: lambda settings, max_chunk_bytes: grpc_bytes.GrpcSendTransport(),
+        "gloo": partial(_pair_sender, "gloo"),
+        "nccl": partial(_pair_sender, "nccl"),
     }
 )
-_RECEIVERS: Mapping[str, Callable[[TransferSettings], ReceiveTransport]] = MappingProxyType(
+_RECEIVERS: Mapping[str, Callable[[TransferSettings], ReceiveTransport | None]] = MappingProxyType(
     {
         shm.NAME: shm.ShmReceiveTransport,
         grpc_bytes.NAME: lambda settings: grpc_bytes.GrpcReceiveTransport(),
+        "gloo": partial(_pair_receiver, "gloo"),
+        "nccl": partial(_pair_receiver, "nccl"),
     }
 )
 
@@ -27,16 +48,20 @@ def open_send_transports(settings: TransferSettings, max_chunk_bytes: int) -> tu
     """Open the configured transports that work on this machine, in order. Raises ConfigurationError if none does."""
     _require_known(settings.transports)
     opened = [_SENDERS[name](settings, max_chunk_bytes) for name in settings.transports]
+    return _usable(opened, settings)
+
+
+def open_receive_transports(settings: TransferSettings) -> tuple[ReceiveTransport, ...]:
+    """Do the same for a receiver."""
+    _require_known(settings.transports)
+    return _usable([_RECEIVERS[name](settings) for name in settings.transports], settings)
+
+
+def _usable(opened: Sequence[T | None], settings: TransferSettings) -> tuple[T, ...]:
     usable = tuple(transport for transport in opened if transport is not None)
     if not usable:
         raise ConfigurationError(f"none of the KV transports {', '.join(settings.transports)} works here; add grpc")
     return usable
-
-
-def open_receive_transports(settings: TransferSettings) -> tuple[ReceiveTransport, ...]:
-    """Open the configured transports. Raises ConfigurationError for an unknown name."""
-    _require_known(settings.transports)
-    return tuple(_RECEIVERS[name](settings) for name in settings.transports)
 
 
 def _require_known(names: tuple[str, ...]) -> None:

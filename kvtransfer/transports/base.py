@@ -1,17 +1,22 @@
 """The interface of a transport, which carries payloads outside (or inside) the gRPC messages.
 
+A transfer begins with its paths: the sender asks each of its transports for a `SendPath` to the receiver and offers
+them all; the receiver connects to the first offer that works for it; the sender joins that path.
+
 Life of a payload: the sender acquires a `Slot` on the event loop; a thread copies KV into the slot's buffer and seals
-it; the chunk message goes out with the `Payload` that `seal` returned; a thread of the receiver fetches the payload,
-verifies it and writes it; the receiver's ack makes the sender release the slot.
+it; the chunk message goes out with the `Payload` that `seal` returned; the receiver waits until the payload has
+arrived; a thread of the receiver fetches it, verifies it and writes it; the receiver's ack makes the sender release the
+slot.
 
 To add a transport, write one file with a `SendTransport` and a `ReceiveTransport`, and add one line for each in
-`transports/__init__.py`. `TransportOffer` carries the data that a receiver needs to connect: today the arena, its nonce
-and its size. A new field is also added to kvtransfer.proto and to both conversions in messages.py. So is a new field of
-`Payload`, a chunk's location: to `TransferChunk`, `_chunk_to_bytes` and `_chunk_from_proto`.
+`transports/__init__.py`. `TransportOffer` carries the data that a receiver needs to connect. A new field is also added
+to kvtransfer.proto and to both conversions in messages.py. So is a new field of `Payload`, a chunk's location: to
+`TransferChunk`, `_chunk_to_bytes` and `_chunk_from_proto`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 MAX_PARTS = 1024  # Linux's limit of buffers per read (IOV_MAX)
@@ -19,39 +24,43 @@ MAX_PARTS = 1024  # Linux's limit of buffers per read (IOV_MAX)
 
 @dataclass(frozen=True, slots=True)
 class TransportOffer:
-    """The data that a receiver needs to access the sender's payloads."""
+    """The data that a receiver needs to access the sender's payloads: an arena, or one side of a process group."""
 
     name: str
     arena: str = ""
     nonce: bytes = b""
     arena_bytes: int = 0
+    pair: str = ""
+    host: str = ""
+    store: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """One chunk's payload: inline in the message, or at an offset of the arena."""
+    """One chunk's payload: inline in the message, at an offset of the arena, or sent under a tag."""
 
     inline: bytes | memoryview = b""
     arena_offset: int = 0
+    tag: int = 0
 
 
 class Slot(Protocol):
     """Memory for one chunk's payload until the chunk is acknowledged."""
 
     def buffer(self) -> memoryview:
-        """Return the memory: writable, format "B", of the acquired length. Called once, on a gather thread."""
+        """Return the memory: writable, format "B", of the acquired length. Called on a gather thread."""
         ...
 
     def seal(self) -> Payload:
         """Return the payload's location. The buffer is filled and no longer written. Called once, on the same
-        thread."""
+        thread. Raises TransferFailed."""
         ...
 
-    def release(self) -> None:
+    def release(self, *, is_acknowledged: bool) -> None:
         """Give the memory back; idempotent. Called on the event loop, after the ack or at the end of the transfer.
 
-        At the end of a transfer the receiver may still be reading the memory: the transfer has failed then, so its data
-        is never used.
+        Without an ack the receiver may still be reading the memory: the transfer has failed then, so its data is never
+        used.
         """
         ...
 
@@ -61,18 +70,41 @@ Reader: TypeAlias = Callable[[int, Sequence[memoryview]], None]
 worker thread and raises the errors of `PayloadSource.fetch`."""
 
 
+class SendPath(Protocol):
+    """The way of one transfer to its receiver, on the sender's side. Methods run on the event loop and do not block.
+
+    A transport whose paths have no state is its own path, and needs only the first two methods.
+    """
+
+    def offer(self) -> TransportOffer:
+        """Return the offer for the receiver."""
+        ...
+
+    async def acquire(self, num_bytes: int) -> Slot:
+        """Return memory for `num_bytes`. Callers wait in FIFO order until memory is free; a cancelled caller holds
+        none. Raises TransferFailed."""
+        ...
+
+    async def join(self, store: Mapping[str, bytes]) -> None:
+        """Connect, with the receiver's answer to the offer. Raises TransferFailed."""
+        return
+
+    def decline(self) -> None:
+        """Note that the receiver has passed this path over for a later one or for none."""
+        return
+
+    def leave(self) -> None:
+        """End the use of this path. All slots are released. Called once."""
+        return
+
+
 class SendTransport(Protocol):
     """The sender's side, shared by all transfers of a sender. Methods run on the event loop and do not block."""
 
     name: str
 
-    def offer(self) -> TransportOffer:
-        """Return the offer for receivers."""
-        ...
-
-    async def acquire(self, num_bytes: int) -> Slot:
-        """Return memory for `num_bytes`. Callers wait in FIFO order until memory is free; a cancelled caller holds
-        none."""
+    async def path(self, address: str, incarnation: str) -> SendPath | None:
+        """Return a path to the receiver at `address` ("host:port"), None if this transport has none now."""
         ...
 
     def close(self) -> None:
@@ -81,7 +113,16 @@ class SendTransport(Protocol):
 
 
 class PayloadSource(Protocol):
-    """Read access to one sender's payloads, for one transfer."""
+    """Read access to one sender's payloads, for one transfer. Both defaults are for payloads that are there already."""
+
+    def answer(self) -> Mapping[str, bytes]:
+        """Return what the sender needs to join its path."""
+        return {}
+
+    def arrived(self, payload: Payload, num_bytes: int) -> AbstractAsyncContextManager[Payload]:
+        """Wait until the payload is here, and say where. Its memory is kept until the context ends. Raises
+        TransferFailed."""
+        return nullcontext(payload)
 
     def fetch(self, payload: Payload, num_bytes: int) -> bytes | memoryview:
         """Return the payload, in memory that stays unchanged until this thread's next fetch. Runs on a worker thread.
@@ -101,11 +142,14 @@ class PayloadSource(Protocol):
 
 
 class ReceiveTransport(Protocol):
-    """The receiver's side, shared by all transfers of a receiver."""
+    """The receiver's side, shared by all transfers of a receiver. Methods run on the event loop and do not block."""
 
     name: str
 
-    def connect(self, offer: TransportOffer) -> PayloadSource | None:
-        """Return a source if the offer works on this machine, else None. Runs on the event loop, so it must be quick.
-        Never raises."""
+    async def connect(self, offer: TransportOffer) -> PayloadSource | None:
+        """Return a source if the offer works on this machine, else None. Never raises."""
         ...
+
+    def close(self) -> None:
+        """Free what the transport holds. No source is open."""
+        return

@@ -2,13 +2,21 @@
 
 import numpy as np
 
-from kvtransfer.transports.base import Payload, TransportOffer
+from kvtransfer.transports.base import (
+    Payload,
+    PayloadSource,
+    ReceiveTransport,
+    SendPath,
+    SendTransport,
+    Slot,
+    TransportOffer,
+)
 from mesh.domain.errors import TransferCorrupt
 
 NAME = "grpc"
 
 
-class _BytesSlot:
+class _BytesSlot(Slot):
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._view = memoryview(b"")
@@ -20,14 +28,17 @@ class _BytesSlot:
     def seal(self) -> Payload:
         return Payload(inline=self._view)
 
-    def release(self) -> None:
+    def release(self, *, is_acknowledged: bool) -> None:
         self._view = memoryview(b"")
 
 
-class GrpcSendTransport:
+class GrpcSendTransport(SendTransport, SendPath):
     """Allocates memory per chunk. The receivers' credit bounds the total."""
 
     name = NAME
+
+    async def path(self, address: str, incarnation: str) -> SendPath:
+        return self
 
     def offer(self) -> TransportOffer:
         return TransportOffer(NAME)
@@ -39,7 +50,9 @@ class GrpcSendTransport:
         pass
 
 
-class _InlineSource:
+class InlineSource(PayloadSource):
+    """Payloads that are in memory already."""
+
     def fetch(self, payload: Payload, num_bytes: int) -> bytes | memoryview:
         if len(payload.inline) != num_bytes:
             raise TransferCorrupt(f"a payload has {len(payload.inline)} bytes instead of {num_bytes}")
@@ -52,10 +65,10 @@ class _InlineSource:
         pass
 
 
-class GrpcReceiveTransport:
+class GrpcReceiveTransport(ReceiveTransport):
     """Accepts every offer, because payloads need no shared memory."""
 
     name = NAME
 
-    def connect(self, offer: TransportOffer) -> _InlineSource:
-        return _InlineSource()
+    async def connect(self, offer: TransportOffer) -> InlineSource:
+        return InlineSource()

@@ -27,7 +27,16 @@ from pathlib import Path
 import structlog
 
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.base import Payload, Reader, TransportOffer
+from kvtransfer.transports.base import (
+    Payload,
+    PayloadSource,
+    Reader,
+    ReceiveTransport,
+    SendPath,
+    SendTransport,
+    Slot,
+    TransportOffer,
+)
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 
 log = structlog.get_logger(__name__)
@@ -41,7 +50,7 @@ _MAX_TRIES = 16
 _NAME = re.compile(r"tandem-kv-[0-9a-f]{32}")
 
 
-class ShmSendTransport:
+class ShmSendTransport(SendTransport, SendPath):
     """One arena, divided into equal slots, for all transfers of this process."""
 
     name = NAME
@@ -59,6 +68,9 @@ class ShmSendTransport:
     def num_free_slots(self) -> int:
         """The number of slots that are not in use."""
         return len(self._offsets)
+
+    async def path(self, address: str, incarnation: str) -> SendPath:
+        return self
 
     def offer(self) -> TransportOffer:
         return TransportOffer(NAME, self._arena.name, self._arena.nonce, self._arena.num_bytes)
@@ -82,7 +94,7 @@ class ShmSendTransport:
         self._free.release()
 
 
-class _ArenaSlot:
+class _ArenaSlot(Slot):
     """If a slot is released too early, it may be overwritten while a receiver copies it; the copy then fails its
     checksum."""
 
@@ -97,7 +109,7 @@ class _ArenaSlot:
     def seal(self) -> Payload:
         return Payload(arena_offset=self._offset)
 
-    def release(self) -> None:
+    def release(self, *, is_acknowledged: bool) -> None:
         transport, self._transport = self._transport, None
         if transport is not None:
             with contextlib.suppress(BufferError):  # the traceback of a failed gather may still reference the view
@@ -118,7 +130,7 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
     return ShmSendTransport(arena, slot_bytes)
 
 
-class _ArenaSource:
+class _ArenaSource(PayloadSource):
     def __init__(self, fd: int, num_bytes: int, scratch: threading.local) -> None:
         self._fd = fd
         self._arena_bytes = num_bytes
@@ -156,7 +168,7 @@ class _ArenaSource:
         os.close(fd)
 
 
-class ShmReceiveTransport:
+class ShmReceiveTransport(ReceiveTransport):
     """Opens the sender's arena anew for each transfer: it takes a few system calls and needs no cache."""
 
     name = NAME
@@ -165,7 +177,7 @@ class ShmReceiveTransport:
         self._settings = settings
         self._scratch = threading.local()
 
-    def connect(self, offer: TransportOffer) -> _ArenaSource | None:
+    async def connect(self, offer: TransportOffer) -> _ArenaSource | None:
         if not HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes:
             return None
         fd = open_arena(self._settings.shm_dir, offer.arena, offer.nonce, offer.arena_bytes)

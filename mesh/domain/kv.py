@@ -155,6 +155,13 @@ class Degrees:
     tensor: int = 1
     pipeline: int = 1
 
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        return f"{self.tensor}x{self.pipeline}"
+
 
 @dataclass(frozen=True, slots=True)
 class Flow:
@@ -176,7 +183,9 @@ def kv_spans(
     if degrees.tensor < 1 or degrees.pipeline < 1:
         raise ConfigurationError(f"parallel degrees must be at least 1, got {degrees.tensor} and {degrees.pipeline}")
     if degrees.pipeline > num_layers:
-        raise ConfigurationError(f"pipeline_parallel {degrees.pipeline} does not fit {num_layers} layers")
+        raise ConfigurationError(
+            f"pipeline_parallel {degrees.pipeline} does not fit {num_layers} layers: use {num_layers} or fewer"
+        )
     heads = _heads_of(degrees.tensor, num_kv_heads)
     layers = stages if stages is not None else _equal_parts(num_layers, degrees.pipeline)
     if len(layers) != degrees.pipeline or not _tiles(layers, num_layers):

@@ -123,7 +123,7 @@ def _pattern_chars(schema: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled and when generation stops. A temperature below GREEDY_BELOW is greedy.
+    """The rules of sampling and of the end of a generation. A temperature below GREEDY_BELOW is greedy.
 
     The router handles text: it tokenizes `bad_words` into `bad_word_ids` and searches the output for `stop`; workers
     get neither. The engine never completes a token sequence of `bad_word_ids`. `truncate_prompt_tokens` keeps the end

@@ -13,7 +13,7 @@ _MAX_PART_LOGPROBS = 2048
 
 
 class FinishReason(Enum):
-    """Why a generation ended. A failed or cancelled request has no finish reason: its stream ends with an error status.
+    """The reason for the end of a generation. A failed or cancelled request has none: its stream ends with an error.
 
     UNKNOWN stands for a reason of a newer worker version and never leaves the mesh.
     """
@@ -75,7 +75,7 @@ class SequenceOutput(NamedTuple):
 
 
 class SequenceFailure(Enum):
-    """Why a worker gave up a sequence."""
+    """The reason for which a worker gave up a sequence."""
 
     NO_CAPACITY = "no_capacity"
     PREEMPTED = "preempted"

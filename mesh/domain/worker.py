@@ -27,7 +27,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVEndpoint:
-    """Where a rank of a worker takes KV: host:port of its KvTransfer service, and the part of the KV that it holds."""
+    """A rank that takes KV: host:port of its KvTransfer service, and the part of the KV that it holds."""
 
     address: str
     span: KVSpan
@@ -37,8 +37,9 @@ class KVEndpoint:
 class WorkerInfo:
     """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`.
 
-    `tensor_parallel` processes compute each step together. `kv_endpoints` names those whose KV has an address of its
-    own. It is empty for every worker today, also with several ranks: the process at `address` reaches all KV.
+    `tensor_parallel * pipeline_parallel` processes, its ranks, compute each step together: the degrees divide the heads
+    and the layers. `kv_endpoints` names those whose KV has an address of its own. It is empty for every worker today,
+    also with several ranks: the process at `address` reaches all KV.
     """
 
     worker_id: str
@@ -57,12 +58,13 @@ class WorkerInfo:
     speculative: str = "none"
     kv_endpoints: tuple[KVEndpoint, ...] = ()
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy a worker is. Blocks of the prefix cache count as free, because they can be evicted. Token counts are
+    """The load of a worker. Blocks of the prefix cache count as free, because they can be evicted. Token counts are
     totals since the worker started. Speculative decoding proposed `drafted_tokens`; `accepted_tokens` were correct.
     """
 

@@ -5,6 +5,8 @@ import grpc
 from mesh.rpc.credentials import TlsIdentity
 from mesh.rpc.server import KEEPALIVE_MS, MAX_MESSAGE_BYTES
 
+NO_PROXY = ("grpc.enable_http_proxy", 0)
+
 _OPTIONS = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -13,6 +15,8 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.enable_retries", 0),
+    # Members are reached directly: a proxy of the environment (http_proxy) would see the mesh key and all KV.
+    NO_PROXY,
     # Reconnect within a second to a worker that restarts at the same address.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),

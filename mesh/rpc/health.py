@@ -31,11 +31,6 @@ class Health(health_pb2_grpc.HealthServicer):
         self._max_watchers = max_watchers
         self._has_ended = False
 
-    @property
-    def num_watchers(self) -> int:
-        """The number of open Watch calls."""
-        return len(self._watchers)
-
     def set_serving(self, serving: bool, service: str = "") -> None:
         """Set the status of `service` and notify its watchers. Ignored after `end`."""
         if not self._has_ended:

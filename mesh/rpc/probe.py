@@ -10,6 +10,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mesh.domain.errors import ConfigurationError
+from mesh.rpc.channel import NO_PROXY
 from mesh.rpc.credentials import TlsIdentity
 from mesh.rpc.settings import MemberSettings
 from mesh.settings import load_settings, setting
@@ -56,9 +57,9 @@ def main(argv: list[str]) -> int:
 def _is_serving(address: str, tls: TlsIdentity | None) -> bool:
     """Query the health service. Raises grpc.RpcError."""
     if tls is None:
-        channel = grpc.insecure_channel(address)
+        channel = grpc.insecure_channel(address, options=[NO_PROXY])
     else:
-        channel = grpc.secure_channel(address, tls.channel_credentials(), options=tls.channel_options())
+        channel = grpc.secure_channel(address, tls.channel_credentials(), options=[NO_PROXY, *tls.channel_options()])
     with channel:
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
     return bool(response.status == health_pb2.HealthCheckResponse.SERVING)

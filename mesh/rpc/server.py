@@ -78,7 +78,7 @@ class Server:
                 else "set TANDEM_MESH_KEY or TANDEM_MESH_TLS_CERT"
             )
             require_safe_bind(listen.host, advice=advice)
-        _require_free(listen)
+        require_free(listen.host, listen.port)
         limit = (
             ()
             if listen.public
@@ -107,17 +107,17 @@ class Server:
                 return int(self.grpc.add_insecure_port(address))
             return int(self.grpc.add_secure_port(address, tls.server_credentials()))
         except RuntimeError as error:
-            raise _cannot_listen(self._listen) from error
+            raise ConfigurationError(f"cannot listen on {address}: choose another port") from error
 
     async def start(self, services: Sequence[str]) -> None:
         """Start serving. `services` lists the full service names for reflection. Health stays NOT_SERVING until
         `set_serving`."""
         names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
-        await self.set_serving(False)
+        self.set_serving(False)
         await self.grpc.start()
 
-    async def set_serving(self, serving: bool, service: str = "") -> None:
+    def set_serving(self, serving: bool, service: str = "") -> None:
         """Set the health status of `service`; "" stands for the whole server. Does not wait for watchers."""
         self.health.set_serving(serving, service)
 
@@ -127,21 +127,18 @@ class Server:
         await self.grpc.stop(grace_s)
 
 
-def _require_free(listen: Listen) -> None:
-    """Raise ConfigurationError if the port is taken. Checked before grpc binds, because grpc writes noisy messages when
-    it cannot.
+def require_free(host: str, port: int) -> None:
+    """Raise ConfigurationError if the port cannot be bound. Checked before grpc binds, because grpc writes noisy
+    messages when it cannot.
     """
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((listen.host.strip("[]"), listen.port))
+            probe.bind((host.strip("[]"), port))
         except OSError as error:
-            raise _cannot_listen(listen) from error
-
-
-def _cannot_listen(listen: Listen) -> ConfigurationError:
-    return ConfigurationError(f"cannot listen on {listen.host}:{listen.port}: is the port in use? choose another")
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another port") from error
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):

@@ -59,16 +59,29 @@ class KvRank(_message.Message):
     def __init__(self, address: _Optional[str] = ..., span: _Optional[_Union[KvSpan, _Mapping]] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
-    __slots__ = ("name", "arena", "nonce", "arena_bytes")
+    __slots__ = ("name", "arena", "nonce", "arena_bytes", "pair", "host", "store")
+    class StoreEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARENA_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAIR_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     name: str
     arena: str
     nonce: bytes
     arena_bytes: int
-    def __init__(self, name: _Optional[str] = ..., arena: _Optional[str] = ..., nonce: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
+    pair: str
+    host: str
+    store: _containers.ScalarMap[str, bytes]
+    def __init__(self, name: _Optional[str] = ..., arena: _Optional[str] = ..., nonce: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ..., pair: _Optional[str] = ..., host: _Optional[str] = ..., store: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class TransferOpen(_message.Message):
     __slots__ = ("transfer_id", "attempt", "receiver_incarnation", "sender_id", "layout", "transports", "first_block", "num_blocks", "span")
@@ -93,7 +106,7 @@ class TransferOpen(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., receiver_incarnation: _Optional[str] = ..., sender_id: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., span: _Optional[_Union[KvSpan, _Mapping]] = ...) -> None: ...
 
 class TransferChunk(_message.Message):
-    __slots__ = ("sequence_number", "first_block", "num_blocks", "first_layer", "num_layers", "num_bytes", "checksum", "arena_offset", "first_head", "num_heads", "payload")
+    __slots__ = ("sequence_number", "first_block", "num_blocks", "first_layer", "num_layers", "num_bytes", "checksum", "arena_offset", "first_head", "num_heads", "payload", "tag")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +118,7 @@ class TransferChunk(_message.Message):
     FIRST_HEAD_FIELD_NUMBER: _ClassVar[int]
     NUM_HEADS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     first_block: int
     num_blocks: int
@@ -116,7 +130,8 @@ class TransferChunk(_message.Message):
     first_head: int
     num_heads: int
     payload: bytes
-    def __init__(self, sequence_number: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., arena_offset: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    tag: int
+    def __init__(self, sequence_number: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., arena_offset: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., payload: _Optional[bytes] = ..., tag: _Optional[int] = ...) -> None: ...
 
 class TransferCommit(_message.Message):
     __slots__ = ("num_tokens", "num_chunks", "digest", "first_token")
@@ -147,14 +162,23 @@ class PushResponse(_message.Message):
     def __init__(self, granted: _Optional[_Union[TransferGranted, _Mapping]] = ..., ack: _Optional[_Union[TransferAck, _Mapping]] = ..., committed: _Optional[_Union[TransferCommitted, _Mapping]] = ..., renewed: _Optional[_Union[TransferRenewed, _Mapping]] = ...) -> None: ...
 
 class TransferGranted(_message.Message):
-    __slots__ = ("transport", "credit_chunks", "lease")
+    __slots__ = ("transport", "credit_chunks", "lease", "store")
+    class StoreEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     CREDIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     transport: str
     credit_chunks: int
     lease: _duration_pb2.Duration
-    def __init__(self, transport: _Optional[str] = ..., credit_chunks: _Optional[int] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    store: _containers.ScalarMap[str, bytes]
+    def __init__(self, transport: _Optional[str] = ..., credit_chunks: _Optional[int] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., store: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class TransferAck(_message.Message):
     __slots__ = ("sequence_number",)

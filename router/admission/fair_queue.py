@@ -21,7 +21,7 @@ LOW_PRIORITY_INTERVAL = 8
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """Where an item is enqueued, and until when waiting is useful. Times are the event loop's clock.
+    """An item's place in the queue, and the time until which waiting is useful. Times are the event loop's clock.
 
     `first_token_by_s` comes from the request's ttft_target, `deadline_s` from the call's deadline.
     """

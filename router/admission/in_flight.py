@@ -36,7 +36,7 @@ class CapacityReservation:
         self.prefill_tokens = num_tokens
         """Prompt tokens still to be computed, by the prefill worker or, without one, by the decode worker."""
         self.confirmed_at_s: float | None = None
-        """When the decode worker confirmed that it holds the blocks."""
+        """Time at which the decode worker confirmed that it holds the blocks."""
         self.num_shared_tokens = 0
         """Leading tokens whose blocks another reservation counts."""
         self.is_fork = False

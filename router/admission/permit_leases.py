@@ -135,8 +135,8 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Whether a Take was granted; if not, whether for the tenant's own cap, and how many are in service: of all
-    routers, if `is_total`."""
+    """The answer to a Take. A refusal is `by_tenant` for the tenant's own cap, with `num_held` permits held, those of
+    all routers if `is_total`."""
 
     granted: bool
     by_tenant: bool

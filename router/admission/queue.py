@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded, WorkerBusy
 from router.admission.fair_queue import FairQueue, QueueEntry
+from router.admission.forecast import Forecast, retry_after_s
 from router.admission.in_flight import CapacityReservation, InFlightTable
-from router.admission.limiter import Forecast, retry_after_s
 from router.admission.placement import MeshSnapshot, NoPlacement, Placement, PlacementQuery, is_short_in, place
 
 
@@ -100,7 +100,7 @@ class PlacementQueue:
 
     @property
     def shortage(self) -> NoPlacement | None:
-        """Why the head still waits; None if the queue is empty."""
+        """The reason for which the head still waits; None if the queue is empty."""
         return self._shortage if self._waiters else None
 
     async def place(self, query: PlacementQuery, entry: QueueEntry, *, is_replay: bool = False) -> CapacityReservation:

@@ -38,7 +38,6 @@ from router.tenants import ANONYMOUS, Tenant
 
 log = structlog.get_logger(__name__)
 
-_RETRY_AFTER_S = 1.0
 # A Redis that hangs delays the first requests by this much; from then on it counts as unavailable.
 _PATIENCE_S = 0.25
 _LEAVE_S = 1.0
@@ -330,6 +329,4 @@ def _reply() -> "asyncio.Future[Taken | None]":
 
 def _overloaded(num_held: int, cap: int | None, by_tenant: bool) -> Overloaded:
     whose = "your " if by_tenant else ""
-    return Overloaded(
-        f"{num_held} of {whose}{cap} requests are in service; try again later", retry_after_s=_RETRY_AFTER_S
-    )
+    return Overloaded(f"{num_held} of {whose}{cap} requests are in service; try again later")

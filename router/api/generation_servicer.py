@@ -14,12 +14,12 @@ from mesh.rpc.credentials import Metadata
 from mesh.tracing import HEADERS
 from mesh.wire import require_at_most
 from router.answer_stream import Delta, PromptInfo
-from router.api.validation import MAX_CHAT_MESSAGES, GenerateParams
 from router.choice import TokenEvent, TopToken, Usage
 from router.service import GenerationServices, ModelInfo
 from router.tenants import CallerDirectory, Priority, Tenant
 from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from router.timeline import AttemptTiming, Timing
+from router.validation import MAX_CHAT_MESSAGES, GenerateParams
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 _PRIORITIES: Mapping[int, Priority] = MappingProxyType(
@@ -51,6 +51,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         answer = await self._models.generate(params, context.time_remaining())
         # If the client leaves while a message is being written, this generator never resumes; the callback still runs.
         context.add_done_callback(lambda _: answer.close())
+        call = asyncio.current_task()
+        if call is not None:  # no status fits into the client's full flow-control window
+            answer.when_stuck(call.cancel)
         async for delta in answer.deltas():
             yield _delta_to_proto(delta)
 

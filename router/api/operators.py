@@ -15,7 +15,7 @@ from router.admission.in_flight import Transfers
 from router.admission.placement import InFlight, NoPlacement
 from router.api.generation_servicer import timing_to_proto
 from router.journal import Incident, Journal, Trace
-from router.operated_model import OperatedModel
+from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
 from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
@@ -23,8 +23,8 @@ from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 _SHORTAGES: Mapping[NoPlacement | None, mesh_pb2.Shortage] = MappingProxyType(
     {
         NoPlacement.NO_DECODE_WORKER: mesh_pb2.SHORTAGE_DECODE_WORKER,
-        NoPlacement.NO_DECODE_CAPACITY: mesh_pb2.SHORTAGE_DECODE_ROOM,
-        NoPlacement.NO_PREFILL_CAPACITY: mesh_pb2.SHORTAGE_PREFILL_ROOM,
+        NoPlacement.NO_DECODE_CAPACITY: mesh_pb2.SHORTAGE_DECODE_CAPACITY,
+        NoPlacement.NO_PREFILL_CAPACITY: mesh_pb2.SHORTAGE_PREFILL_CAPACITY,
     }
 )
 
@@ -48,7 +48,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
     """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as that of Membership."""
 
     def __init__(
-        self, models: Sequence[OperatedModel], journal: Journal, callers: CallerDirectory, clock: Callable[[], float]
+        self, models: Sequence[ModelRouter], journal: Journal, callers: CallerDirectory, clock: Callable[[], float]
     ) -> None:
         self._models = models
         self._journal = journal
@@ -80,7 +80,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         first = next((shortage for shortage in shortages if shortage is not None), None)
         return _SHORTAGES.get(first, mesh_pb2.SHORTAGE_UNSPECIFIED)
 
-    def _workers(self, model: OperatedModel) -> list[mesh_pb2.WorkerStatus]:
+    def _workers(self, model: ModelRouter) -> list[mesh_pb2.WorkerStatus]:
         views, serving = model.mesh.views(), model.mesh.serving()
         in_flight = model.in_flight.by_worker(views)
         return [
@@ -161,6 +161,7 @@ def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
         pid=info.pid,
         speculative=info.speculative,
         tensor_parallel=info.tensor_parallel,
+        pipeline_parallel=info.pipeline_parallel,
     )
 
 

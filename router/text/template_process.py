@@ -2,7 +2,8 @@
 
 Templates come with checkpoints and are only partly trusted, and their input comes from clients. Inside the router a
 template could hold the interpreter lock, and block every stream, for the duration of one step. In its own process it
-has limits on CPU time and memory. A process that exceeds them ends; the next rendering starts another one.
+has limits on CPU time and memory. A process that exceeds them ends, and the request is refused as too big. A process
+that ends for any other reason says nothing about the request: another one is started and renders once more.
 
 A single step, such as sorting long texts, cannot be interrupted from inside. So there are two limits on CPU time (a
 signal that ends the rendering between two steps, and one that kills the process) and one on memory. The limits count
@@ -24,13 +25,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, Any, NoReturn
 
 import structlog
 
-from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, NoWorkers, Overloaded
 from router.text.chat import (
     DEFAULT_RENDERING,
     MAX_RENDER_S,
@@ -52,6 +53,9 @@ _DONE, _REFUSED, _BROKEN = "done", "refused", "broken"
 MAX_MEMORY_BYTES = 512 << 20
 # The kernel counts whole seconds.
 _MAX_STEP_S = 2
+# The process's own exit status when it is over a limit and cannot answer.
+_OVER_LIMIT = 3
+_LIMIT_STATUSES = (_OVER_LIMIT, -signal.SIGXCPU)
 
 
 def limit_process() -> None:
@@ -95,20 +99,41 @@ class TemplateProcess:
     def start(self) -> None:
         """Start the process before the first rendering. Raises ConfigurationError if the template is broken."""
         with self._lock:
-            self._running()
+            try:
+                self._running()
+            except (OSError, EOFError) as error:
+                raise ConfigurationError(
+                    f"the chat template cannot be compiled: its process ended with {self._kill()}"
+                ) from error
 
     def render(self, messages: Sequence[ChatMessage], tools_json: str = "", how: Rendering = DEFAULT_RENDERING) -> str:
+        """Raises InvalidRequest, NoWorkers if the process ends twice or is closed, and Overloaded if it gets no CPU."""
         turns = [(turn.role, turn.content, turn.extra_json) for turn in messages]
         request = [turns, tools_json, (how.values_json, how.adds_generation_prompt, how.continues_final)]
         with self._lock:
-            try:
-                kind, text = self._ask(self._running(), request)
-            except (OSError, EOFError) as error:
-                log.warning("chat template process ended", status=self._kill(), cause=str(error))
-                raise too_big() from error
+            answer = self._try(request) or self._try(request)
+        if answer is None:
+            raise NoWorkers("the process of the chat template has ended twice; try again later")
+        kind, text = answer
         if kind != _DONE:
             raise InvalidRequest(text)
         return text
+
+    def _try(self, request: object) -> tuple[str, str] | None:
+        """Ask the process. Returns None if it has ended through no fault of the request."""
+        try:
+            return self._ask(self._running(), request)
+        except TimeoutError as error:
+            log.warning("chat template process got no CPU time", status=self._kill(), waited_s=_MAX_WAIT_S)
+            raise Overloaded("the machine is too busy to render the chat; try again later") from error
+        except (OSError, EOFError) as error:
+            status = self._kill()
+            if self._closed:
+                raise NoWorkers("this router is stopping; try again") from error
+            log.warning("chat template process ended", status=status, cause=str(error))
+            if status in _LIMIT_STATUSES:
+                raise too_big() from error
+            return None
 
     def close(self) -> None:
         """End the process, even while it renders."""
@@ -120,6 +145,8 @@ class TemplateProcess:
             self._kill()
 
     def _running(self) -> "subprocess.Popen[bytes]":
+        """Return the process, started if there is none. Raises OSError, EOFError, or ConfigurationError if the template
+        is broken."""
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._kill()
@@ -133,14 +160,8 @@ class TemplateProcess:
             env=_environment(),
         )
         template = self._template
-        try:
-            parts = [template.source, template.special_tokens, template.tool_source, self._max_render_s]
-            kind, text = self._ask(self._process, parts)
-        except (OSError, EOFError) as error:
-            status = self._kill()
-            raise ConfigurationError(
-                f"the chat template cannot be compiled: its process ended with {status}"
-            ) from error
+        parts = [template.source, template.special_tokens, template.tool_source, self._max_render_s]
+        kind, text = self._ask(self._process, parts)
         if kind != _DONE:
             raise ConfigurationError(text)
         return self._process
@@ -158,8 +179,9 @@ class TemplateProcess:
         if process is None:
             return None
         process.kill()
-        with process:
-            return process.wait()
+        with suppress(BrokenPipeError), process:  # a request that could not be written is still in the pipe's buffer
+            process.wait()
+        return process.returncode
 
 
 def _environment() -> dict[str, str]:
@@ -202,6 +224,13 @@ def _await_bytes(pipe: IO[bytes], until_s: float) -> None:
 
 def main() -> None:
     """Run the template process until its standard input is closed."""
+    try:
+        _serve()
+    except (MemoryError, RecursionError, TooMuchWork):
+        os._exit(_OVER_LIMIT)
+
+
+def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the router reacts to Ctrl-C in a terminal
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     limit_process()

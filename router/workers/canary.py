@@ -20,11 +20,11 @@ from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerB
 from mesh.domain.request import SamplingParams, mint_id
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
-from router.api.validation import GenerateParams, ValidRequest
 from router.attempt import Attempt, AttemptTimeouts, PrefillClient
 from router.choice import Choice
 from router.served_model import ServedModel
 from router.timeline import Timeline
+from router.validation import GenerateParams, ValidRequest
 from router.workers.decode_link import DecodeLinks
 from router.workers.health import Canary, Trust, WorkerHealth
 from router.workers.membership import capacity_tokens

@@ -9,6 +9,7 @@ import grpc
 
 from mesh.domain.errors import WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerState
+from mesh.retry import is_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
@@ -69,8 +70,7 @@ async def responses_of(call: Any) -> AsyncGenerator[Any, None]:
         raise error_from_rpc(error) from error
     except asyncio.CancelledError as error:
         # grpc.aio also raises this if the peer, or a closed channel, has ended the call.
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_cancelled():
             raise
         raise WorkerLost("the call was cancelled by the other side") from error
     finally:

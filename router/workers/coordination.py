@@ -1,4 +1,4 @@
-"""How a router takes part in the mesh: where workers register, and with whom it shares permits.
+"""A router's part in the mesh: the registry of its workers, and the routers that it shares permits with.
 
 Without `registry_url` this router is alone: workers register with it over gRPC, one stream per worker, and a worker is
 lost when its stream ends; permits are the router's own. With `registry_url` workers and permits are in Redis, and any
@@ -15,6 +15,7 @@ import structlog
 from mesh import wire
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo
+from mesh.process import run_for_life
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter, LocalLimiter
@@ -33,7 +34,7 @@ class Coordination(Protocol):
 
     @property
     def address(self) -> str:
-        """Where workers register; "" if they do not register with this router."""
+        """The address of the registry that workers register with; "" if it is not in this router."""
         ...
 
     def limiter_for(self, model: str) -> ConcurrencyLimiter:
@@ -69,8 +70,8 @@ class HostedRegistry:
     async def start(self) -> None:
         worker_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(self._membership), self._server.grpc)
         await self._server.start(["mesh.v1.Registry"])
-        await self._server.set_serving(True)
-        self._expiry = asyncio.create_task(expire_forever(self._membership))
+        self._server.set_serving(True)
+        self._expiry = run_for_life(expire_forever(self._membership))
 
     async def stop(self) -> None:
         if self._expiry is not None:

@@ -1,4 +1,4 @@
-"""Which workers may get requests. No I/O, no clock of its own.
+"""The workers that may get requests. No I/O, no clock of its own.
 
 Canaries establish trust in a worker, and a circuit breaker on clients' attempts revokes it (WorkerHealth):
 

@@ -69,12 +69,16 @@ class Membership:
         self._callbacks.append(callback)
 
     def join(self, info: WorkerInfo) -> None:
-        """Add a worker that has registered. Raises LayoutMismatch if it is incompatible with the known workers."""
+        """Add a worker that has registered. Raises LayoutMismatch if it is incompatible with the known workers.
+
+        A worker that only connects again keeps its load and state until its first heartbeat, which follows at once.
+        """
         self._require_fits(info)
         self._require_compatible(info)
-        self._views[info.worker_id] = WorkerView(
-            info, WorkerLoad(free_blocks=info.num_blocks), WorkerState.READY, self._clock(), set()
-        )
+        known = self._current(info.worker_id, info.incarnation)
+        load = WorkerLoad(free_blocks=info.num_blocks) if known is None else known.load
+        state = WorkerState.READY if known is None else known.state
+        self._views[info.worker_id] = WorkerView(info, load, state, self._clock(), set())
         self._next_event[info.worker_id] = 0
         self._changed()
 

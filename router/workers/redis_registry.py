@@ -24,8 +24,9 @@ from mesh import wire
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.logs import LogLimit
+from mesh.process import run_for_life
 from mesh.redis_registry import HEARTBEATS, WORKERS, ask_channel, record_key, require_registry, stay_connected
-from mesh.retry import require_not_cancelled
+from mesh.retry import is_cancelled, require_not_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.sealed_messages import FreshnessGuard, RecordSeal, Refused, WorkerMessage
@@ -207,7 +208,7 @@ class SharedRegistry:
 
     async def start(self) -> None:
         runs = (self._registry.run(), *(permits.run() for permits in self._permits))
-        self._tasks = [asyncio.create_task(run) for run in runs]
+        self._tasks = [run_for_life(run) for run in runs]
 
     async def stop(self) -> None:
         """Release all leases at once, so that other routers need not wait until they expire."""
@@ -243,9 +244,7 @@ class DirectChecks:
             except grpc.aio.AioRpcError:
                 return
             except asyncio.CancelledError:
-                # grpc.aio also raises this if the worker ends the call; re-raise only if our own task is cancelled.
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if is_cancelled():
                     raise
                 return
         if load is None:

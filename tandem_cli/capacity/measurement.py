@@ -141,7 +141,6 @@ class EngineSteps:
         return phases_ms
 
     def _prompt_ms(self) -> float:
-        self._host.runner.prepare_thread()
         self._add(1, self._plan.prompt_tokens, num_new=1)
         self._phase_clock.start()
         total = self._finish()
@@ -149,7 +148,6 @@ class EngineSteps:
         return total
 
     def _decode_ms(self, batch: int) -> float:
-        self._host.runner.prepare_thread()
         started: set[str] = set()
         self._add(batch, self._plan.context_tokens, num_new=2 * _NUM_STEPS + batch)
         while len(started) < batch:

@@ -177,7 +177,7 @@ class Capacity:
         return max(0, int(free_bytes // self.kv_bytes_per_token))
 
     def fits(self, num_sequences: int, tokens: int) -> bool:
-        """Whether the weights and the KV of `num_sequences` sequences of `tokens` tokens fit into memory."""
+        """True if the weights and the KV of `num_sequences` sequences of `tokens` tokens fit into memory."""
         return self.weights_bytes <= self.device.memory_bytes * self.memory_share and (
             num_sequences * tokens <= self.kv_tokens
         )

@@ -122,7 +122,7 @@ async def own_mesh(flags: Sequence[str], pace: str = "") -> AsyncIterator[str]:
             ready = (await process.stdout.readline()).decode().split()
             if not ready:
                 lines = log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:]
-                raise RunFailed(f"the mesh did not start: {'; '.join(lines) or 'it log nothing'}")
+                raise RunFailed(f"the mesh did not start: {'; '.join(lines) or 'it wrote no log'}")
             yield ready[1]
         finally:
             if process.returncode is None:

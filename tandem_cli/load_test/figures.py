@@ -167,7 +167,7 @@ class Slo:
     share: float = 0.9
 
     def is_met(self, record: Record) -> bool:
-        """Whether the answer is complete and meets both targets. An answer of one token always meets the TPOT
+        """True if the answer is complete and meets both targets. An answer of one token always meets the TPOT
         target.
         """
         if record.outcome is not Outcome.OK or record.ttft_s is None:

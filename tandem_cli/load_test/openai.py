@@ -113,7 +113,7 @@ class _Completion:
 
 
 def _has_token(choice: Mapping[str, Any]) -> bool:
-    """Whether a message has tokens. A text is empty while a part of a character is held back; the first message of a
+    """True if a message has tokens. A text is empty while a part of a character is held back; the first message of a
     chat has a role and no token.
     """
     if "delta" in choice:

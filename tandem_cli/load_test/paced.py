@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import FinishBatch, LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.kv_cache import KVCache
 from engine.load import kv_layout
 from engine.models.read_config import load_config
@@ -37,6 +37,7 @@ class PacedRunner:
     the time of their creation (`delay_s`). KV consists of zeros, and is transferred like any other.
     """
 
+    borrows_cores = False
     attention_backend = "none"
 
     def __init__(self, kv_cache: KVCache, step_s: float, token_s: float) -> None:
@@ -44,20 +45,19 @@ class PacedRunner:
         self._step_s = step_s
         self._token_s = token_s
 
-    def prepare_thread(self) -> None: ...
-
     def prepare(self, sequence: SequenceState) -> None: ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None: ...
 
     def clear_blocks(self, block_ids: list[int]) -> None: ...
 
-    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
+    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
         """Sleep for the time of the step, then report all layers as computed."""
         time.sleep(self._step_s + self._token_s * sum(item.end - item.start for item in batch.items))
         if on_layers is not None:
             on_layers(batch, 0, self.kv_cache.layout.num_layers)
-        return [_output(item) for item in batch.items]
+        outputs = [_output(item) for item in batch.items]
+        return lambda: outputs
 
     def forget(self, sequence: SequenceState) -> None: ...
 

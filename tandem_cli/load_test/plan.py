@@ -155,7 +155,7 @@ class Preset:
     pace: str = ""
 
     def needs_pace(self, num_cores: int) -> bool:
-        """Whether a machine with `num_cores` cores is too small for real engines."""
+        """True if a machine with `num_cores` cores is too small for real engines."""
         return num_cores < self.min_cores
 
     def arms_on(self, num_cores: int) -> tuple[Arm, ...]:

@@ -118,7 +118,7 @@ async def cuts(pair: Pair) -> AsyncIterator[Cuts]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(300 + NUM_TRANSFERS // 10)
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "grpc", "gloo"])
 async def test_transfers_over_connections_that_break(transport: str, tmp_path: Path, evidence: Evidence) -> None:
     count = NUM_TRANSFERS // 2 // NUM_AT_ONCE
     pair = Pair(tmp_path, transport)

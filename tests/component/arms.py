@@ -28,7 +28,7 @@ def load_arm(model_dir: Path, arm: str, **changes: object) -> ModelRunner:
     wanted = settings(model_dir, **ARMS[arm] | changes)
     if arm == "compiled":
         config = load_decoder_config(model_dir)
-        reason = why_not_compiled(config, kv_layout(config, wanted), int8=wanted.quantize == "int8") or ""
+        reason = why_not_compiled(config, kv_layout(config, wanted)) or ""
         if reason.startswith("the CPU has no"):
             pytest.skip(reason)
     runner = load_model_runner(wanted)

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import FinishBatch, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.model_runner import ModelRunner
 from engine.sequence import SequenceState
 from mesh.domain.request import SequenceSpec
@@ -36,18 +36,30 @@ class Driver:
 
     def step(self, *work: tuple[Run, int]) -> list[RunnerOutput]:
         """Compute so many tokens of each run; single tokens must come first."""
+        self.announced.clear()
+        return self.begin(*work)()
+
+    def begin(self, *work: tuple[Run, int]) -> FinishBatch:
+        """As `step`, but only begin. Runs of a step in flight must not be in another."""
         for run, count in work:
             self.reserve(run.sequence, run.sequence.num_computed_tokens + count)
         items = [ScheduledSequence(run.sequence, run.sequence.num_computed_tokens, count) for run, count in work]
-        batch = ScheduledBatch(tuple(items))
-        self.announced.clear()
-        outputs = self.runner.run(batch, lambda _, first, count: self.announced.append((first, count)))
-        for (run, count), output in zip(work, outputs, strict=True):
-            run.sequence.num_computed_tokens += count
-            run.prompt_logprobs += output.prompt_logprobs
-            run.tokens += output.tokens
-            run.sequence.token_ids += [token.id for token in output.tokens]
-        return outputs
+        finish = self.runner.begin(ScheduledBatch(tuple(items)), self.note_layers)
+
+        def end() -> list[RunnerOutput]:
+            outputs = finish()
+            for (run, count), output in zip(work, outputs, strict=True):
+                run.sequence.num_computed_tokens += count
+                run.prompt_logprobs += output.prompt_logprobs
+                run.tokens += output.tokens
+                run.sequence.token_ids += [token.id for token in output.tokens]
+            return outputs
+
+        return end
+
+    def note_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
+        """Called when the step has written the KV of these layers."""
+        self.announced.append((first, count))
 
     def finish(self, *runs: Run, chunk: int = 1000) -> None:
         """Step all runs together until each has its max_new_tokens."""

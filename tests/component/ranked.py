@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -15,13 +16,14 @@ import numpy as np
 import torch
 from torch import distributed
 
-from engine.kv_memory import KVMemory, KVReservation
+from engine.kv_memory import KVMemorySettings, KVReservation
 from engine.load import kv_layout, resolve
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks.launch import load_ranked_runner
 from engine.ranks.rank import Rank, kv_bytes
-from engine.ranks.shared import Command, SharedGroup, StepMemory
+from engine.ranks.shared import Command, Report, SharedGroup, StepMemory
+from mesh.domain.kv import Degrees
 from mesh.logs import configure_logging
 from tests.component.arms import settings
 from tests.component.parity import run_mixed
@@ -30,39 +32,45 @@ MAX_ROWS, MAX_BLOCKS = 256, 64
 
 
 @contextmanager
-def ranked_runner(model_dir: Path, size: int, **changes: object) -> Iterator[ModelRunner]:
-    """A runner of `size` ranks, each but the first with a thread in place of its process."""
+def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Iterator[ModelRunner]:
+    """A runner over the ranks of `degrees`, each but the first with a thread in place of its process."""
     torch.set_num_threads(1)
     resolved, config = resolve(settings(model_dir, **changes))
     assert isinstance(config, ModelConfig)
-    memory = StepMemory(config, max_rows=MAX_ROWS, max_blocks=MAX_BLOCKS)
-    queues: list[SimpleQueue[Command | None]] = [SimpleQueue() for _ in range(1, size)]
+    memory = StepMemory(config, max_rows=MAX_ROWS, max_blocks=MAX_BLOCKS, num_stages=degrees.pipeline)
+    queues: list[SimpleQueue[Command | None]] = [SimpleQueue() for _ in range(degrees.num_ranks)]
+    reports: SimpleQueue[Report] = SimpleQueue()
 
-    def post(command: Command | None) -> None:
-        for queue in queues:
-            queue.put(command)
+    def post(sender: int, stage: int, command: Command) -> None:
+        for rank in range(stage * degrees.tensor, (stage + 1) * degrees.tensor):
+            if rank != sender:
+                queues[rank].put(command)
 
-    groups = [SharedGroup(rank, size, memory, post if rank == 0 else None) for rank in range(size)]
+    groups = [
+        SharedGroup(rank, degrees, memory, partial(post, rank), reports.put, reports.get)
+        for rank in range(degrees.num_ranks)
+    ]
     store = distributed.HashStore()
     ranks = [Rank(resolved, config, group, store) for group in groups]
     num_blocks = resolved.num_blocks or 0
-    kv = np.zeros(kv_bytes(kv_layout(config, resolved).block_bytes, num_blocks, size), np.uint8)
-    caches = ranks[0].caches(num_blocks, kv)
+    block_bytes = kv_layout(config, resolved).block_bytes
+    caches = ranks[0].caches(num_blocks, np.zeros(kv_bytes(block_bytes, num_blocks, degrees.num_ranks), np.uint8))
 
     def serve(rank: int) -> None:
         ranks[rank].connect()
         execute = ranks[rank].follow(caches[rank])
-        while (command := queues[rank - 1].get()) is not None:
+        while (command := queues[rank].get()) is not None:
             execute(command)
 
-    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(1, size)]
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(1, degrees.num_ranks)]
     for thread in threads:
         thread.start()
     try:
         ranks[0].connect()
-        yield ranks[0].lead(caches, KVReservation(torch.device("cpu"), KVMemory(), 0))
+        yield ranks[0].lead(caches, KVReservation(torch.device("cpu"), KVMemorySettings(), 0))
     finally:
-        post(None)
+        for queue in queues:
+            queue.put(None)
         for thread in threads:
             thread.join(30)
 

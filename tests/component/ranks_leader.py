@@ -1,6 +1,6 @@
 """A worker with ranks, in a process of its own, for tests that end ranks or the leader at a certain point.
 
-    python -m tests.component.ranks_leader MODEL_DIR steps           # 3 ranks
+    python -m tests.component.ranks_leader MODEL_DIR steps 2x2       # 2 stages of 2 ranks
     python -m tests.component.ranks_leader MODEL_DIR first-step      # 2 ranks; rank 1 is killed before the first step
     python -m tests.component.ranks_leader MODEL_DIR refused PATH    # 2 ranks; rank 1 loads from PATH instead
 
@@ -37,13 +37,13 @@ def main() -> int:
     configure_logging("leader")
     if action == "first-step":
         _kill_rank_before_first_step()
-    _run_steps(model_dir, 3 if action == "steps" else 2)
+    _run_steps(model_dir, *map(int, sys.argv[3].split("x") if action == "steps" else (2, 1)))
     return 0
 
 
-def _run_steps(model_dir: str, num_ranks: int) -> None:
-    settings = RunnerSettings(Path(model_dir), num_blocks=8, tensor_parallel=num_ranks, max_batch_tokens=64)
-    driver = Driver(load_runner(settings))
+def _run_steps(model_dir: str, tensor: int, pipeline: int) -> None:
+    settings = RunnerSettings(Path(model_dir), num_blocks=8, max_batch_tokens=64)
+    driver = Driver(load_runner(replace(settings, tensor_parallel=tensor, pipeline_parallel=pipeline)))
     run = driver.add(make_request("0", PROMPT, max_new_tokens=100))
     driver.step((run, len(PROMPT)))
     announce("loaded")

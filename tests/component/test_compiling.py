@@ -40,24 +40,22 @@ def test_what_is_not_compiled(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "engine.kernels.cpu.machine.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"}
-    )
+    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx2", "f16c", "fma"})
     config = load_config(checkpoint("llama"))
     layout = kv_layout(config, settings(checkpoint("llama")))
-    assert why_not_compiled(config, layout, int8=True) is None
+    assert why_not_compiled(config, layout) is None
     changed = replace(config, **changes), replace(layout, **layout_changes)  # type: ignore[arg-type]
-    assert why_not_compiled(*changed, int8=False) == reason
+    assert why_not_compiled(*changed) == reason
 
 
 def test_families_that_are_llama_once_loaded_are_compiled(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
+    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx2", "f16c", "fma"})
     reasons = {}
     for family in OTHER_FAMILIES:
         config = load_config(checkpoint(family))
-        reasons[family] = why_not_compiled(config, kv_layout(config, settings(checkpoint(family))), int8=False)
+        reasons[family] = why_not_compiled(config, kv_layout(config, settings(checkpoint(family))))
     compiled = {family for family, reason in reasons.items() if reason is None}
     assert compiled == {"phi3", "phi3-longrope", "glm", "chatglm", "internlm", "internlm2", "internlm3", "baichuan-7b"}
     assert reasons["gpt2"] == "activation gelu_new"
@@ -70,10 +68,8 @@ def test_families_that_are_llama_once_loaded_are_compiled(
 def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     model_dir = checkpoint("llama")
     config, layout = load_config(model_dir), kv_layout(load_config(model_dir), settings(model_dir))
-    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx512f", "avx512bw", "avx512vl"})
-    assert why_not_compiled(config, layout, int8=False) is None
-    assert why_not_compiled(config, layout, int8=True) == "the CPU has no avx512_vnni"
-    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx2"})
+    monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx", "f16c"})
+    assert why_not_compiled(config, layout) == "the CPU has no avx2, fma"
     runner = load_model_runner(settings(model_dir))
     assert runner.attention_backend == "torch"
     check_parity(model_dir, runner)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.cpu.arguments import Address, Matrix, Range, Share
 from engine.kernels.cpu.compiler import OPTIONS
-from engine.kernels.cpu.machine import TILE_ROWS, UNIT, amx_shapes, cpu_flags, has_amx
+from engine.kernels.cpu.machine import TILE_ROWS, UNIT, amx_shapes, has_amx
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
@@ -26,11 +26,10 @@ GATED = [MatrixShape(2 * 16, 64, gated=True), MatrixShape(2 * 112, 208, gated=Tr
 NUM_SHARES = (1, 2, 3, 7)
 GATED_FACTOR = np.float32(2**-18)  # keeps gates of whole numbers where silu is not flat
 
-needs_vnni = pytest.mark.skipif("avx512_vnni" not in cpu_flags(), reason="the CPU has no avx512_vnni")
 needs_amx = pytest.mark.skipif(not has_amx(), reason="the CPU has no amx_int8, or the kernel keeps it")
 KINDS = [
     pytest.param("float", id="fp32"),
-    pytest.param("int8", id="int8", marks=needs_vnni),
+    pytest.param("int8", id="int8"),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
 ]
 

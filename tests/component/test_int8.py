@@ -21,7 +21,7 @@ EPS = 1e-5
 
 
 def values(rows: QuantisedRows) -> torch.Tensor:
-    return (rows.q.to(torch.float32) - 128) * rows.scales[:, None]
+    return (rows.q.to(torch.float32) - Int8Ops().zero_point) * rows.scales[:, None]
 
 
 def within_half_a_level(found: QuantisedRows, expected: torch.Tensor) -> bool:
@@ -62,7 +62,7 @@ def test_linear_is_exact_in_integers(shape: tuple[int, int], has_bias: bool) -> 
     linear, rows = make_linear(parameters), ops.rows(torch.randn(9, shape[1]))
     scales = weight.abs().amax(1) / 127
     rounded = torch.round(weight / scales[:, None]).to(torch.float64)
-    exact = (rows.q.to(torch.float64) - 128) @ rounded.T * scales * rows.scales[:, None]
+    exact = (rows.q.to(torch.float64) - ops.zero_point) @ rounded.T * scales * rows.scales[:, None]
     expected = (exact if bias is None else exact + bias).to(torch.float32)
     torch.testing.assert_close(linear(rows), expected, rtol=1e-5, atol=1e-5)
     residual = torch.randn(9, shape[0])

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.models.linear import Linear, LinearParameters, rms_norm
+from engine.models.linear import ACTIVATIONS, Linear, LinearParameters, rms_norm
+from engine.models.read_config import SUPPORTED_ACTIVATIONS
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 200])
@@ -22,3 +23,7 @@ def test_rms_norm() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(5, 3, 64), torch.randn(64)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5))
+
+
+def test_every_activation_that_is_accepted_exists() -> None:
+    assert set(SUPPORTED_ACTIVATIONS) == set(ACTIVATIONS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint.tensors import read_header
 from engine.load import fingerprint, load_model_runner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
@@ -177,9 +178,26 @@ def test_broken_shards(tmp_path: Path) -> None:
     shards[0].unlink()
     with pytest.raises(ConfigurationError, match=f"{shards[0].name} is missing: it has tensor .*weight"):
         load(tmp_path)
-    index.write_text("[]")
-    with pytest.raises(ConfigurationError, match="not a safetensors index"):
-        load(tmp_path)
+    for text, message in (
+        ("[]", "must hold a JSON object"),
+        ('{"weight_map": []}', "is not a safetensors index"),
+        ('{"weight_map": {"a": 1}}', "is not a safetensors index"),
+        ("{}", "is not a safetensors index"),
+        ("[" * 100_000, "is not valid JSON"),
+    ):
+        index.write_text(text)
+        with pytest.raises(ConfigurationError, match=f"{index.name} {message}"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"), [(b"[]", "must hold a JSON object"), (b"[" * 100_000, "not valid JSON")]
+)
+def test_headers_that_are_no_objects(tmp_path: Path, header: bytes, message: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ConfigurationError, match=f"{path} .*{message}"):
+        read_header(path)
 
 
 def test_dummy_weights_need_only_the_configuration(model_dir: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.partition import MANIFEST, read_partition
+from engine.ranks.share import ALONE
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
@@ -21,32 +23,38 @@ from tests.component.parity import run_mixed
 from tests.component.ranked import ranked_runner
 
 
-def partitioned(model_dir: Path, out: Path, size: int = 1, quantize: str = "none") -> Path:
-    assert main(["partition", str(model_dir), str(out), f"--tensor-parallel={size}", f"--quantize={quantize}"]) == 0
+def partitioned(model_dir: Path, out: Path, degrees: Degrees = ALONE, quantize: str = "none") -> Path:
+    flags = [f"--tensor-parallel={degrees.tensor}", f"--pipeline-parallel={degrees.pipeline}", f"--quantize={quantize}"]
+    assert main(["partition", str(model_dir), str(out), *flags]) == 0
     return out
 
 
 @contextmanager
-def runner_of(model_dir: Path, size: int, quantize: str) -> Iterator[ModelRunner]:
-    if size == 1:
+def runner_of(model_dir: Path, degrees: Degrees, quantize: str) -> Iterator[ModelRunner]:
+    if degrees == ALONE:
         yield load_model_runner(settings(model_dir, quantize=quantize))
         return
-    with ranked_runner(model_dir, size, quantize=quantize) as runner:
+    with ranked_runner(model_dir, degrees, quantize=quantize) as runner:
         yield runner
 
 
 @pytest.mark.parametrize(
-    ("family", "quantize", "size"),
-    [("llama-tied", "none", 1), ("llama-biases", "int8", 1), ("llama-tied", "int8", 2), ("qwen3", "none", 2)],
+    ("family", "quantize", "degrees"),
+    [
+        ("llama-tied", "none", ALONE),
+        ("llama-biases", "int8", ALONE),
+        ("llama-tied", "int8", Degrees(2, 2)),
+        ("qwen3", "none", Degrees(2)),
+    ],
 )
 def test_equals_the_checkpoint(
-    checkpoint: Callable[[str], Path], tmp_path: Path, family: str, quantize: str, size: int
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str, quantize: str, degrees: Degrees
 ) -> None:
     model_dir = checkpoint(family)
     alone = load_arm(model_dir, "compiled", quantize=quantize)
-    out = partitioned(model_dir, tmp_path / "out", size, quantize)
+    out = partitioned(model_dir, tmp_path / "out", degrees, quantize)
     assert not list(out.glob("model*.safetensors"))
-    with runner_of(out, size, quantize) as runner:
+    with runner_of(out, degrees, quantize) as runner:
         assert runner.attention_backend == "compiled"
         assert runner.kv_cache.layout == alone.kv_cache.layout, "workers of both could not exchange KV"
         for run, expected in zip(run_mixed(runner), run_mixed(alone), strict=True):
@@ -55,7 +63,7 @@ def test_equals_the_checkpoint(
 
 def test_files_are_read_only_and_nothing_else_is_left(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     load_arm(checkpoint("llama"), "compiled")
-    out = partitioned(checkpoint("llama"), tmp_path / "out", 2)
+    out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees(1, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     names = {path.name for path in checkpoint("llama").iterdir() if ".safetensors" not in path.name}
     ranks = {f"rank-{rank}-of-2.safetensors" for rank in range(2)}
@@ -94,10 +102,12 @@ def test_damaged_files_are_refused(
 
 def test_other_settings_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     load_arm(checkpoint("llama"), "compiled")
-    out = partitioned(checkpoint("llama"), tmp_path / "out", 2)
-    expected = "partitioned for tensor_parallel 2 and quantize none, not 1 and"
-    assert f"{expected} none" in refusal(out)
-    assert f"{expected} int8" in refusal(out, quantize="int8")
+    out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees(2))
+    expected = "partitioned for tensor_parallel 2, pipeline_parallel 1 and quantize none, not for"
+    assert f"{expected} tensor_parallel 1, pipeline_parallel 1 and quantize none" in refusal(out)
+    assert f"{expected} tensor_parallel 1, pipeline_parallel 1 and quantize int8" in refusal(out, quantize="int8")
+    with pytest.raises(ConfigurationError, match=f"{expected} tensor_parallel 1, pipeline_parallel 2 and"):
+        runner_of(out, Degrees(1, 2), "none").__enter__()
     assert "serve the original checkpoint" in refusal(out, enforce_eager=True)
 
 
@@ -105,6 +115,7 @@ def test_other_settings_are_refused(checkpoint: Callable[[str], Path], tmp_path:
     ("change", "expected"),
     [
         ({"version": 99}, "partitioned in version 99"),
+        ({"pipeline_parallel": 2}, "names 1 files for 2 ranks"),
         ({"files": [{"name": "../a", "num_bytes": 1, "xxh3": ""}]}, "outside its folder"),
         ({"files": 7}, "not the manifest"),
         (None, "cannot read"),
@@ -134,6 +145,7 @@ def test_what_cannot_be_partitioned(
         (build_encoder_decoder("t5", tmp_path_factory.mktemp("t5")), tmp_path / "other", (), "encoder-decoder"),
         (checkpoint("llama"), tmp_path / "other", ("--tensor-parallel=9",), "KV heads"),
         (checkpoint("llama"), tmp_path / "other", ("--tensor-parallel=0",), "at least 1"),
+        (checkpoint("llama"), tmp_path / "other", ("--pipeline-parallel=9",), "layers: use"),
     ):
         capsys.readouterr()
         assert main(["partition", str(model_dir), str(target), *flags]) == 2

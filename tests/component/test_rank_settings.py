@@ -1,5 +1,7 @@
 """How many ranks a worker has: degrees that fit, degrees that are refused, and `max`."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,10 +9,12 @@ import pytest
 
 from decode_worker.settings import DecodeSettings
 from engine.load import load_model_runner
+from engine.partition import MANIFEST
 from engine.ranks.launch import fitting_ranks
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
@@ -34,11 +38,37 @@ def test_max_is_what_fits(compiled: Path, tmp_path: Path) -> None:
     assert fitting_ranks(settings(build_encoder_decoder("t5", tmp_path), tensor_parallel=2)) == 1
 
 
+def partitioned(model_dir: Path, out: Path, size: int) -> Path:
+    """What `tandem partition` writes, without the weights."""
+    shutil.copytree(model_dir, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    files = [{"name": f"rank-{rank}-of-{size}.safetensors", "num_bytes": 1, "xxh3": ""} for rank in range(size)]
+    manifest = {"version": 1, "weights_digest": "00", "quantize": "none", "files": files}
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    return out
+
+
+def test_max_of_a_partitioned_model_is_its_own_degree(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees(3))
+    assert [fitting_ranks(settings(out, tensor_parallel=size)) for size in (1, 8)] == [3, 3]
+
+
+def test_a_partitioned_model_is_not_loaded_with_dummy_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees())
+    with pytest.raises(ConfigurationError, match="is partitioned, and load_format=dummy ignores weights"):
+        load_model_runner(settings(out, load_format="dummy"))
+
+
 @pytest.mark.parametrize(
-    ("degree", "eager", "num_ranks"), [("1", False, 1), ("3", False, 3), ("max", False, 4), ("max", True, 1)]
+    ("tensor", "pipeline", "eager", "degrees"),
+    [
+        ("1", "1", False, Degrees()),
+        ("3", "2", False, Degrees(3, 2)),
+        ("max", "max", False, Degrees(4)),
+        ("max", "2", True, Degrees(1, 2)),
+    ],
 )
 def test_a_worker_announces_its_ranks(
-    compiled: Path, monkeypatch: pytest.MonkeyPatch, degree: str, eager: bool, num_ranks: int
+    compiled: Path, monkeypatch: pytest.MonkeyPatch, tensor: str, pipeline: str, eager: bool, degrees: Degrees
 ) -> None:
     monkeypatch.setattr("worker.settings.num_numa_nodes", lambda: 8)
     wanted: list[RunnerSettings] = []
@@ -52,18 +82,21 @@ def test_a_worker_announces_its_ranks(
             model=str(compiled),
             registry_address="none",
             device="cpu",
-            tensor_parallel=degree,
+            tensor_parallel=tensor,
+            pipeline_parallel=pipeline,
             enforce_eager=eager,
             kv_cache_bytes=8_000_000,
         ),
         EngineLimits(max_batch_tokens=64, max_num_seqs=4),
         load=load,
     )
-    assert [each.tensor_parallel for each in wanted] == [num_ranks]
-    assert host.worker_info(WorkerRole.DECODE).tensor_parallel == num_ranks
+    assert [each.degrees for each in wanted] == [degrees]
+    info = host.worker_info(WorkerRole.DECODE)
+    assert Degrees(info.tensor_parallel, info.pipeline_parallel) == degrees
 
 
 @pytest.mark.parametrize("degree", ["0", "-1", "two", "1.5", ""])
 def test_wrong_degrees_are_named(degree: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"tensor_parallel must be at least 1, or max, got '{degree}'"):
-        DecodeSettings(model="m", registry_address="none", tensor_parallel=degree)
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        with pytest.raises(ConfigurationError, match=f"{name} must be at least 1, or max, got '{degree}'"):
+            DecodeSettings(model="m", registry_address="none", **{name: degree})

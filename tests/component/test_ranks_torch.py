@@ -15,6 +15,7 @@ from engine.models.read_config import load_decoder_config
 from engine.ranks.launch import load_ranked_runner
 from engine.ranks.share import rank_share
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
 from tests.component.parity import check_parity, expect_prompts, half_tolerance, require_prompt_logprobs, run_mixed
@@ -28,27 +29,33 @@ DIVISIBLE = [family for family in (*FAMILIES, *OTHER_FAMILIES) if family not in 
 
 @pytest.mark.parametrize("family", DIVISIBLE)
 def test_two_ranks_of_every_family(checkpoint: Checkpoint, family: str) -> None:
-    with ranked_runner(checkpoint(family), 2, enforce_eager=True) as runner:
+    with ranked_runner(checkpoint(family), Degrees(2, 2), enforce_eager=True) as runner:
         check_parity(checkpoint(family), runner)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom-6-heads"])
-@pytest.mark.parametrize("size", [3, 4])
-def test_unequal_and_many_ranks(checkpoint: Checkpoint, family: str, size: int) -> None:
-    with ranked_runner(checkpoint(family), size, enforce_eager=True) as runner:
+@pytest.mark.parametrize("degrees", [Degrees(3), Degrees(4)], ids=str)
+def test_unequal_and_many_ranks(checkpoint: Checkpoint, family: str, degrees: Degrees) -> None:
+    with ranked_runner(checkpoint(family), degrees, enforce_eager=True) as runner:
+        check_parity(checkpoint(family), runner)
+
+
+@pytest.mark.parametrize("family", sorted(ONE_KV_HEAD))
+def test_stages_of_models_with_one_kv_head(checkpoint: Checkpoint, family: str) -> None:
+    with ranked_runner(checkpoint(family), Degrees(1, 2), enforce_eager=True) as runner:
         check_parity(checkpoint(family), runner)
 
 
 @pytest.mark.parametrize("family", sorted(ONE_KV_HEAD))
 def test_more_ranks_than_kv_heads(checkpoint: Checkpoint, family: str) -> None:
     with pytest.raises(ConfigurationError, match="tensor_parallel 2 does not fit 1 KV heads"):
-        rank_share(load_decoder_config(checkpoint(family)), 0, 2)
+        rank_share(load_decoder_config(checkpoint(family)), 0, Degrees(2))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(checkpoint: Checkpoint, dtype: str) -> None:
     model_dir = checkpoint("qwen3")
-    with ranked_runner(model_dir, 2, dtype=dtype) as runner:
+    with ranked_runner(model_dir, Degrees(2, 2), dtype=dtype) as runner:
         for run, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
             require_prompt_logprobs(run, expected, half_tolerance("qwen3", dtype))
 
@@ -58,7 +65,7 @@ def test_kv_is_that_of_one_rank(checkpoint: Checkpoint) -> None:
     changes = {"enforce_eager": True}
     alone = load_model_runner(settings(checkpoint("qwen2-moe"), **changes))
     run_mixed(alone)
-    with ranked_runner(checkpoint("qwen2-moe"), 2, **changes) as runner:
+    with ranked_runner(checkpoint("qwen2-moe"), Degrees(2, 2), **changes) as runner:
         run_mixed(runner)
         torch.testing.assert_close(_kv(runner), _kv(alone), atol=1e-4, rtol=1e-4)
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import exp
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from decode_worker.settings import DecodeSettings
 from engine.block_pool import BlockPool
@@ -138,6 +140,31 @@ def test_a_draft_model_changes_nothing_and_agrees_with_itself(checkpoint: Checkp
     load = scheduler.load()
     assert load.drafted_tokens > 30
     assert (load.accepted_tokens == load.drafted_tokens) == same  # draws included: both models make the same
+
+
+def test_each_model_of_a_thread_has_its_own_number_of_threads(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled decoder wants one for torch, an eager one all."""
+    seen: dict[str, set[int]] = {"large": set(), "draft": set()}
+    runners = {}
+    for name, num_threads in (("large", 2), ("draft", 1)):
+        model = (runner := load_arm(checkpoint("llama"), "torch"))._model
+        model.num_torch_threads = num_threads
+
+        def forward(*arguments: Any, name: str = name, compute: Callable[..., Any] = model.forward) -> Any:
+            seen[name].add(torch.get_num_threads())
+            return compute(*arguments)
+
+        monkeypatch.setattr(model, "forward", forward)
+        runners[name] = runner
+    before = torch.get_num_threads()
+    try:
+        drafter = DraftModel(runners["draft"], max_model_len=512, max_batch_tokens=64)
+        answer(runners["large"], drafter, requests()[:1])
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"large": {2}, "draft": {1}}
 
 
 def test_a_draft_model_guesses_no_further_than_it_can_see(checkpoint: Checkpoint) -> None:

@@ -178,6 +178,22 @@ def test_a_structure_comes_before_other_wishes(compiler: GrammarCompiler, sampli
     assert torch.equal(logits, before)
 
 
+def test_steps_in_flight_have_masks_of_their_own(compiler: GrammarCompiler) -> None:
+    masks = TokenMasks(compiler, VOCAB_SIZE)
+    sampler = Sampler(masks)
+    yes, no = (SequenceState(asked(word, Structure(StructureKind.CHOICE, choices=(word,)))) for word in ("yes", "no"))
+    steps = [[yes], [SequenceState(make_request("free", PROMPT))], [no]]
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    for step in steps:
+        masks.begin(step)
+    together = [sampler.sample(logits, step)[0].id for step in steps]
+    for step, token_id in zip(steps, together, strict=True):
+        masks.begin(step)
+        assert sampler.sample(logits, step)[0].id == token_id
+    assert together[1] == int(logits.argmax())
+    assert len({*together}) == len(together)
+
+
 def test_a_grammar_that_becomes_too_much_work_ends_its_sequence_only(runner: ModelRunner) -> None:
     """What was generated elsewhere cannot be followed: the row fails, its neighbours go on."""
     good = asked("a", CASES["schema"][0])

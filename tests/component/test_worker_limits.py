@@ -8,7 +8,7 @@ import pytest
 
 import decode_worker.__main__
 import prefill_worker.__main__
-import worker.main
+import worker.worker
 from decode_worker.settings import DecodeSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
@@ -26,13 +26,13 @@ class _LoadedError(Exception):
 async def loaded(monkeypatch: pytest.MonkeyPatch, program: Any, settings: Any) -> EngineHost:
     """The engine that a worker's own program builds from its settings."""
     hosts: list[EngineHost] = []
-    load_host = worker.main.load_host
+    load_host = worker.worker.load_host
 
     def load_and_stop(*args: Any) -> None:
         hosts.append(load_host(*args))
         raise _LoadedError
 
-    monkeypatch.setattr(worker.main, "load_host", load_and_stop)
+    monkeypatch.setattr(worker.worker, "load_host", load_and_stop)
     with pytest.raises(_LoadedError):
         await program.serve(settings)
     return hosts[0]

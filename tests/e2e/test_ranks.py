@@ -1,4 +1,4 @@
-"""Meshes whose workers have tensor-parallel ranks answer as a mesh without, to the bit, also when ranks are killed."""
+"""Meshes whose workers have ranks and stages answer as a mesh without, to the bit, also when ranks are killed."""
 
 import asyncio
 import os
@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 import tandem
+from mesh.domain.kv import Degrees
 from tests.e2e.in_middle import stream_and_hit
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.evidence import Evidence
@@ -26,6 +27,7 @@ RESTART_S = 240.0  # a busy machine takes a minute for two workers of two ranks
 
 Request = dict[str, Any]
 Ranked = tuple[MeshProcess, tandem.AsyncClient]
+ONE, TWO, STAGES = Degrees(), Degrees(2), Degrees(1, 2)
 
 
 def requests(num_tokens: int = NUM_TOKENS) -> list[Request]:
@@ -57,11 +59,15 @@ async def ask(client: tandem.AsyncClient, requests: Sequence[Request]) -> list[t
 
 
 @asynccontextmanager
-async def ranked_mesh(model: Path, log_dir: Path, prefill: int, decode: int, *flags: str) -> AsyncIterator[Ranked]:
-    """A mesh of one prefill and one decode worker with so many ranks. Requests wait while the only worker restarts."""
+async def ranked_mesh(
+    model: Path, log_dir: Path, prefill: Degrees, decode: Degrees, *flags: str
+) -> AsyncIterator[Ranked]:
+    """A mesh of one prefill and one decode worker of these degrees. Requests wait while the only worker restarts."""
     settings = {
-        "prefill.tensor_parallel": prefill,
-        "decode.tensor_parallel": decode,
+        "prefill.tensor_parallel": prefill.tensor,
+        "prefill.pipeline_parallel": prefill.pipeline,
+        "decode.tensor_parallel": decode.tensor,
+        "decode.pipeline_parallel": decode.pipeline,
         "prefill.max_batch_prefill_tokens": 64,
         "router.no_worker_timeout_s": RESTART_S,
     }
@@ -85,11 +91,16 @@ def hit_rank(running: MeshProcess, role: str, number: signal.Signals = signal.SI
     return parent
 
 
-async def wait_back(running: MeshProcess, client: tandem.AsyncClient, role: str, pid: int) -> None:
-    """Return once another process than `pid` serves in the role, and nothing of `pid` is left."""
+async def wait_serving(client: tandem.AsyncClient, role: str, pid: int) -> None:
+    """Return once another process than `pid` serves in the role."""
     async with asyncio.timeout(RESTART_S):
         while not any(w.role == role and w.serving and w.pid != pid for w in await client.workers()):  # noqa: ASYNC110
             await asyncio.sleep(0.2)
+
+
+async def wait_back(running: MeshProcess, client: tandem.AsyncClient, role: str, pid: int) -> None:
+    """Return once another process than `pid` serves in the role, and nothing of `pid` is left."""
+    await wait_serving(client, role, pid)
     assert not psutil.pid_exists(pid)
     assert len(running.pids("rank_worker")) == 2
     await pools_are_whole(client)
@@ -104,22 +115,24 @@ def check_exact(hit: Sequence[Sequence[tandem.TokenEvent]], expected: Sequence[t
 
 def degrees() -> list[Any]:
     """One pair of degrees and one transport; the others in `make chaos`."""
-    pairs = [(2, 1), (1, 2), (2, 2)]
-    every = [(*pair, transport) for pair in pairs for transport in ("grpc", "shm")]
-    return [each if each == (2, 1, "grpc") else pytest.param(*each, marks=pytest.mark.soak) for each in every]
+    pairs = [(STAGES, TWO), (ONE, TWO), (TWO, ONE), (ONE, STAGES), (Degrees(2, 2), STAGES)]
+    first, *others = [(*pair, transport) for pair in pairs for transport in ("grpc", "shm")]
+    return [first, *(pytest.param(*each, marks=pytest.mark.soak) for each in others)]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("prefill", "decode", "transport"), degrees())
+@pytest.mark.parametrize(("prefill", "decode", "transport"), degrees(), ids=str)
 async def test_ranks_answer_as_one(
-    checkpoint: Callable[[str], Path], tmp_path: Path, prefill: int, decode: int, transport: str
+    checkpoint: Callable[[str], Path], tmp_path: Path, prefill: Degrees, decode: Degrees, transport: str
 ) -> None:
     model, asked = checkpoint("llama-tied"), [*requests(40), *long_prompts()[:3]]
-    async with ranked_mesh(model, tmp_path / "alone", 1, 1) as (_, client):
+    async with ranked_mesh(model, tmp_path / "alone", ONE, ONE) as (_, client):
         expected = await ask(client, asked)
     transports = ("--set", f"prefill.kv_transports={transport}", "--log-level", "debug")
     async with ranked_mesh(model, tmp_path / "ranks", prefill, decode, *transports) as (running, client):
-        assert (len(ranks_of(running, "prefill")), len(ranks_of(running, "decode"))) == (prefill - 1, decode - 1)
+        num_ranks = [1 + len(ranks_of(running, role)) for role in ("prefill", "decode")]
+        assert num_ranks == [prefill.num_ranks, decode.num_ranks]
+        assert [worker.degrees for worker in await client.workers()] == [str(decode), str(prefill)]
         assert await ask(client, asked) == expected
         await pools_are_whole(client)
         logs = "".join(path.read_text() for path in running.log_dir.glob("*.log"))
@@ -129,7 +142,7 @@ async def test_ranks_answer_as_one(
 
 @pytest.mark.timeout(900)
 async def test_killed_ranks_are_not_noticed(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, 2, 2) as (running, client):
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, STAGES, TWO) as (running, client):
         streams, prompts = await ask(client, requests()), await ask(client, long_prompts())
         hit, pid = await stream_and_hit(client, requests(), lambda: hit_rank(running, "decode"))
         check_exact(hit, streams)
@@ -146,7 +159,7 @@ async def test_killed_ranks_are_not_noticed(checkpoint: Callable[[str], Path], t
 @pytest.mark.timeout(900)
 async def test_a_stopped_rank_is_a_stall_and_ends_its_worker(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     limits = ("--set", "decode.stall_after_s=5", "--set", "decode.wedged_exit_s=15")
-    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, 1, 2, *limits) as (running, client):
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, ONE, STAGES, *limits) as (running, client):
         expected = await ask(client, requests())
         hit, pid = await stream_and_hit(client, requests(), lambda: hit_rank(running, "decode", signal.SIGSTOP))
         check_exact(hit, expected)
@@ -163,7 +176,7 @@ async def test_many_killed_ranks_are_not_noticed(
 ) -> None:
     rng = random.Random(5)
     num_wrong = num_tokens = 0
-    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, 2, 2) as (running, client):
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, STAGES, TWO) as (running, client):
         expected = await ask(client, requests())
         for _ in range(NUM_KILLS):
             role = rng.choice(("prefill", "decode"))

@@ -33,14 +33,13 @@ def eager_speculator(drafter: Drafter, max_drafts: int) -> Speculator:
 class FakeDrafter:
     """Guesses `truth(sequence, length)`; `mistakes` is the share of guesses that are another token."""
 
+    borrows_cores = False
+
     def __init__(self, truth: Truth, mistakes: float = 0.0, vocab_size: int = 200) -> None:
         self._truth = truth
         self._mistakes = mistakes
         self._vocab_size = vocab_size
         self._random = Random(0)
-
-    def prepare_thread(self) -> None:
-        """The fake drafts in any thread."""
 
     def prepare(self, sequence: SequenceState) -> None:
         """Nothing is needed."""

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from engine.batch import LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import FinishBatch, LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
 from engine.sequence import SequenceState
 from mesh.domain.errors import InvalidRequest, MeshError, ModelFailed
 from mesh.domain.kv import KVLayout, KVSpan
@@ -64,6 +64,8 @@ class FakeKVStore:
 class FakeRunner:
     """Implements engine.batch.Runner over a FakeKVStore. `gate`, when closed, stops the engine in a step."""
 
+    borrows_cores = True
+
     def __init__(self, store: FakeKVStore, layers_per_group: int = 2) -> None:
         self.store = store
         self.gate = threading.Event()
@@ -83,9 +85,6 @@ class FakeRunner:
         """Cores lent for each step."""
         self._layers_per_group = layers_per_group
 
-    def prepare_thread(self) -> None:
-        """The fake runs in any thread."""
-
     def prepare(self, sequence: SequenceState) -> "Future[None]":
         """Nothing is needed."""
         ready: Future[None] = Future()
@@ -104,8 +103,8 @@ class FakeRunner:
     def clear_blocks(self, block_ids: list[int]) -> None:
         self.store.data[:, :, block_ids] = 0
 
-    def run(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> list[RunnerOutput]:
-        """Write KV of the step's tokens, layer group by layer group, then derive tokens from all KV so far."""
+    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
+        """Write KV of the step's tokens, layer group by layer group. Then tokens are derived from all KV so far."""
         self.in_step.set()
         self.gate.wait()
         if self.fail_with is not None:
@@ -122,7 +121,7 @@ class FakeRunner:
                     self._slot(item.sequence, position, first)[:] = token_id
             if on_layers is not None:
                 on_layers(batch, first, self._layers_per_group)
-        return [self._output(item) for item in batch.items]
+        return lambda: [self._output(item) for item in batch.items]
 
     def forget(self, sequence: SequenceState) -> None:
         """Nothing is kept."""
@@ -150,7 +149,9 @@ class FakeRunner:
             tokens.append(SampledToken(fake_token(seen[:end]), -0.5, top))
             if end < item.end and tokens[-1].id != seen[end]:
                 break
-        return RunnerOutput(tuple(tokens), prompt_logprobs, self._failure(sequence.request.request_id))
+        if (failure := self._failure(sequence.request.request_id)) is not None:
+            return RunnerOutput(failure=failure)
+        return RunnerOutput(tuple(tokens), prompt_logprobs)
 
     def _failure(self, request_id: str) -> MeshError | None:
         reason = self.refused.get(request_id)

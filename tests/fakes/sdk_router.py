@@ -141,7 +141,7 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
                 mesh_pb2.WorkerRecord(worker_id=name, role=role, address="127.0.0.1:7", pid=77, num_blocks=64)
             )
             if role == mesh_pb2.WORKER_ROLE_DECODE:  # an older router's record has no degree
-                status.record.tensor_parallel = 2
+                status.record.tensor_parallel, status.record.pipeline_parallel = 2, 3
             status.load.MergeFrom(mesh_pb2.WorkerLoad(free_blocks=60, num_running=3, generated_tokens=9))
             status.last_seen.FromMilliseconds(250)
         return response

@@ -2,13 +2,21 @@
 
 import itertools
 
-from kvtransfer.transports.base import Payload, TransportOffer
+from kvtransfer.transports.base import (
+    Payload,
+    PayloadSource,
+    ReceiveTransport,
+    SendPath,
+    SendTransport,
+    Slot,
+    TransportOffer,
+)
 from mesh.domain.errors import TransferCorrupt
 
 NAME = "memory"
 
 
-class _MemorySlot:
+class _MemorySlot(Slot):
     def __init__(self, owner: "MemoryTransport", key: int, num_bytes: int) -> None:
         self._owner = owner
         self._key = key
@@ -20,11 +28,11 @@ class _MemorySlot:
     def seal(self) -> Payload:
         return Payload(arena_offset=self._key)
 
-    def release(self) -> None:
+    def release(self, *, is_acknowledged: bool) -> None:
         self._owner.payloads.pop(self._key, None)
 
 
-class MemoryTransport:
+class MemoryTransport(SendTransport, ReceiveTransport, SendPath):
     """Both sides. `payloads` holds what is acquired and not yet released."""
 
     name = NAME
@@ -34,13 +42,16 @@ class MemoryTransport:
         self.num_open_sources = 0
         self._keys = itertools.count(1)
 
+    async def path(self, address: str, incarnation: str) -> SendPath:
+        return self
+
     def offer(self) -> TransportOffer:
         return TransportOffer(NAME)
 
     async def acquire(self, num_bytes: int) -> _MemorySlot:
         return _MemorySlot(self, next(self._keys), num_bytes)
 
-    def connect(self, offer: TransportOffer) -> "_MemorySource":
+    async def connect(self, offer: TransportOffer) -> "_MemorySource":
         self.num_open_sources += 1
         return _MemorySource(self)
 
@@ -48,7 +59,7 @@ class MemoryTransport:
         assert not self.payloads
 
 
-class _MemorySource:
+class _MemorySource(PayloadSource):
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
 

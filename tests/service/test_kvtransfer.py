@@ -56,7 +56,8 @@ from tests.service.transfer_pair import (
 
 
 @pytest.fixture(
-    params=[("shm", InPlaceKVStore), ("shm", FakeKVStore), ("grpc", FakeKVStore)], ids=["in-place", "shm", "grpc"]
+    params=[("shm", InPlaceKVStore), ("shm", FakeKVStore), ("grpc", FakeKVStore), ("gloo", FakeKVStore)],
+    ids=["in-place", "shm", "grpc", "gloo"],
 )
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     transport, store = request.param

@@ -195,9 +195,10 @@ asyncio.run(main())
 """
 
 
-async def test_a_stopped_sender_process_loses_its_lease(tmp_path: Path, evidence: Evidence) -> None:
+@pytest.mark.parametrize("transport", ["grpc", "gloo"])
+async def test_a_stopped_sender_process_loses_its_lease(tmp_path: Path, evidence: Evidence, transport: str) -> None:
     lease_s = 1.5
-    async with Pair(tmp_path, "grpc", lease_s=lease_s).running() as pair:
+    async with Pair(tmp_path, transport, lease_s=lease_s).running() as pair:
         pair.receiver.expect(RESERVATION)
         spec = {
             "transfer_id": "transfer",
@@ -210,7 +211,7 @@ async def test_a_stopped_sender_process_loses_its_lease(tmp_path: Path, evidence
             sys.executable,
             "-c",
             SENDER_PROGRAM,
-            json.dumps([spec, {"transports": ["grpc"]}, KEY.secret]),
+            json.dumps([spec, {"transports": [transport]}, KEY.secret]),
             cwd=Path(__file__).parents[2],
         )
         try:
@@ -227,7 +228,7 @@ async def test_a_stopped_sender_process_loses_its_lease(tmp_path: Path, evidence
         await pair.require_working()
         evidence(
             "R7",
-            "reservation of a stopped (SIGSTOP) sender freed",
+            f"reservation of a stopped (SIGSTOP) sender freed, over {transport}",
             scaled(freed_s, lease_s),
             target="<= 1 lease",
             ok=freed_s <= lease_s + 0.5,

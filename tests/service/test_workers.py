@@ -286,6 +286,17 @@ async def test_forks_of_a_prompt_that_never_comes_are_given_back(how: str) -> No
         await rig.wait_whole()
 
 
+@pytest.mark.parametrize("refused", ["a", "f1"])
+async def test_a_choice_whose_grammar_is_refused_takes_the_others_with_it(refused: str) -> None:
+    async with worker_rig() as rig, fake_router(rig) as router:
+        rig.decode.runner.refused = {refused: "early"}
+        await router.start(forking([1, 2, 3]))
+        for name in ("a", "f0", "f1"):
+            event = await asyncio.wait_for(router.box(name).get(), 60)
+            assert (event.failed.reason, event.failed.detail) == (decode_pb2.SEQUENCE_FAILURE_REFUSED, "early")
+        assert rig.decode_service.num_sequences == 0
+
+
 async def test_forks_without_a_slot_are_replayed_and_are_no_preemption() -> None:
     async with worker_rig(decode=EngineRig.make(max_num_seqs=2)) as rig, fake_router(rig) as router:
         request = forking(list(range(9)), max_new_tokens=6)

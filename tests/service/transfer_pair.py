@@ -29,6 +29,7 @@ from mesh.v1 import kvtransfer_pb2_grpc
 from tests.fakes.kv_store import TINY, FakeKVStore
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, Outcomes
 from tests.waiting import LIMIT_S, describe
+from tests.waiting import until as soon
 
 KEY = MeshKey("a mesh key for tests")
 SOURCE_IDS = (1, 2, 3)
@@ -38,6 +39,11 @@ WAIT_S = LIMIT_S
 
 def arenas(directory: str | Path) -> list[str]:
     return [name for name in os.listdir(directory) if name.startswith("tandem-kv-")]
+
+
+def pair_threads() -> list[str]:
+    """Threads of process groups in this process."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-gloo")]
 
 
 async def turn_until(condition: Callable[[], bool]) -> None:
@@ -102,11 +108,14 @@ class Pair:
                 await self.sender.close()
                 await self.receiver.close()
                 assert arenas(self.settings.shm_dir) == []
+                await soon(lambda: not pair_threads())
 
     def require_slots_back(self) -> None:
         for transport in self.transports:
             if isinstance(transport, ShmSendTransport):
                 assert transport.num_free_slots == transport.num_slots
+            elif transport.name == "gloo":
+                assert transport.slots.num_taken == 0  # type: ignore[attr-defined]
 
     def open(self, reservation: ExpectedTransfer = RESERVATION, **change: object) -> OutgoingTransfer:
         spec = TransferSpec(

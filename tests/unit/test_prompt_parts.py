@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.session import Failed, Session, Step
+from decode_worker.session import MAX_UNSENT_EVENTS, Failed, Session, Step
 from mesh import wire
 from mesh.domain.tokens import PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from tests.defects import Repaired
@@ -59,6 +59,16 @@ async def test_other_sequences_tokens_go_between_the_parts(repaired: Repaired) -
     place = next(place for place, each in enumerate(found) if each.request_id == "other")
     assert place <= 2
     repaired("D10", f"decode link: another sequence's token goes out behind {place} of {len(own) - 1} parts")
+
+
+async def test_a_full_session_ends_behind_its_last_event() -> None:
+    session = Session("router")
+    for place in range(MAX_UNSENT_EVENTS):
+        assert session.send(Step([output("a", place)]))
+    session.end()
+    async with asyncio.timeout(60):
+        found = [event.outputs[0].first_index async for event in session.events() if isinstance(event, Step)]
+    assert found == list(range(MAX_UNSENT_EVENTS))
 
 
 async def test_parts_of_a_sequence_that_has_ended_are_dropped() -> None:

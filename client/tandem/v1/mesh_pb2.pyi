@@ -30,8 +30,8 @@ class Shortage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     SHORTAGE_UNSPECIFIED: _ClassVar[Shortage]
     SHORTAGE_DECODE_WORKER: _ClassVar[Shortage]
-    SHORTAGE_DECODE_ROOM: _ClassVar[Shortage]
-    SHORTAGE_PREFILL_ROOM: _ClassVar[Shortage]
+    SHORTAGE_DECODE_CAPACITY: _ClassVar[Shortage]
+    SHORTAGE_PREFILL_CAPACITY: _ClassVar[Shortage]
 
 class IncidentKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -54,8 +54,8 @@ WORKER_STATE_LOST: WorkerState
 WORKER_STATE_STALLED: WorkerState
 SHORTAGE_UNSPECIFIED: Shortage
 SHORTAGE_DECODE_WORKER: Shortage
-SHORTAGE_DECODE_ROOM: Shortage
-SHORTAGE_PREFILL_ROOM: Shortage
+SHORTAGE_DECODE_CAPACITY: Shortage
+SHORTAGE_PREFILL_CAPACITY: Shortage
 INCIDENT_KIND_UNSPECIFIED: IncidentKind
 INCIDENT_KIND_JOINED: IncidentKind
 INCIDENT_KIND_READY: IncidentKind
@@ -95,7 +95,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "device", "pid", "speculative", "tensor_parallel")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "device", "pid", "speculative", "tensor_parallel", "pipeline_parallel")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class WorkerRecord(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -122,7 +123,8 @@ class WorkerRecord(_message.Message):
     pid: int
     speculative: str
     tensor_parallel: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ..., tensor_parallel: _Optional[int] = ...) -> None: ...
+    pipeline_parallel: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("free_blocks", "num_running", "num_waiting", "pending_tokens", "generated_tokens", "computed_tokens", "drafted_tokens", "accepted_tokens")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.kernels.cpu.amx import multiply_bf16_tile
 from engine.kernels.cpu.arguments import (
     Attending,
     AttentionScratch,
@@ -33,7 +34,7 @@ from engine.kernels.cpu.machine import (
     QUERY_TILE_ROWS,
     VECTOR_BYTES,
 )
-from engine.kernels.cpu.tiles import TileProduct, multiply_bf16_tile, multiply_tile
+from engine.kernels.cpu.tiles import TileProduct, multiply_tile
 from engine.kernels.cpu.vectors import exponents, pair_rows, scale_row, to_bf16
 
 

@@ -28,7 +28,7 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic, overload
 
-from engine.kernels.cpu.machine import LANES, VECTOR_BYTES, knows_bf16
+from engine.kernels.cpu.machine import LANES, VECTOR_BYTES, knows_avx512, knows_bf16, knows_vnni
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,6 +101,7 @@ VOID, BYTE_POINTER = ir.VoidType(), INT8.as_pointer()
 INTS, FLOATS, HALVES, SHORTS, BYTES = (
     ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF, ir.IntType(16), INT8)
 )
+_PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
 # 2^x on [-0.5, 0.5], highest power first; float32 constants, exact in double.
 _POWERS = tuple(
     float(np.float32(c))
@@ -111,6 +112,7 @@ TINY = ir.Constant(FLOAT, 1e-20)
 _ZEROS = ir.Constant(INTS, [0] * LANES)
 ALL_LANES = ir.Constant(ir.IntType(LANES), -1)
 _CURRENT_ROUNDING = 4
+_MANTISSA_BITS = 23
 
 
 def emitted(function: Callable[..., Intrinsic]) -> Callable[..., Any]:
@@ -208,6 +210,8 @@ class Emitter:
 
     def rounded(self, x: Value) -> Value:
         """Round an fp32 vector to int32, ties to even."""
+        if not knows_avx512():
+            return self._in_halves("llvm.x86.avx.cvt.ps2dq.256", INT32, x)
         convert = "llvm.x86.avx512.mask.cvtps2dq.512"
         return self.call(convert, INTS, x, constant(INTS, 0), ALL_LANES, INT32(_CURRENT_ROUNDING))
 
@@ -237,8 +241,50 @@ class Emitter:
         power = constant(FLOATS, _POWERS[0])
         for coefficient in _POWERS[1:]:
             power = self.multiply_add(power, fraction, constant(FLOATS, coefficient))
+        if not knows_avx512():
+            exponent = self.builder.shl(self.builder.fptosi(integer, INTS), constant(INTS, _MANTISSA_BITS))
+            return self.builder.bitcast(self.builder.add(self.builder.bitcast(power, INTS), exponent), FLOATS)
         scale = "llvm.x86.avx512.mask.scalef.ps.512"
         return self.call(scale, FLOATS, power, integer, power, ALL_LANES, INT32(_CURRENT_ROUNDING))
+
+    def reciprocal(self, x: Value) -> Value:
+        """1 / x of a vector of normal numbers. One Newton step makes AVX-512's estimate as exact as a division."""
+        if not knows_avx512():
+            return self.builder.fdiv(constant(FLOATS, 1.0), x)
+        estimate = self.call("llvm.x86.avx512.rcp14.ps.512", FLOATS, x, constant(FLOATS, 0.0), ALL_LANES)
+        correction = self.multiply_add(self.builder.fneg(x), estimate, constant(FLOATS, 2.0))
+        return self.builder.fmul(estimate, correction)
+
+    def dot_bytes(self, totals: Value, unsigned: Value, signed: Value) -> Value:
+        """Add the products of each lane's four bytes to the lane's total. The int32 sums are exact on every CPU."""
+        if knows_vnni() and knows_avx512():
+            return self.call("llvm.x86.avx512.vpdpbusd.512", INTS, totals, unsigned, signed)
+        if knows_vnni():
+            return self._in_halves("llvm.x86.avx512.vpdpbusd.256", INT32, totals, unsigned, signed)
+        builder = self.builder
+        left, right = (builder.bitcast(lanes, _PAIRS) for lanes in (unsigned, signed))
+        byte = ir.Constant(_PAIRS, [8] * 2 * LANES)
+        even = builder.and_(left, ir.Constant(_PAIRS, [0xFF] * 2 * LANES)), builder.ashr(builder.shl(right, byte), byte)
+        odd = builder.lshr(left, byte), builder.ashr(right, byte)
+        return builder.add(totals, builder.add(self._dot_pairs(*even), self._dot_pairs(*odd)))
+
+    def _dot_pairs(self, left: Value, right: Value) -> Value:
+        """The sum of the products of each lane's two int16."""
+        if knows_avx512():
+            return self.call("llvm.x86.avx512.pmaddw.d.512", INTS, left, right)
+        return self._in_halves("llvm.x86.avx2.pmadd.wd", INT32, left, right)
+
+    def _in_halves(self, name: str, element: LLVMType, *values: Value) -> Value:
+        """Call an intrinsic of AVX2 for both halves of vectors; returns a vector of 16 elements."""
+        halves = []
+        for half in range(2):
+            parts = []
+            for value in values:
+                size = value.type.count // 2
+                mask = ir.Constant(ir.VectorType(INT32, size), list(range(half * size, (half + 1) * size)))
+                parts.append(self.builder.shuffle_vector(value, value, mask))
+            halves.append(self.call(name, ir.VectorType(element, LANES // 2), *parts))
+        return self.builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
 
     def align_stack(self) -> None:
         """Align the stack frame of the function, and of any function it is inlined into, to whole vectors.

@@ -2,7 +2,7 @@
 
 A row of the cache is read and converted once for up to MAX_QUERY_ROWS query rows. Arguments are as in `vectors.py`.
 `num_rows` is a compile-time constant. Keys and values in int8 are
-multiplied by VNNI (see `kv_segments.py`).
+multiplied as bytes (see `kv_segments.py`).
 """
 
 from typing import NamedTuple
@@ -37,6 +37,7 @@ from engine.kernels.cpu.machine import (
     KEYS,
     LANES,
     VECTOR_BYTES,
+    knows_avx512,
 )
 
 _HALF = KEYS // 2
@@ -75,6 +76,7 @@ def score_keys(
     queries: a Matrix of rows as `kv_segments.prepare_queries` returns it; keys: CacheRows; out: a Matrix.
     """
     rows = range(num_rows.literal_value)
+    num_keys = _HALF if knows_avx512() else 4 // len(rows)  # whose sums fit into the registers
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
@@ -83,21 +85,22 @@ def score_keys(
             score_bytes(emit, query_rows, _segment(emit, args[1]), out_rows)
             return context.get_dummy_value()
         cache = _Cache(emit, args[1], element)
-        halves = []
-        for half in range(2):
-            with emit.loop(cache.num_vectors, [constant(FLOATS, 0.0)] * (_HALF * len(rows))) as loop:
+        sums: list[Value] = []  # of key 0 with each row, then of key 1
+        for first in range(0, KEYS, num_keys):
+            with emit.loop(cache.num_vectors, [constant(FLOATS, 0.0)] * (num_keys * len(rows))) as loop:
                 column = builder.mul(loop.index, INT64(VECTOR_BYTES))
                 left = [emit.load(emit.at(row, column), FLOATS) for row in query_rows]
-                for key in range(_HALF):
-                    right = cache.floats(half * _HALF + key, loop.index)
+                for key in range(num_keys):
+                    right = cache.floats(first + key, loop.index)
                     for row in rows:
                         total = loop.carried[key * len(rows) + row]
                         loop.next.append(emit.multiply_add(left[row], right, total))
-            halves.append([_fold(builder, loop.next[row :: len(rows)]) for row in rows])
+            sums += loop.next
         for row in rows:
-            mixed = _merge(builder, halves[0][row], halves[1][row], 2)  # keys 0, 8, 1, 9, ...
-            sums = builder.shuffle_vector(mixed, mixed, ir.Constant(INTS, _IN_ORDER))
-            emit.store(sums, out_rows[row])
+            of_row = sums[row :: len(rows)]
+            low, high = _fold(builder, of_row[:_HALF]), _fold(builder, of_row[_HALF:])
+            mixed = _merge(builder, low, high, 2)  # keys 0, 8, 1, 9, ...
+            emit.store(builder.shuffle_vector(mixed, mixed, ir.Constant(INTS, _IN_ORDER)), out_rows[row])
         return context.get_dummy_value()
 
     return types.void(queries, keys, out, num_rows, element), generate
@@ -176,11 +179,6 @@ def add_values(
     return types.void(weights, values, out, num_rows, element), generate
 
 
-def _dot(emit: Emitter, totals: Value, unsigned: Value, signed: Value) -> Value:
-    """Add the products of each lane's four bytes to the lane's total."""
-    return emit.call("llvm.x86.avx512.vpdpbusd.512", INTS, totals, unsigned, signed)
-
-
 def _joined(emit: Emitter, high: Value, low: Value) -> Value:
     """256 * high + low of int32 vectors, as fp32."""
     builder = emit.builder
@@ -199,7 +197,7 @@ def score_bytes(emit: Emitter, queries: list[Value], keys: tuple[Value, Value], 
         unsigned = builder.xor(emit.load(vector_at(emit, segment, loop.index), INTS), flip)
         for limb, total in zip(limbs, loop.carried, strict=True):
             four = emit.load(emit.at(limb, builder.mul(loop.index, INT64(GROUP))), INT32, 1)
-            loop.next.append(_dot(emit, total, unsigned, emit.splat(four)))
+            loop.next.append(emit.dot_bytes(total, unsigned, emit.splat(four)))
     scales = emit.load(scales_at(emit, segment, num_vectors), FLOATS)
     for row, at in enumerate(out):
         emit.store(builder.fmul(_joined(emit, *loop.next[2 * row : 2 * row + 2]), scales), at)
@@ -222,7 +220,7 @@ def add_bytes(emit: Emitter, weights: list[Value], values: tuple[Value, Value], 
             four_rows = emit.load(emit.at(at, builder.mul(group_bytes, INT64(group))), INTS)
             for i, limb in enumerate(limbs):
                 four = emit.splat(emit.load(emit.at(limb, GROUP * group), INT32, 1))
-                totals[i] = _dot(emit, totals[i], four, four_rows)
+                totals[i] = emit.dot_bytes(totals[i], four, four_rows)
         for row, (factor, out_at) in enumerate(zip(factors, out, strict=True)):
             target = vector_at(emit, out_at, loop.index)
             joined = _joined(emit, *totals[2 * row : 2 * row + 2])

@@ -54,6 +54,7 @@ from engine.kernels.cpu.machine import (
     LANES,
     LIMBS_TAIL_BYTES,
     VECTOR_BYTES,
+    knows_avx512,
 )
 
 SIGN_BITS = 0x80
@@ -151,13 +152,24 @@ def write_value(
         mask = builder.bitcast(token_bytes, ir.VectorType(ir.IntType(1), LANES * GROUP))
         with emit.loop(args[1], []) as loop:
             read = emit.load(vector_at(emit, values_at, loop.index), FLOATS)
-            levels = builder.shl(emit.rounded(builder.fmul(read, factor)), bits)
-            at = builder.bitcast(vector_at(emit, group_at, loop.index), _ALL_BYTES.as_pointer())
-            spread = builder.bitcast(levels, _ALL_BYTES)
-            emit.call("llvm.masked.store.v64i8.p0", VOID, spread, at, INT32(1), mask)
+            levels = emit.rounded(builder.fmul(read, factor))
+            at = vector_at(emit, group_at, loop.index)
+            if knows_avx512():
+                spread = builder.bitcast(builder.shl(levels, bits), _ALL_BYTES)
+                at = builder.bitcast(at, _ALL_BYTES.as_pointer())
+                emit.call("llvm.masked.store.v64i8.p0", VOID, spread, at, INT32(1), mask)
+            else:
+                _scatter(emit, levels, emit.at(at, lane))
         return context.get_dummy_value()
 
     return types.void(*[_INTP] * 4), generate
+
+
+def _scatter(emit: Emitter, levels: Value, at: Value) -> None:
+    """Store the low bytes of 16 lanes, four bytes apart. Bytes between them are not touched: others may write them."""
+    low = emit.builder.trunc(levels, BYTES)
+    for i in range(LANES):
+        emit.store(emit.builder.extract_element(low, INT32(i)), emit.at(at, GROUP * i), 1)
 
 
 def _fours(emit: Emitter, at: Value) -> list[Value]:

@@ -1,6 +1,7 @@
 """Facts of the machine: sizes of vectors and tiles that several kernels share, and the instruction sets of this CPU.
 
-A size of a vector or a cache line is a property of AVX-512. AMX also needs Linux's permission, see `has_amx`.
+Vectors are those of AVX-512. On a CPU with AVX2 only, LLVM computes them in two halves. AMX also needs Linux's
+permission, see `has_amx`.
 """
 
 import ctypes
@@ -59,8 +60,8 @@ _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
 _NUM_TILES = 8
-_VECTORS = frozenset({"avx512f", "avx512bw", "avx512vl"})
-_BYTE_VECTORS = frozenset({"avx512_vnni"})
+_LEAST = frozenset({"avx2", "f16c", "fma"})
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
 
 
 @lru_cache(maxsize=1)
@@ -73,13 +74,23 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
 
 
-def why_no_loops(*, int8: bool) -> str | None:
-    """The reason why this CPU cannot run the kernels, or None if it can. `int8`: kernels over bytes, too.
+def why_no_loops() -> str | None:
+    """The reason why this CPU cannot run the kernels, or None if it can.
 
     Compiling a kernel on a CPU that lacks an instruction ends the process, so check before.
     """
-    missing = (_VECTORS | _BYTE_VECTORS if int8 else _VECTORS) - cpu_flags()
+    missing = _LEAST - cpu_flags()
     return f"the CPU has no {', '.join(sorted(missing))}" if missing else None
+
+
+def knows_avx512() -> bool:
+    """True if the CPU computes whole vectors, and has 32 registers for them. Otherwise it has 16 for halves."""
+    return cpu_flags() >= _AVX512
+
+
+def knows_vnni() -> bool:
+    """True if the CPU multiplies bytes and adds up four products in one instruction, for vectors of its size."""
+    return ("avx512_vnni" if knows_avx512() else "avx_vnni") in cpu_flags()
 
 
 def knows_amx() -> bool:

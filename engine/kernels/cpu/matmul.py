@@ -7,6 +7,7 @@ row's result does not depend on its batch.
 
 from typing import NamedTuple
 
+from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
 from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Int32s, Int64s, Matrix, Range, Share
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
@@ -14,17 +15,12 @@ from engine.kernels.cpu.tiles import (
     ADD,
     GATE,
     STORE,
-    AmxProduct,
     ColumnData,
-    Prefetch,
     SumRows,
     SumTile,
     TileProduct,
-    configure_amx,
     finish_rows,
-    multiply_and_finish,
     multiply_tile,
-    release_amx,
 )
 
 _AMX_MIN_ROWS = 5
@@ -58,7 +54,7 @@ class Operand(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The destination of a product. mode: finish.STORE, ADD or GATE."""
+    """The destination of a product. mode: tiles.STORE, ADD or GATE."""
 
     out: Floats  # [rows, columns], or [rows, columns / 2] with GATE
     mode: int

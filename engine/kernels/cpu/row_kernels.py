@@ -1,7 +1,7 @@
 """Compiled loops over fp32 rows for code outside the compiled step: around int8 products, and over logits.
 
 The eager decoder quantises rows for oneDNN's int8 matrix products. A loop reads a row once; torch would make five
-passes. A quantised row is `scale * (q - 128)` with q in [128 - levels, 128 + levels] as unsigned bytes, which oneDNN
+passes. A quantised row is `scale * (q - levels - 1)` with q in [1, 2 * levels + 1] as unsigned bytes, which oneDNN
 multiplies fastest. Magnitudes are compared as integer bit patterns, because LLVM vectorises that comparison and not the
 comparison of floats. Log-probabilities need two facts of each row of logits, which `summarise` computes while the row
 is in the cache.
@@ -12,7 +12,6 @@ import numpy as np
 from engine.kernels.cpu.arguments import Bytes, Floats, Int64s
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import LANES
-from engine.kernels.cpu.machine import ZERO_POINT as ZERO_POINT
 from engine.kernels.cpu.vectors import index_of_largest, sum_of_exponents
 
 _TINY_BITS = int(np.float32(1e-20).view(np.int32))
@@ -31,7 +30,7 @@ def _quantise_row(row: Floats, levels: np.float32, q: Bytes) -> np.float32:
     maximum = bits_of_largest.view(np.float32)[0]
     factor = levels / maximum
     for i in range(len(row)):
-        q[i] = np.uint8(np.int32(row[i] * factor + np.float32(ZERO_POINT + 0.5)))
+        q[i] = np.uint8(np.int32(row[i] * factor + levels + np.float32(1.5)))
     return maximum / levels
 
 
@@ -101,27 +100,34 @@ def add_scaled_rows(residual: Floats, x: Floats, scales: Floats) -> None:
 
 
 @jit
-def _summarise(logits: Floats, largest: Int64s, normalisers: Floats) -> None:
+def _summarise(logits: Floats, tails: Floats, largest: Int64s, normalisers: Floats) -> None:
     num_vectors = logits.shape[1] // LANES
     for row in range(logits.shape[0]):
-        values = logits[row]
-        best = index_of_largest(address(values), num_vectors) if num_vectors > 0 else 0
-        for i in range(num_vectors * LANES, len(values)):
-            if values[i] > values[best]:
-                best = i
-        highest = values[best]
-        total = np.float32(0.0) if num_vectors == 0 else sum_of_exponents(address(values), num_vectors, highest)
-        for i in range(num_vectors * LANES, len(values)):
-            total += np.exp(values[i] - highest)
-        largest[row] = best
+        values, tail = address(logits[row]), address(tails[row])
+        best, highest, total = 0, np.float32(-np.inf), np.float32(0.0)
+        if num_vectors > 0:
+            best = index_of_largest(values, num_vectors)
+            highest = logits[row, best]
+        if tails.shape[1] > 0:
+            in_tail = index_of_largest(tail, 1)
+            if num_vectors == 0 or tails[row, in_tail] > highest:
+                best, highest = num_vectors * LANES + in_tail, tails[row, in_tail]
+            total = sum_of_exponents(tail, 1, highest)
+        if num_vectors > 0:
+            total += sum_of_exponents(values, num_vectors, highest)
+        largest[row] = min(best, logits.shape[1] - 1)  # in a row of NaN, any column
         normalisers[row] = np.log(total) + highest
 
 
 def summarise(logits: Floats) -> tuple[Int64s, Floats]:
     """Per row of fp32 logits [rows, vocab_size], the column of the largest value and log(sum(exp(row))).
 
-    The first of equal values counts. Columns must be contiguous.
+    The first of equal values counts. Columns must be contiguous. All numbers go through the same vector loops, so a
+    row's result does not depend on the layout of the others.
     """
+    num_rest = logits.shape[1] % LANES
+    tails = np.full((len(logits), LANES if num_rest else 0), -np.inf, np.float32)
+    tails[:, :num_rest] = logits[:, logits.shape[1] - num_rest :]
     largest, normalisers = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
-    _summarise(logits, largest, normalisers)
+    _summarise(logits, tails, largest, normalisers)
     return largest, normalisers

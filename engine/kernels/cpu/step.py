@@ -1,6 +1,6 @@
 """All layers of a decoder for one step's tokens, as one compiled loop that counts the CPU cycles of its phases.
 
-The threads of one process run it together, or those of several: tensor-parallel ranks, each with some of the heads and
+The threads of one process run it together, or those of several: the ranks of a stage, each with some of the heads and
 some of the columns of every matrix. All of them share the activations, so that each column is a sum over all inputs in
 the same order: the results do not depend on the number of ranks, to the bit.
 """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
-from engine.model import DecoderMemory, LayerGroups
+from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.encoder_decoder.step import PositionBias, Step, attend_own, attend_prompts, causal_bias, plan_step
 from engine.models.layer import DenseMlp
@@ -81,10 +81,18 @@ class EncoderDecoder:
     def phase_cycles(self) -> None:
         return None
 
+    @property
+    def borrows_cores(self) -> bool:
+        return False
+
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores, like Decoder."""
 
-    def forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
+    def begin(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Finish:
+        hidden = self._forward(token_ids, metadata, layer_groups)
+        return lambda: hidden
+
+    def _forward(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
         """Only the decoder's tokens have hidden states; rows of the encoder's tokens are zero."""
         step = plan_step(metadata, self._cache.layout.block_size)
         prompts = self._encode(token_ids[step.encoder_rows], step.lengths) if step.lengths else None

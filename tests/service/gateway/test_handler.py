@@ -430,7 +430,8 @@ def handle(inputs):
     own = open("/proc/self/environ").read() + str(os.environ)
     return Output().add_as_json({"environ": own, "password": inputs.get_property("db_password")})
 """
-    for name in ("TANDEM_MESH_KEY", "TANDEM_REGISTRY_URL", "TANDEM_HANDLER_PROPERTIES"):
+    members = ("TANDEM_MESH_KEY", "TANDEM_REGISTRY_URL", "TANDEM_HANDLER_PROPERTIES")
+    for name in (*members, "TANDEM_API_KEY", "TANDEM_OPENAI_API_KEY", "OPENAI_API_KEY", "OPTION_API_KEY", "API_KEY"):
         monkeypatch.setenv(name, "hunter2")
     async with with_handler(source, handler_properties='{"db_password": "hunter3"}') as gateway:
         answer = (await gateway.post("/invocations", {})).json()

@@ -120,3 +120,14 @@ def test_every_sdk_error_is_in_the_table() -> None:
 def test_errors_that_could_name_addresses_have_a_fixed_text() -> None:
     for kind in (tandem.ConnectionFailed, tandem.Cancelled, tandem.InternalError, tandem.DeadlineExceeded, ValueError):
         assert "10.1.2.3" not in Problem.of(kind("10.1.2.3")).message
+
+
+@pytest.mark.parametrize("render", [tgi, lmi])
+def test_an_ending_without_a_token_has_the_whole_text(render: Callable[[], Any]) -> None:
+    """As it comes after a reconnect, when all tokens have been delivered before."""
+    renderer = render()
+    list(renderer.event(TokenEvent(0, Token(7, "x", -0.5), "request")))
+    (last,) = renderer.event(TokenEvent(0, None, "request", FinishReason.LENGTH, Usage(1, 1)))
+    assert last["generated_text"] == "x"
+    assert last["token"]["text"] == ""
+    assert list(renderer.event(TokenEvent(0, None, "request"))) == []

@@ -47,7 +47,7 @@ async def make_server() -> AsyncIterator[Make]:
 async def until_watched(server: Server, num_watchers: int) -> None:
     """Return when so many Watch calls are open. They come over other connections than this test's own."""
     async with asyncio.timeout(SOON_S):
-        while server.health.num_watchers != num_watchers:  # noqa: ASYNC110  (nothing tells of it)
+        while len(server.health._watchers) != num_watchers:  # noqa: ASYNC110  (nothing tells of it)
             await asyncio.sleep(0.01)
 
 
@@ -61,7 +61,7 @@ async def test_a_watcher_that_takes_nothing_holds_up_nobody(make_server: Make, r
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=SOON_S)
         assert (await watch.read()).status == NOT_SERVING
         async with asyncio.timeout(SOON_S):
-            await server.set_serving(True)
+            server.set_serving(True)
             assert (await watch.read()).status == SERVING
         client = await stack.enter_async_context(tandem.AsyncClient(server.address))
         assert await RouterHealth(client).is_ready()
@@ -84,7 +84,7 @@ async def test_a_watcher_that_takes_nothing_is_dropped(make_server: Make) -> Non
         async with open_channel(server.address) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=SOON_S)
             assert (await watch.read()).status == NOT_SERVING
-            await server.set_serving(True)
+            server.set_serving(True)
             assert (await watch.read()).status == SERVING, "one that reads stays"
             watch.cancel()
 
@@ -109,8 +109,8 @@ async def test_there_is_a_limit_on_watchers(make_server: Make) -> None:
 
 async def test_list_and_check_need_no_credential(make_server: Make, repaired: Repaired) -> None:
     server = await make_server()
-    await server.set_serving(True)
-    await server.set_serving(False, "decode")
+    server.set_serving(True)
+    server.set_serving(False, "decode")
     async with open_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         listed = await stub.List(health_pb2.HealthListRequest(), timeout=SOON_S)

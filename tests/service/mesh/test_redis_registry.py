@@ -70,7 +70,7 @@ class Worker:
 
     async def start(self) -> None:
         await self.server.start(["mesh.v1.Worker"])
-        await self.server.set_serving(True)
+        self.server.set_serving(True)
         self.task = asyncio.create_task(self.run())
 
     async def run(self) -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from mesh import wire
 from mesh.domain.errors import LayoutMismatch, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
-from mesh.v1 import worker_pb2_grpc
+from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.coordination import RegistryServicer
 from router.workers.membership import Membership
 from tests.defects import Repaired
@@ -88,6 +89,24 @@ async def test_worker_registers_beats_through_a_long_step_and_leaves() -> None:
     running.cancel()
     await watch.until(lambda view: view.state is WorkerState.LOST)
     await server.stop(0)
+
+
+async def test_what_changes_during_a_slow_write_is_sent_at_once() -> None:
+    agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
+    states: asyncio.Queue[WorkerState] = asyncio.Queue()
+
+    class SlowSink:
+        async def write(self, request: worker_pb2.RegisterRequest) -> None:
+            states.put_nowait(wire.state_from_proto(request.heartbeat.state))
+            if states.qsize() == 1:
+                agent.state = WorkerState.DRAINING
+                agent.heartbeat_now()
+
+    sending = asyncio.create_task(agent.send_heartbeats(SlowSink(), interval_s=3600))
+    async with asyncio.timeout(LIMIT_S):
+        assert await states.get() is WorkerState.READY
+        assert await states.get() is WorkerState.DRAINING
+    sending.cancel()
 
 
 async def test_agent_comes_back_after_the_router_restarts() -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mesh.domain import errors
 from mesh.domain.errors import ConfigurationError, MeshError
@@ -92,8 +93,33 @@ async def test_probe_follows_health() -> None:
     server = Server(Listen("127.0.0.1", 0, MeshKey("a-key-for-tests-only")))
     await server.start([])
     assert await asyncio.to_thread(probe, [server.address]) == 1
-    await server.set_serving(True)
+    server.set_serving(True)
     assert await asyncio.to_thread(probe, [server.address]) == 0
     await server.stop(0)
     assert await asyncio.to_thread(probe, [server.address]) == 1
     assert probe([]) == 2
+
+
+async def test_a_proxy_of_the_environment_sees_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would see the mesh key."""
+    num_connections = 0
+
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        writer.close()
+
+    proxy = await asyncio.start_server(count, "127.0.0.1", 0)
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}")
+    for name in ("no_proxy", "no_grpc_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server = Server(Listen("127.0.0.1", 0))
+    await server.start([])
+    server.set_serving(True)
+    async with open_channel(server.address) as channel:
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    assert await asyncio.to_thread(probe, [server.address]) == 0
+    assert num_connections == 0
+    await server.stop(0)
+    proxy.close()

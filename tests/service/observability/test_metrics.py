@@ -25,7 +25,8 @@ from tests.service.router.conftest import make_request
 from tests.service.worker_rig import EngineRig, until, worker_rig
 from worker.metrics import WorkerMetrics
 
-CONSTANT = {"tandem_max_requests", "tandem_engine_max_num_seqs", "tandem_engine_kv_blocks", "tandem_engine_ranks"}
+CONSTANT = {"tandem_max_requests", "tandem_engine_max_num_seqs", "tandem_engine_kv_blocks"}
+CONSTANT |= {"tandem_engine_ranks", "tandem_engine_stages"}
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
@@ -128,7 +129,8 @@ async def test_metrics_of_workers(evidence: Evidence) -> None:
         for metrics, role, _ in workers:
             scrapes[role].append(await scrape(metrics.registry))
         decode, prefill = scrapes[WorkerRole.DECODE], scrapes[WorkerRole.PREFILL]
-        assert value(decode[-1], "tandem_engine_ranks", role="decode") == 2
+        assert value(decode[-1], "tandem_engine_ranks", role="decode") == 6
+        assert value(decode[-1], "tandem_engine_stages", role="decode") == 3
         assert value(decode[-1], "tandem_decode_sequences_total", kv="transferred") >= 2
         assert value(decode[-1], "tandem_engine_preemptions_total", role="decode") == 1
         assert value(prefill[-1], "tandem_kv_sent_bytes_total", transport="grpc") > 0
@@ -139,7 +141,7 @@ async def test_metrics_of_workers(evidence: Evidence) -> None:
 def watch(metrics: WorkerMetrics, role: WorkerRole, rig: EngineRig, loads: Any, states: Any) -> None:
     config = rig.scheduler.config
     limits = config.max_batch_tokens, config.max_num_seqs, 8, config.max_model_len
-    info = WorkerInfo("w", "1", role, "", "m", "", FAKE_LAYOUT, *limits, tensor_parallel=2)
+    info = WorkerInfo("w", "1", role, "", "m", "", FAKE_LAYOUT, *limits, tensor_parallel=2, pipeline_parallel=3)
     metrics.watch(info, lambda: loads[role], lambda: states[role])
 
 

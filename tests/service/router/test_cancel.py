@@ -10,6 +10,7 @@ import pytest
 from tandem.v1 import generation_pb2_grpc
 from tests.fakes.router_workers import PrefillScript, expected_tokens
 from tests.service.router.conftest import Mesh, make_request
+from tests.zero_window import zero_window_call
 
 PROMPT = [65, 66, 67, 68, 69]
 # Megabytes of answer.
@@ -117,6 +118,25 @@ async def test_a_client_that_never_reads_is_cut_off(make_mesh: Any) -> None:
         await read_all(call)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await channel.close()
+
+
+async def test_a_client_that_takes_no_data_at_all_loses_its_call(
+    make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers pings, so that nothing else finds it dead."""
+    monkeypatch.setattr("router.answer_stream._LAST_READ_S", 0.2)
+    mesh = await make_mesh(slow_reader_s=0.2)
+    await mesh.decode()
+    request = make_request(token_ids=PROMPT, max_new_tokens=5).SerializeToString()
+    method = "/tandem.v1.Generation/Generate"
+
+    def is_open() -> bool:
+        return any(method in task.get_name() for task in asyncio.all_tasks())
+
+    async with zero_window_call(mesh.router.public.address, method, request):
+        await mesh.until(is_open)
+        await mesh.until(lambda: not is_open())
+        await assert_all_gone(mesh)
 
 
 async def test_a_client_that_leaves_while_a_write_is_blocked(make_mesh: Any) -> None:

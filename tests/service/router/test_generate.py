@@ -188,7 +188,7 @@ async def test_log_probs_of_a_long_prompt_come_in_parts(make_mesh: Any, separate
 
 
 async def test_more_log_probs_than_can_be_kept_are_refused(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.api.validation.MAX_PROMPT_LOGPROBS", 100)
+    monkeypatch.setattr("router.validation.MAX_PROMPT_LOGPROBS", 100)
     mesh = await make_mesh()
     await mesh.decode()
     output = {"prompt_logprobs": True, "top_logprobs": 9}
@@ -242,7 +242,7 @@ async def test_models(make_mesh: Any) -> None:
 
 async def test_workers_are_listed(make_mesh: Any) -> None:
     mesh = await make_mesh()
-    prefill, decode = await mesh.prefill(), await mesh.decode(tensor_parallel=2)
+    prefill, decode = await mesh.prefill(), await mesh.decode(tensor_parallel=2, pipeline_parallel=3)
     assert prefill.info.role is not decode.info.role
     decode.gate.close()
     call = mesh.stub.Generate(make_request(token_ids=PROMPT, max_new_tokens=2), timeout=10)
@@ -250,6 +250,7 @@ async def test_workers_are_listed(make_mesh: Any) -> None:
     listed = await mesh_pb2_grpc.MeshStub(mesh.channel).ListWorkers(mesh_pb2.ListWorkersRequest())
     assert [status.record.worker_id for status in listed.workers] == ["decode-0", "prefill-0"]
     assert [status.record.tensor_parallel for status in listed.workers] == [2, 1]
+    assert [status.record.pipeline_parallel for status in listed.workers] == [3, 1]
     assert {status.state for status in listed.workers} == {mesh_pb2.WORKER_STATE_READY}
     assert (listed.active_requests, listed.queued_requests) == (1, 0)
     decode.gate.open()

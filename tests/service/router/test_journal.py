@@ -89,9 +89,20 @@ async def test_what_the_queue_waits_for(make_mesh: Any) -> None:
     request = make_request(token_ids=[70] * 8, max_new_tokens=2)
     calls = [mesh.stub.Generate(request, timeout=20) for _ in range(2)]
     await mesh.until(lambda: mesh.model.queue.num_queued == 1)
-    assert (await told(mesh)).shortage == "decode room"
+    assert (await told(mesh)).shortage == "decode capacity"
     decode.gate.open()
     for call in calls:
         async for _ in call:
             pass
     assert (await told(mesh)).shortage == ""
+
+
+async def test_a_replay_that_does_not_happen_is_not_counted(make_mesh: Any) -> None:
+    mesh = await make_mesh(max_attempts=3)
+    decode = await mesh.decode()
+    decode.scripts = [DecodeScript(refuse=SequenceFailure.KV_REFUSED)] * 3
+    with pytest.raises(grpc.aio.AioRpcError):
+        await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    view = await told(mesh)
+    assert (view.failed_choices, view.replays) == (1, 2)
+    assert [incident.kind for incident in view.incidents].count("replayed") == 2

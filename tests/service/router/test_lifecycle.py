@@ -170,6 +170,48 @@ async def test_streams_that_outlast_the_grace_end_with_a_status(make_mesh: Any) 
     await decode.aborted.wait_len(1, timeout_s=1)
 
 
+async def test_requests_that_are_still_being_admitted_have_the_grace_too(
+    make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = await make_mesh()
+    await mesh.decode()
+    encoder = mesh.model.service._text.encoder
+    encode, encoding, go_on = encoder.encode, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        encoding.set()
+        await go_on.wait()
+        return await encode(*arguments, **options)
+
+    monkeypatch.setattr(encoder, "encode", slow)
+    running = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=3))
+    await encoding.wait()
+    draining = asyncio.create_task(mesh.router._services.drain(LIMIT_S))
+    await asyncio.sleep(0)
+    with pytest.raises(grpc.aio.AioRpcError, match="stopping"):
+        await mesh.generate(token_ids=PROMPT, max_new_tokens=1)
+    assert not draining.done()
+    go_on.set()
+    assert (await running).ids() == expected_tokens(PROMPT, 3)
+    await draining
+    mesh.assert_at_rest()
+
+
+async def test_a_request_that_cannot_be_started_gives_its_permits_back(
+    make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise LookupError("unforeseen")
+
+    mesh = await make_mesh()
+    await mesh.decode()
+    monkeypatch.setattr("router.service.Choice", broken)
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await mesh.generate(token_ids=PROMPT, max_new_tokens=3)
+    assert failed.value.code() is grpc.StatusCode.INTERNAL
+    mesh.assert_at_rest()
+
+
 async def test_the_process(model_dir: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -192,7 +192,7 @@ async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:
         await client.model("other")
     workers = await client.workers()
     assert [(worker.role, worker.state) for worker in workers] == [("prefill", "ready"), ("decode", "ready")]
-    assert [worker.tensor_parallel for worker in workers] == [1, 2]
+    assert [worker.degrees for worker in workers] == ["1x1", "2x3"]
     assert workers[0].last_seen_s == 0.25
     assert (await client.mesh()).queued_requests == 1
 

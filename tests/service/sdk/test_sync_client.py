@@ -1,6 +1,7 @@
 """The client for code without an event loop."""
 
 import asyncio
+import gc
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,29 @@ def test_an_interrupt_cancels_the_call(client: tandem.Client, threaded_router: F
     assert client.generate(prompt="").text == STORY
 
 
+def test_an_abandoned_stream_may_be_collected_on_any_thread(threaded_router: FakeRouter) -> None:
+    """Also on the loop's own, which cannot wait for itself. If it did, closing the client would wait for ever, too."""
+    client = tandem.Client(threaded_router.address, timeout=10)
+    threaded_router.script.hold_after_messages = 2
+    events = client.stream(prompt="")
+    next(events)
+    cycle: list[object] = [events]
+    cycle.append(cycle)
+
+    async def collect() -> None:
+        gc.collect()
+
+    gc.disable()
+    try:
+        del events, cycle
+        collecting = asyncio.run_coroutine_threadsafe(collect(), client._background._loop)
+        collecting.result(20)
+    finally:
+        gc.enable()
+    wait_until(client, threaded_router.script.cancelled)
+    client.close()
+
+
 def test_threads_share_a_client(client: tandem.Client) -> None:
     def work(number: int) -> str:
         return client.generate(prompt=f"{number}: ", echo=True).text
@@ -77,6 +101,19 @@ def test_a_closed_client_says_so(threaded_router: FakeRouter) -> None:
     client.close()
     with pytest.raises(RuntimeError, match="closed"):
         client.models()
+
+
+def test_closing_shows_errors_and_ends_the_thread(threaded_router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken() -> None:
+        raise RuntimeError("unforeseen")
+
+    client = tandem.Client(threaded_router.address)
+    close = client._client.close
+    monkeypatch.setattr(client._client, "close", broken)
+    with pytest.raises(RuntimeError, match="unforeseen"):
+        client.close()
+    assert not client._background._thread.is_alive()
+    asyncio.run(close())
 
 
 @pytest.mark.parametrize("retry_after_ms", [None, "60000"], ids=["in a call", "between two tries"])

@@ -189,6 +189,8 @@ def test_each_process_gets_its_own_secrets_and_not_in_its_environment(
         "TANDEM_MESH_KEY": "a-mesh-key-of-the-operator",
         "TANDEM_REGISTRY_URL": redis_server.url.replace("redis://", "redis://u:hunter2@"),
         "TANDEM_HANDLER_PROPERTIES": '{"db_password": "hunter3"}',
+        # Of clients: no service needs them.
+        **dict.fromkeys(("TANDEM_API_KEY", "TANDEM_OPENAI_API_KEY", "OPENAI_API_KEY", "OPTION_API_KEY"), "hunter4"),
     }
     for name, value in given.items():
         monkeypatch.setenv(name, value)

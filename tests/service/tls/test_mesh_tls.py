@@ -144,7 +144,7 @@ async def test_silent_workers_are_asked_over_tls(authority: Authority) -> None:
     info = replace(INFO, address=server.address)
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(info, FakeEngine()), server.grpc)
     await server.start([])
-    await server.set_serving(True)
+    server.set_serving(True)
     membership = Membership(time.monotonic)
     membership.join(info)
     heard = [view.last_seen_s for view in membership.workers()]
@@ -173,7 +173,7 @@ async def test_health_probes_use_the_settings_of_the_environment(
     public = Server(Listen("127.0.0.1", 0, public=True, tls=replace(files.identity, ca=None)))
     for server in (inside, public):
         await server.start([])
-        await server.set_serving(True)
+        server.set_serving(True)
         assert await asyncio.to_thread(probe, [server.address]) == 1
     for name, value in files.settings.items():
         monkeypatch.setenv(f"TANDEM_{name.upper()}", value)

@@ -152,6 +152,9 @@ MEMBERS = ("router", "prefill", "decode")
         ("", {"TENSOR_PARALLEL_DEGREE": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
         ("", {"SM_NUM_GPUS": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
         ("", {"NUM_SHARD": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
+        ("option.pipeline_parallel_degree=2", {}, "pipeline_parallel", "2", ("prefill", "decode")),
+        ("option.pipeline_parallel_size=max", {}, "pipeline_parallel", "max", ("prefill", "decode")),
+        ("", {"PIPELINE_PARALLEL_DEGREE": "2"}, "pipeline_parallel", "2", ("prefill", "decode")),
         ("", {"SHARDED": "true"}, "tensor_parallel", "max", ("prefill", "decode")),
         ("", {"SHARDED": "false"}, "tensor_parallel", "1", ("prefill", "decode")),
         ("option.s3url=s3://b/flan/", {}, "model", "s3://b/flan/", ("up",)),
@@ -182,7 +185,6 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
     ("properties", "environ", "said"),
     [
         ("option.tensor_parallel_degree=1\noption.tensor_parallel_size=2", {}, "contradict each other"),
-        ("option.pipeline_parallel_degree=2", {}, "models are not divided into pipeline stages: expected 1, got '2'"),
         ("option.draft_model_tp_size=2", {}, "one process of a worker runs the draft model: expected 1, got '2'"),
         ("option.async_mode=true\noption.rolling_batch=vllm", {}, "option.rolling_batch=disable"),
         ("option.enable_lora=true", {}, "not supported"),
@@ -272,6 +274,12 @@ def test_keys_are_properties_of_a_handler(tmp_path: Path) -> None:
     assert "option.my_key (serving.properties) is for the handler" in found.lines
     assert "my.own (serving.properties) is for the handler" in found.lines
     assert not any("my_key" in warning for warning in found.warnings)
+
+
+def test_a_secret_key_is_no_property_of_a_handler(tmp_path: Path) -> None:
+    assert read(tmp_path, "option.entryPoint=model.py\noption.api_key=hunter2").properties == {"entryPoint": "model.py"}
+    environ = {"OPTION_API_KEY": "hunter2", "OPTION_MY_KEY": "1"}
+    assert read_low_code(None, environ, roles_of(), has_handler=True).properties == {"my_key": "1"}
 
 
 def test_unknown_keys_of_a_handler_that_is_named_elsewhere() -> None:

@@ -56,13 +56,13 @@ def test_the_workers_table() -> None:
 def test_the_workers_table_has_ranks_if_a_worker_has_several() -> None:
     console = Console(width=200)
     now = sample(3.0, 30)
-    divided = replace(now.mesh.workers[1], tensor_parallel=4)
+    divided = replace(now.mesh.workers[1], tensor_parallel=4, pipeline_parallel=2)
     with console.capture() as capture:
         console.print(render(now, None))
         console.print(render(MeshSnapshot(3.0, replace(now.mesh, workers=(now.mesh.workers[0], divided))), None))
     lines = [line.split() for line in capture.get().splitlines()]
     assert lines[0][-1] == "seen"
-    assert [line[-1] for line in lines[4:7]] == ["ranks", "1", "4"]
+    assert [line[-1] for line in lines[4:7]] == ["ranks", "1x1", "4x2"]
 
 
 def test_facts_of_an_answer() -> None:

@@ -1,5 +1,6 @@
 """What `tandem up` is about to start, by its flags, files and variables: nothing is started."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import fields
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from gateway.handler.__main__ import HandlerSettings
 from mesh.domain.errors import ConfigurationError
@@ -17,9 +19,9 @@ from tandem_cli.child import Launch
 from tandem_cli.display import Display
 from tandem_cli.main import main
 from tandem_cli.mesh_plan import MeshPlan
-from tandem_cli.supervisor import MeshFailed
+from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up import Trial
-from tandem_cli.up_settings import all_names, check_names
+from tandem_cli.up_settings import UpSettings, all_names, check_names
 from tests.defects import Repaired
 
 Planned = Callable[..., tuple[MeshPlan, Launch]]
@@ -228,6 +230,8 @@ def test_workers_are_told_with_how_many_they_share_memory(
         (("--tensor-parallel", "2"), {}, ["2", "2"], [4, 4]),
         (("--set", "prefill.tensor_parallel=3"), {}, ["3", "1"], [6, 2]),
         (("--tensor-parallel", "max"), {}, ["max", "max"], [4, 4]),
+        (("--set", "prefill.pipeline_parallel=3"), {}, ["1", "1"], [6, 2]),
+        (("--set", "decode.tensor_parallel=3", "--pipeline-parallel", "max"), {}, ["1", "3"], [2, 6]),
         ((), {"TANDEM_TENSOR_PARALLEL": "2"}, ["2", "2"], [4, 4]),
         ((), {"SM_NUM_GPUS": "2"}, ["2", "2"], [4, 4]),
         (("--set", "decode.tensor-parallel=1"), {"NUM_SHARD": "3"}, ["3", "1"], [6, 2]),
@@ -260,7 +264,9 @@ def test_workers_have_ranks_and_cores_for_them(
     assert [each.tensor_parallel for each in settings] == ranks
     assert [len(worker.cores) for worker in workers] == [each.num_threads for each in settings] == cores
     pairs = zip(ranks[::2], ranks[1::2], strict=True)
-    assert [bool(each.core_table) for each in settings] == [pair == ("1", "1") for pair in pairs for _ in pair]
+    is_staged = any("pipeline_parallel=3" in flag for flag in flags)
+    lends = [pair == ("1", "1") and not is_staged for pair in pairs for _ in pair]
+    assert [bool(each.core_table) for each in settings] == lends
     repaired("F5", "tensor_parallel_degree=2, SM_NUM_GPUS=2: each worker has two ranks, with cores for both")
 
 
@@ -270,6 +276,7 @@ def test_workers_have_ranks_and_cores_for_them(
         (("--tensor-parallel", "0"), {}, "tensor_parallel from flag --tensor-parallel"),
         (("--set", "decode.tensor-parallel=two"), {}, "tensor_parallel from --set decode.tensor-parallel"),
         ((), {"NUM_SHARD": "-1"}, "tensor_parallel from NUM_SHARD"),
+        (("--pipeline-parallel", "0"), {}, "pipeline_parallel from flag --pipeline-parallel"),
     ],
 )
 def test_a_wrong_degree_is_refused(
@@ -362,3 +369,25 @@ def test_logs_are_kept_only_if_something_went_wrong(
 def test_a_named_log_folder_stays(tmp_path: Path, planned: Planned) -> None:
     planned("--log-dir", str(tmp_path / "logs"))
     assert (tmp_path / "logs").is_dir()
+
+
+@pytest.mark.parametrize("name", ["port", "metrics_port"])
+def test_ports_of_several_routers_end_where_ports_end(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be <= 65534, got 65535: 2 routers"):
+        UpSettings(**{name: 65535}, routers=2)
+    assert UpSettings(**{name: 65534}, routers=2).routers == 2
+
+
+def test_a_trial_that_breaks_ends_the_start_at_once(planned: Planned) -> None:
+    class Broken:
+        async def __call__(self, address: str) -> None:
+            raise LookupError("unforeseen")
+
+    plan, launch = planned()
+
+    async def run() -> None:
+        supervisor = Supervisor(plan, launch, Display(Console()), Broken())
+        await asyncio.wait_for(supervisor._run_trial("127.0.0.1:1"), 60)
+
+    with pytest.raises(LookupError):
+        asyncio.run(run())

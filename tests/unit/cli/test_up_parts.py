@@ -1,14 +1,6 @@
 """Small parts of `tandem up`."""
 
 from tandem_cli.child import LogEntry, read_log_line
-from tandem_cli.supervisor import Backoff
-
-
-def test_waits_between_starts_grow_and_begin_again_after_a_healthy_time() -> None:
-    backoff = Backoff()
-    assert [backoff.delay_s(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert backoff.delay_s(61.0) == 0.5
-    assert backoff.delay_s(1.0) == 1
 
 
 def test_log_lines_are_shortened() -> None:

@@ -43,6 +43,14 @@ def test_a_worker_gets_its_partners_cores_only_while_that_one_rests(table: Path)
     assert prefill.begin_step() == DECODE
 
 
+def test_a_worker_that_does_not_borrow_leaves_its_partners_cores_alone(table: Path) -> None:
+    prefill, decode = SharedCores(table, PREFILL, DECODE), SharedCores(table, DECODE, PREFILL)
+    assert prefill.begin_step(borrow=False) == ()
+    begun_ns = time.monotonic_ns()
+    assert decode.begin_step() == ()  # prefill is busy, on its own cores
+    assert time.monotonic_ns() - begun_ns < 20_000_000
+
+
 def test_who_wants_its_cores_back_waits_for_the_step_that_is_on_them_but_not_for_long(table: Path) -> None:
     prefill, decode = SharedCores(table, PREFILL, DECODE), SharedCores(table, DECODE, PREFILL)
     assert decode.begin_step() == PREFILL

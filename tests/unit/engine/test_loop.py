@@ -15,6 +15,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import WorkerLost
+from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_continuation
 
@@ -31,9 +32,9 @@ class LendingCores:
         self.num_ended = 0
         self.wanted_back = False
 
-    def begin_step(self) -> tuple[int, ...]:
+    def begin_step(self, *, borrow: bool = True) -> tuple[int, ...]:
         lent, self._next = self._next, ()
-        return lent
+        return lent if borrow else ()
 
     def must_yield(self) -> bool:
         return self.wanted_back and self.num_ended == 0
@@ -82,6 +83,19 @@ async def test_the_runner_hears_before_each_step_which_cores_are_lent(rig: Rig) 
         await asyncio.wait_for(rig.cores.is_resting.wait(), 60)
     assert rig.runner.lent_cores == [(7,), (), ()] * 2
     assert rig.cores.num_ended == 6
+
+
+async def test_cores_that_nobody_uses_are_not_borrowed(rig: Rig) -> None:
+    """The fake's step would say so: it notes what it is lent."""
+    for runner_borrows, drafter_borrows in ((False, False), (False, True), (True, False)):
+        rig.runner.borrows_cores = runner_borrows
+        speculator = eager_speculator(FakeDrafter(lambda *_: ()), 2)
+        speculator.drafter.borrows_cores = drafter_borrows
+        rig.cores.set_idle()
+        engine = Engine(rig.scheduler, rig.runner, cores=rig.cores, speculator=speculator)
+        rig.scheduler.add(SequenceState(make_request(f"{runner_borrows}{drafter_borrows}", [1, 2], max_new_tokens=1)))
+        engine.step()
+    assert rig.runner.lent_cores == [(), (7,), (7,)]
 
 
 async def test_lent_cores_go_back_between_layers_if_they_are_wanted(rig: Rig) -> None:

@@ -15,7 +15,8 @@ from engine.sequence import SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
-from mesh.domain.errors import InvalidRequest, WorkerBusy
+from mesh.domain.errors import InvalidRequest, ModelFailed, WorkerBusy
+from mesh.domain.kv import BlockHash, block_hashes
 from mesh.domain.tokens import FinishReason, SampledToken
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, eager_speculator
@@ -66,7 +67,7 @@ class SchedulerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.in_flight: list[tuple[ScheduledBatch, list[list[int]]]] = []
-        self.scheduler = new_scheduler(whole_prompts=self.whole_prompts)
+        self.scheduler = new_scheduler(whole_prompts=self.whole_prompts, max_in_flight=self.max_in_flight)
         self.speculator = eager_speculator(NgramDrafter(), 3)
         self.count = 0
 
@@ -220,7 +221,7 @@ TestPipelinedLife = PipelinedLife.TestCase
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 4])
 def test_tokens_do_not_depend_on_how_many_batches_are_in_flight(max_in_flight: int) -> None:
-    scheduler, in_flight = new_scheduler(max_batch_tokens=5, max_num_seqs=4), []
+    scheduler, in_flight = new_scheduler(max_batch_tokens=5, max_num_seqs=4, max_in_flight=max_in_flight), []
     sequences = [SequenceState(make_request(f"r{n}", range(1, 4 + n), max_new_tokens=6)) for n in range(4)]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -446,6 +447,73 @@ def test_tokens_after_the_one_that_ends_a_sequence_are_dropped() -> None:
     assert ([token.id for token in output.tokens], output.finish_reason) == ([2, 3], FinishReason.STOP_SEQUENCE)
     assert scheduler.pool.num_free == NUM_BLOCKS
     assert scheduler.load().generated_tokens == 3
+
+
+def test_prompts_that_wait_are_hashed_at_most_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def count(token_ids: list[int], *arguments: object) -> list[BlockHash]:
+        hashed.append(len(token_ids))
+        return block_hashes(token_ids, *arguments)
+
+    monkeypatch.setattr("engine.block_pool.block_hashes", count)
+    scheduler = new_scheduler(max_batch_tokens=40)
+    for place in range(MAX_NUM_SEQS):
+        scheduler.add(SequenceState(make_request(f"r{place}", [1], max_new_tokens=30)))
+    run_step(scheduler)
+    scheduler.add(SequenceState(make_request("waits", range(1, 9))))
+    hashed.clear()
+    for _ in range(3):
+        run_step(scheduler)
+    assert hashed == [], "no slot is free"
+    scheduler = new_scheduler()
+    holder = SequenceState(make_request("holder", [1] * 39))
+    scheduler.reserve(holder)
+    scheduler.add(SequenceState(make_request("waits", range(1, 9), max_new_tokens=1)))
+    hashed.clear()
+    for _ in range(3):
+        batch, _ = run_step(scheduler)
+        assert batch.items == (), "no block is free"
+    assert hashed == [8]
+    scheduler.remove(holder)
+    run_step(scheduler)
+    assert hashed == [8]
+
+
+def test_drafts_that_spoil_a_step_are_not_tried_again() -> None:
+    """The runner gives back nothing, not even a failure."""
+    scheduler = new_scheduler()
+    sequence = SequenceState(make_request("a", [2, 2], max_new_tokens=3))
+    scheduler.add(sequence)
+    speculator = eager_speculator(FakeDrafter(lambda _, most: [7] * most), 3)
+    run_step(scheduler, 1, speculator)
+    batch = speculator.extend(scheduler.schedule(), scheduler)
+    assert len(batch.items[0].drafts) > 0
+    speculator.learn(batch, [RunnerOutput()])
+    assert scheduler.update(batch, [RunnerOutput()]) == []
+    assert (sequence.num_uncomputed_tokens, len(sequence.block_table)) == (1, 1)
+    assert scheduler.take_failed() == []
+    batch, [output] = run_step(scheduler, 1, speculator)
+    assert batch.items[0].drafts == ()
+    assert (output.first_index, len(output.tokens)) == (1, 1)
+    load = scheduler.load()
+    assert load.drafted_tokens > load.accepted_tokens == 0
+
+
+def test_a_failed_step_accepts_no_drafts() -> None:
+    scheduler = new_scheduler()
+    scheduler.add(SequenceState(make_request("a", [2, 2], max_new_tokens=9)))
+    speculator = eager_speculator(FakeDrafter(lambda _, most: [1] * most), 3)
+    run_step(scheduler, 1, speculator)
+    run_step(scheduler, 1, speculator)
+    before = scheduler.load()
+    assert before.accepted_tokens > 0
+    batch = speculator.extend(scheduler.schedule(), scheduler)
+    outputs = [RunnerOutput(failure=ModelFailed("NaN"))]
+    speculator.learn(batch, outputs)
+    scheduler.update(batch, outputs)
+    assert scheduler.load().accepted_tokens == before.accepted_tokens
+    assert scheduler.pool.num_free == NUM_BLOCKS
 
 
 def forked(

@@ -7,13 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.settings import DecodeSettings
+from engine.batch import FinishBatch, LayerHook, ScheduledBatch
 from engine.sequence import SequenceState
 from engine.settings import Speculation
 from engine.speculation.cost import Acceptance, CostFit, Prices, StepCost, plan_lengths
-from engine.speculation.drafters import NgramDrafter
+from engine.speculation.drafters import DraftModel, NgramDrafter
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.mesh_plan import BUNDLED_MODELS
 from tests.fakes.requests import make_request
+from tests.fakes.runner import FakeKVStore, FakeRunner, fake_continuation
 
 DRAFT = BUNDLED_MODELS / "tandem-draft"
 
@@ -44,6 +46,29 @@ def test_an_index_that_grows_finds_what_a_new_one_does(token_ids: list[int], len
     limits = drafter.limits([sequence], [length])
     assert drafter.draft([sequence], limits) == [look_up(token_ids, length)]
     drafter.forget(sequence)
+
+
+class FailingRunner(FakeRunner):
+    """Its second step fails for one request."""
+
+    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
+        self.refused = {"bad": "not finite"} if self.num_steps else {}
+        return super().begin(batch, on_layers)
+
+
+def test_a_draft_model_that_fails_for_a_request_drafts_for_the_others() -> None:
+    store = FakeKVStore(8)
+    runner = FailingRunner(store)
+    drafter = DraftModel(runner, max_model_len=100, max_batch_tokens=64)
+    sequences = [SequenceState(make_request(name, [1, 2, 3])) for name in ("good", "bad")]
+    for place, sequence in enumerate(sequences):
+        sequence.block_table = [3 * place, 3 * place + 1, 3 * place + 2]
+    limits = drafter.limits(sequences, [4, 4])
+    good, bad = (tuple(fake_continuation([1, 2, 3], count)) for count in (4, 1))
+    assert drafter.draft(sequences, limits) == [good, bad]
+    assert drafter.limits(sequences, [4, 4]) == [4, 0]
+    drafter.forget(sequences[1])
+    assert drafter.limits(sequences, [4, 4]) == [4, 4], "another request may have its id"
 
 
 def test_guesses_stop_where_they_do_not_pay() -> None:

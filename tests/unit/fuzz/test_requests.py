@@ -16,7 +16,8 @@ from mesh import wire
 from mesh.domain.errors import MeshError
 from mesh.domain.tokens import SampledToken, SequenceOutput
 from mesh.v1 import decode_pb2, prefill_pb2, sequence_pb2, worker_pb2
-from router.admission.limiter import Forecast, LocalLimiter
+from router.admission.forecast import Forecast
+from router.admission.limiter import LocalLimiter
 from router.api.generation_servicer import GenerationServicer
 from router.journal import Journal
 from router.served_model import ModelText, ServedModel

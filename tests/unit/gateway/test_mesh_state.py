@@ -28,12 +28,12 @@ PREFILL, DECODE = worker("prefill-0"), worker("decode-0")
         (Mesh((PREFILL, worker("decode-0", serving=False)), 1, 1), ("down", "decode"), "decode-0 is not proven yet"),
         (Mesh((worker("decode-0", serving=False, state="lost"),), 0, 0), ("down", "decode"), "decode-0 is lost"),
         (
-            Mesh((PREFILL, worker("decode-0", load=FULL)), 2, 6, shortage="decode room"),
+            Mesh((PREFILL, worker("decode-0", load=FULL)), 2, 6, shortage="decode capacity"),
             ("busy", "decode"),
             "2 requests wait for a batch slot or KV memory: 4 of 4 slots taken, 90 % of KV",
         ),
         (
-            Mesh((worker("prefill-0", prefilling_tokens=4096), DECODE), 1, 3, shortage="prefill room"),
+            Mesh((worker("prefill-0", prefilling_tokens=4096), DECODE), 1, 3, shortage="prefill capacity"),
             ("busy", "prefill"),
             "1 request waits for prefill: 4,096 prompt tokens to compute",
         ),

@@ -1,6 +1,7 @@
 """Calls of functions, found in what models write, however it is cut into pieces."""
 
 import json
+import sys
 from typing import Any
 
 import jsonschema
@@ -219,3 +220,39 @@ def test_text_is_not_parsed_without_tools_or_a_known_format() -> None:
     assert parse_tool_use(body(tool_choice="none"), HERMES) is None
     assert parse_tool_use(body(), None) is None
     assert parse_tool_use(body(tools=None), HERMES) is None
+
+
+def num_lines_run(parser: ToolCallParser, text: str) -> int:
+    """The number of lines of Python that parsing the text takes."""
+    num_lines = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        parser.push(text)
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+@pytest.mark.parametrize("order", ["{name}, {arguments}", "{arguments}, {name}"])
+def test_the_work_grows_with_the_text_not_faster(order: str) -> None:
+    """Blanks before the arguments, which a model in a loop writes by the thousand."""
+
+    def work(num_blanks: int) -> int:
+        arguments = '"arguments": ' + " " * num_blanks + '{"a": "' + "x" * num_blanks + '"}'
+        members = order.format(name='"name": "add"', arguments=arguments)
+        return num_lines_run(ToolCallParser(TOOL_FORMATS["hermes"], NAMES), f"<tool_call>{{{members}}}")
+
+    assert work(1000) < 2.5 * work(500)
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000 + "]" * 100_000, json.dumps("[" * 100_000)])
+def test_arguments_nested_too_deeply_are_no_call(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    assert read(TOOL_FORMATS["hermes"], text, 1 << 20) == (text, [])

@@ -39,9 +39,10 @@ def test_a_payload_is_part_of_the_frame() -> None:
     assert received.payload.inline.obj is raw
 
 
-def test_payloads_in_shared_memory_and_fields_in_another_order_are_left_to_protobuf() -> None:
-    elsewhere = replace(CHUNK, payload=Payload(arena_offset=1 << 40))
-    assert request_from_bytes(request_to_bytes(elsewhere)) == elsewhere
+def test_payloads_elsewhere_and_fields_in_another_order_are_left_to_protobuf() -> None:
+    for location in (Payload(arena_offset=1 << 40), Payload(tag=1 << 30)):
+        elsewhere = replace(CHUNK, payload=location)
+        assert request_from_bytes(request_to_bytes(elsewhere)) == elsewhere
     fields = pb.TransferChunk(payload=PAYLOAD).SerializeToString() + pb.TransferChunk(num_layers=4).SerializeToString()
     raw = pb.PushRequest(chunk=pb.TransferChunk.FromString(fields)).SerializeToString()
     reordered = raw[: -len(fields)] + fields

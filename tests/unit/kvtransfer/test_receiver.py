@@ -261,6 +261,8 @@ async def test_another_transport_plugs_in() -> None:
     assert replies[0] == Granted("memory", 2, 10)
     assert bench.outcomes.committed == [("transfer", FIRST_TOKEN)]
     assert transport.num_open_sources == 0
+    for slot in slots:
+        slot.release(is_acknowledged=True)
     await bench.receiver.close()
 
 

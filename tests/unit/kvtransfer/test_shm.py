@@ -52,11 +52,11 @@ async def test_round_trip(settings: TransferSettings) -> None:
     sender, receiver = make_sender(settings), ShmReceiveTransport(settings)
     slot = await sender.acquire(100)
     slot.buffer()[:] = bytes(range(100))
-    source = receiver.connect(sender.offer())
+    source = await receiver.connect(sender.offer())
     assert source is not None
     assert bytes(source.fetch(slot.seal(), 100)) == bytes(range(100))
     source.close()
-    slot.release()
+    slot.release(is_acknowledged=True)
     sender.close()
     assert names(settings) == []
 
@@ -65,13 +65,13 @@ async def test_what_was_fetched_does_not_change_with_the_slot(settings: Transfer
     sender = make_sender(settings)
     slot = await sender.acquire(4)
     slot.buffer()[:] = b"good"
-    source = ShmReceiveTransport(settings).connect(sender.offer())
+    source = await ShmReceiveTransport(settings).connect(sender.offer())
     assert source is not None
     fetched = source.fetch(slot.seal(), 4)
     slot.buffer()[:] = b"evil"
     assert bytes(fetched) == b"good"
     source.close()
-    slot.release()
+    slot.release(is_acknowledged=True)
     sender.close()
 
 
@@ -112,15 +112,15 @@ def test_fifos_and_directories_do_not_block_or_break(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arena_bytes", [0, HEADER_BYTES, (1 << 30) + 1])
-def test_offers_of_absurd_size_are_declined(settings: TransferSettings, arena_bytes: int) -> None:
+async def test_offers_of_absurd_size_are_declined(settings: TransferSettings, arena_bytes: int) -> None:
     offer = TransportOffer("shm", f"tandem-kv-{'0' * 32}", bytes(32), arena_bytes)
-    assert ShmReceiveTransport(settings).connect(offer) is None
+    assert await ShmReceiveTransport(settings).connect(offer) is None
 
 
 async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettings) -> None:
     sender = make_sender(settings)
     offer = sender.offer()
-    source = ShmReceiveTransport(settings).connect(offer)
+    source = await ShmReceiveTransport(settings).connect(offer)
     assert source is not None
     for offset in (0, HEADER_BYTES - 1, offer.arena_bytes - 9, offer.arena_bytes, 2**64 - 1):
         with pytest.raises(TransferCorrupt):
@@ -135,7 +135,7 @@ async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettin
 
 async def test_a_truncated_arena_is_an_error_not_a_crash(settings: TransferSettings) -> None:
     sender = make_sender(settings)
-    source = ShmReceiveTransport(settings).connect(sender.offer())
+    source = await ShmReceiveTransport(settings).connect(sender.offer())
     assert source is not None
     os.truncate(Path(settings.shm_dir) / sender.offer().arena, HEADER_BYTES + 5)
     with pytest.raises(TransferCorrupt, match="5 bytes early"):
@@ -153,16 +153,16 @@ async def test_waiters_get_slots_in_order_and_cancelled_ones_leave_nothing(setti
     async def wait_for_slot(number: int) -> None:
         slot = await sender.acquire(10)
         order.append(number)
-        slot.release()
+        slot.release(is_acknowledged=True)
 
     waiters = [asyncio.create_task(wait_for_slot(number)) for number in range(4)]
     await asyncio.sleep(0)
     waiters[1].cancel()
-    held[0].release()
-    held[0].release()  # idempotent
+    held[0].release(is_acknowledged=True)
+    held[0].release(is_acknowledged=True)  # idempotent
     await asyncio.gather(*waiters, return_exceptions=True)
     assert order == [0, 2, 3]
-    held[1].release()
+    held[1].release(is_acknowledged=True)
     assert sender.num_free_slots == 2
     with pytest.raises(TransferFailed, match="does not fit"):
         await sender.acquire(PAGE + 1)
@@ -172,7 +172,7 @@ async def test_waiters_get_slots_in_order_and_cancelled_ones_leave_nothing(setti
 async def test_an_arena_has_room_for_the_largest_chunk(settings: TransferSettings) -> None:
     sender = make_sender(settings, 5 * PAGE + 1)
     assert sender.num_slots == 1
-    (await sender.acquire(5 * PAGE + 1)).release()
+    (await sender.acquire(5 * PAGE + 1)).release(is_acknowledged=True)
     sender.close()
 
 

@@ -5,6 +5,8 @@ import resource
 import subprocess
 import sys
 
+import pytest
+
 from tests.defects import Repaired
 
 SERVICE = """
@@ -41,3 +43,52 @@ def test_an_unforeseen_error_is_a_log_line_and_status_1() -> None:
     assert done.returncode == 1
     last = json.loads(done.stderr.splitlines()[-1])
     assert (last["level"], last["exception"][0]["exc_type"]) == ("critical", "LookupError")
+
+
+BROKEN = """
+import asyncio, sys, time
+from mesh.process import ProcessSettings, ServiceProgram, run_for_life, until_stopped
+
+def broken(*arguments, **options):
+    raise LookupError("unforeseen")
+
+async def serve(settings):
+    if sys.argv[1] == "any":
+        async def work(): broken()
+        task = run_for_life(work())
+    elif sys.argv[1] == "expiry":
+        import router.workers.coordination as coordination
+        coordination.HEARTBEAT_INTERVAL_S = 0.01
+        from mesh.rpc.credentials import Credentials
+        from router.settings import RouterSettings
+        from router.workers.connections import Caller
+        from router.workers.membership import Membership
+        membership = Membership(time.monotonic)
+        membership.expire = broken
+        settings = RouterSettings(model="none", registry_port=0)
+        registry = coordination.HostedRegistry(settings, membership, Caller("r", settings.load_credentials()))
+        await registry.start()
+    else:
+        import socket
+        from starlette.applications import Starlette
+        import gateway.server as server
+        server.Connections.watch = lambda self: work()
+        async def work(): broken()
+        limits = server.ConnectionLimits(max_connections=9, header_timeout_s=1, slow_reader_s=1)
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with server.serving_at(Starlette(), listener, 1, limits):
+            await until_stopped(ProcessSettings())
+    await until_stopped(ProcessSettings())
+
+sys.exit(ServiceProgram("test", ProcessSettings, serve).main([]))
+"""
+
+
+@pytest.mark.parametrize("where", ["any", "expiry", "connections"])
+def test_a_background_task_that_fails_ends_the_service(where: str) -> None:
+    done = subprocess.run([sys.executable, "-c", BROKEN, where], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    entries = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    (critical,) = [entry for entry in entries if entry["level"] == "critical"]
+    assert critical["event"] == "a background task has failed, exiting"
+    assert critical["exception"][0]["exc_type"] == "LookupError"

@@ -111,11 +111,12 @@ def test_worker_round_trip() -> None:
     endpoints = (KVEndpoint("h:2", KVSpan(Span(0, 1), Span(0, 4))), KVEndpoint("h:3", KVSpan(Span(1, 1), Span(0, 4))))
     for role in WorkerRole:
         info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, kv_endpoints=endpoints)
-        info = replace(info, tensor_parallel=4)
+        info = replace(info, tensor_parallel=4, pipeline_parallel=2)
         assert wire.worker_from_proto(wire.worker_to_proto(info)) == info
         older = wire.worker_to_proto(info)
-        older.ClearField("tensor_parallel")
-        assert wire.worker_from_proto(older).tensor_parallel == 1
+        for degree in ("tensor_parallel", "pipeline_parallel"):
+            older.ClearField(degree)
+            assert getattr(wire.worker_from_proto(older), degree) == 1
     load = WorkerLoad(1, 2, 3, 4, 5, 6)
     assert wire.load_from_proto(wire.load_to_proto(load)) == load
     with pytest.raises(InvalidRequest, match="role"):

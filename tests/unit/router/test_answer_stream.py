@@ -136,6 +136,24 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
         await anext(chunks)
 
 
+async def test_a_stream_that_is_cut_off_keeps_no_events() -> None:
+    async def endless(choice: Choice) -> None:
+        choice.accept(output(0, [40]))
+        await asyncio.sleep(0)
+        for index in range(1, 1000):
+            choice.accept(output(index, [40]))
+        await asyncio.Event().wait()
+
+    driver = Driver(endless, slow_reader_s=0.02)
+    driver.choices[0]._max_new_tokens = 10**9
+    chunks = driver.stream.chunks()
+    await anext(chunks)
+    await asyncio.wait_for(driver.stream.ended, 60)
+    assert driver.choices[0].num_pending == 0
+    with pytest.raises(DeadlineExceeded):
+        await anext(chunks)
+
+
 async def test_a_reader_that_waits_for_tokens_is_not_slow() -> None:
     go_on = asyncio.Event()
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from mesh.domain.errors import AttemptsFailed
 from mesh.domain.request import SamplingParams
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceOutput, TokenLogprob
-from router.api.validation import GenerateParams, ValidRequest
 from router.choice import Choice, TokenEvent, TokenOrder
 from router.text.chat import TokenPrompt
 from router.text.tokenizer import Tokenizer
+from router.validation import GenerateParams, ValidRequest
 from tandem.v1 import sampling_pb2
 from tests.defects import Repaired
 from tests.fakes.router_model import EOS_ID, byte_level_tokenizer

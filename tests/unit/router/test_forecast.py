@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.limiter import BusyRate, Forecast, Latency, retry_after_s
+from router.admission.forecast import BusyRate, Forecast, Latency, retry_after_s
 
 
 class Clock:

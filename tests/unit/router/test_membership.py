@@ -110,3 +110,21 @@ def test_changes_are_announced(membership: Membership) -> None:
     membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
     membership.lose("decode-0", "one")
     assert len(heard) == 2
+
+
+@pytest.mark.parametrize("left", [WorkerState.DRAINING, WorkerState.STALLED, WorkerState.LOST])
+def test_a_worker_that_connects_again_keeps_its_state_until_a_heartbeat(
+    membership: Membership, left: WorkerState
+) -> None:
+    load = WorkerLoad(free_blocks=3)
+    membership.heartbeat("decode-0", "one", load, WorkerState.READY if left is WorkerState.LOST else left)
+    if left is WorkerState.LOST:
+        membership.lose("decode-0", "one")
+    membership.join(INFO)
+    view = membership.find("decode-0")
+    assert view is not None
+    assert (view.state, view.load) == (left, load)
+    membership.heartbeat("decode-0", "one", load, WorkerState.READY)
+    assert state(membership) is WorkerState.READY
+    membership.join(replace(INFO, incarnation="two"))
+    assert state(membership) is WorkerState.READY

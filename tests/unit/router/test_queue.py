@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
 from router.admission.fair_queue import QueueEntry
+from router.admission.forecast import Forecast
 from router.admission.in_flight import CapacityReservation, InFlightTable
-from router.admission.limiter import Forecast, LocalLimiter, Permit
+from router.admission.limiter import LocalLimiter, Permit
 from router.admission.placement import InFlight, MeshSnapshot, Placement
 from router.admission.queue import PlacementQueue
 from router.tenants import Priority

@@ -3,12 +3,13 @@
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import psutil
 import pytest
 
-from mesh.domain.errors import ConfigurationError, InvalidRequest
+from mesh.domain.errors import ConfigurationError, InvalidRequest, NoWorkers, Overloaded
 from router.text import template_process
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.template_process import TemplateProcess
@@ -138,12 +139,62 @@ def test_a_rendering_that_goes_too_far_ends_its_process_only() -> None:
         assert process.render(TURNS) == "well", "from another process"
 
 
+def child_of(process: TemplateProcess) -> psutil.Process:
+    before = set(psutil.Process().children())
+    process.start()
+    (child,) = set(psutil.Process().children()) - before
+    return child
+
+
+def test_a_process_that_was_killed_is_no_fault_of_the_request() -> None:
+    with running("well") as process, ThreadPoolExecutor(1) as pool:
+        child = child_of(process)
+        child.suspend()
+        rendering = pool.submit(process.render, TURNS)
+        until_asked(process)
+        child.kill()
+        assert rendering.result(60) == "well", "from another process"
+
+
+def test_a_process_that_dies_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running("well") as process, ThreadPoolExecutor(1) as pool:
+        child_of(process).kill()
+        monkeypatch.setattr(template_process.sys, "executable", "/bin/false")
+        with pytest.raises(NoWorkers, match="ended twice"):
+            pool.submit(process.render, TURNS).result(60)
+
+
+def test_closing_is_no_fault_of_the_request() -> None:
+    with running("well") as process, ThreadPoolExecutor(1) as pool:
+        child_of(process).suspend()
+        rendering = pool.submit(process.render, TURNS)
+        until_asked(process)
+        process.close()
+        with pytest.raises(NoWorkers, match="stopping"):
+            rendering.result(60)
+
+
+def test_a_process_without_cpu_time_is_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running("well") as process:
+        child_of(process).suspend()
+        monkeypatch.setattr(template_process, "_MAX_WAIT_S", 0.1)
+        with pytest.raises(Overloaded, match="too busy"):
+            process.render(TURNS)
+
+
+def until_asked(process: TemplateProcess) -> None:
+    """Return when another thread renders."""
+    limit_s = time.monotonic() + 60
+    while not process._lock.locked():
+        assert time.monotonic() < limit_s
+        time.sleep(0.01)
+    time.sleep(0.1)  # until it has written its request, on all but the busiest machine
+
+
 def test_the_process_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_MESH_KEY", "hunter2")
     with running("well") as process:
-        before = set(psutil.Process().children())
-        process.start()
-        (child,) = set(psutil.Process().children()) - before
+        child = child_of(process)
         assert child.rlimit(psutil.RLIMIT_AS) == (template_process.MAX_MEMORY_BYTES, template_process.MAX_MEMORY_BYTES)
         assert "TANDEM_MESH_KEY" not in child.environ()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -9,7 +9,10 @@ import pytest
 from checkpoint.model_files import ModelFacts
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.domain.request import SamplingParams
-from router.api.validation import (
+from router.service import LimitPolicy
+from router.settings import RouterSettings
+from router.text.chat import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
+from router.validation import (
     GenerateParams,
     Limits,
     ValidRequest,
@@ -19,9 +22,6 @@ from router.api.validation import (
     complete_sampling,
     require_prompt,
 )
-from router.service import LimitPolicy
-from router.settings import RouterSettings
-from router.text.chat import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from tests.fakes.router_views import decode
 
 LIMITS = Limits(max_input_tokens=10, max_total_tokens=16)

@@ -1,0 +1,53 @@
+"""Products with a single matrix of bytes, for layers of the eager decoder on CPUs whose oneDNN is not exact."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.arguments import Bytes, Floats, Share
+from engine.kernels.cpu.machine import PANEL, TILE_ROWS, UNIT
+from engine.kernels.cpu.matmul import Operand, Target, product
+from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.kernels.cpu.tiles import STORE
+
+_NO_AMX: Bytes = np.empty(0, np.uint8)
+_MIN_PRODUCTS = 2**22
+"""With fewer products of numbers, one thread is as fast as several."""
+
+
+class ByteMatrix:
+    """weight [outputs, inputs] of signed bytes with scales and bias [outputs], packed."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self._outputs, self._inputs = weight.shape
+        packer = Packer([MatrixShape(self._outputs, self._inputs)], int8=True)
+        packer.put(0, weight, scales=scales, bias=bias)
+        self._weights = packer.weights
+
+    def multiply(self, q: Bytes, factors: Floats) -> Floats:
+        """factors[row] * (q[row] - ZERO_POINT) @ scaled weight + bias, for bytes [rows, inputs] -> [rows, outputs]."""
+        rows, depth = len(q), int(self._weights.matrices[0, 2])
+        a = np.empty((rows + TILE_ROWS, depth), np.uint8)
+        a[:rows, : self._inputs] = q
+        padded = np.empty(rows + TILE_ROWS, np.float32)
+        padded[:rows] = factors
+        out = np.empty((rows, -(-self._outputs // PANEL) * PANEL), np.float32)
+        num_shares = torch.get_num_threads() if rows * self._outputs * depth > _MIN_PRODUCTS else 1
+
+        def compute(number: int) -> None:
+            operand = Operand(a.reshape(-1), padded, np.empty((2 * TILE_ROWS, UNIT), np.int32), _NO_AMX)
+            product(operand, self._weights, 0, Target(out, STORE), Share(number, num_shares))
+
+        if num_shares == 1:
+            compute(0)
+        else:
+            list(_threads(num_shares).map(compute, range(num_shares)))
+        return np.ascontiguousarray(out[:, : self._outputs])
+
+
+@cache
+def _threads(count: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count, "products")

@@ -1,0 +1,30 @@
+"""Settings of workers that are checked before anything is loaded."""
+
+import pytest
+
+from decode_worker.settings import DecodeSettings
+from mesh.domain.errors import ConfigurationError
+from prefill_worker.settings import PrefillSettings
+from worker.settings import WorkerSettings
+
+
+@pytest.mark.parametrize("role", [PrefillSettings, DecodeSettings])
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_transports_without_protection_leave_the_machine_only_if_the_network_is_trusted(
+    role: type[WorkerSettings], transport: str
+) -> None:
+    def settings(host: str, *, trust_fabric: bool, transports: str) -> WorkerSettings:
+        return role(
+            model="m",
+            registry_address="none",
+            host=host,
+            kv_transports=transports,  # type: ignore[call-arg]
+            trust_fabric=trust_fabric,
+        )
+
+    named = f"shm,{transport},grpc"
+    with pytest.raises(ConfigurationError, match=f"names {transport}, .* host is 10.0.0.1: set trust_fabric"):
+        settings("10.0.0.1", trust_fabric=False, transports=named)
+    settings("10.0.0.1", trust_fabric=True, transports=named)
+    settings("127.0.0.1", trust_fabric=False, transports=named)
+    settings("10.0.0.1", trust_fabric=False, transports="shm,grpc")

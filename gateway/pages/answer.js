@@ -58,6 +58,7 @@ export class AnswerView {
   /** Go on exactly behind the last token: the prompt is the token ids of the conversation and of the answer. */
   continue(nodes, request, signal) {
     this.draft.goOn();
+    for (const prose of this.prose) (prose.clear(), prose.render()); // the last block is open again
     const body = async () => {
       const { model } = request.sampling;
       const { tokenize_response: tokens } = await post("/chat_tokenize", { model, messages: messagesOf(nodes, request.system) }, signal);

@@ -4,11 +4,15 @@ import { Region } from "./region.js";
 
 const [OPEN, CLOSE] = ["<think>", "</think>"];
 
+/** How many characters at the end may be the beginning of </think>. */
+const markAtEnd = (text) => [...CLOSE].findLastIndex((_, size) => size === 0 || text.endsWith(CLOSE.slice(0, size)));
+
 /** Splits a raw text into reasoning and answer. `state` is start, thinking or answer; what may begin a mark is held back. */
 export class Splitter {
   constructor(state) {
     this.state = state;
     this.held = "";
+    this.isBlank = false; // white space between reasoning and answer is dropped
   }
 
   push(text, isLast = false) {
@@ -20,15 +24,21 @@ export class Splitter {
       this.state = first.startsWith(OPEN) ? "thinking" : "answer";
       if (this.state === "thinking") rest = first.slice(OPEN.length).trimStart();
     }
-    if (this.state === "answer") return ["", rest];
+    if (this.state === "answer") return ["", this.#answer(rest)];
     const end = rest.indexOf(CLOSE);
     if (end >= 0) {
-      this.state = "answer";
-      return [rest.slice(0, end).trimEnd(), rest.slice(end + CLOSE.length).trimStart()];
+      [this.state, this.isBlank] = ["answer", true];
+      return [rest.slice(0, end).trimEnd(), this.#answer(rest.slice(end + CLOSE.length))];
     }
-    const size = isLast ? 0 : [...CLOSE].findLastIndex((_, index) => index && rest.endsWith(CLOSE.slice(0, index)));
+    const size = isLast ? 0 : markAtEnd(rest);
     if (size > 0) [rest, this.held] = [rest.slice(0, -size), rest.slice(-size)];
     return [rest, ""];
+  }
+
+  #answer(text) {
+    const shown = this.isBlank ? text.trimStart() : text;
+    this.isBlank &&= !shown;
+    return shown;
   }
 }
 
@@ -51,10 +61,10 @@ export class Draft {
 
   /** The state in which token `number` was generated, for a Splitter. */
   stateAt(number) {
-    const before = this.tokens.slice(0, number);
+    const before = this.tokens.slice(0, number).map(({ text }) => text).join("");
     if (!this.thoughts.text) return number === 0 ? "start" : "answer";
     if (number === 0 && this.tokens[0].text.includes(OPEN)) return "start";
-    return before.some(({ text }) => text.includes(CLOSE)) ? "answer" : "thinking";
+    return before.includes(CLOSE) ? "answer" : "thinking";
   }
 
   /** A copy of the tokens before `number`, then `other` in its place. */
@@ -69,12 +79,18 @@ export class Draft {
     copy.splitter = new Splitter(this.stateAt(number));
     copy.ids.push(other.id);
     copy.#add({ ...other, top: this.tokens[number].top }, other.text);
+    copy.finish();
     return copy;
   }
 
-  /** Prepare to take a completion that goes on behind the last token. */
+  /** Prepare to take a completion that goes on behind the last token, which may have been within a mark. */
   goOn() {
-    this.splitter ??= new Splitter(this.stateAt(this.tokens.length));
+    const isStart = !this.thoughts.text && OPEN.startsWith(this.content.text.trimStart());
+    const state = isStart ? "start" : this.stateAt(this.tokens.length);
+    this.splitter = new Splitter(state);
+    this.splitter.isBlank = Boolean(this.thoughts.text) && !this.content.text;
+    if (state === "start") this.splitter.held = this.content.drop(this.content.text.length);
+    if (state === "thinking") this.splitter.held = this.thoughts.drop(markAtEnd(this.thoughts.text));
   }
 
   /** Take a chunk of a chat's stream. Returns true if it had something. */

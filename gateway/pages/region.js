@@ -31,6 +31,19 @@ export class Region {
     }
   }
 
+  /** Remove characters at the end, and return them. */
+  drop(size) {
+    const kept = this.text.length - size;
+    const dropped = this.text.slice(kept);
+    this.text = this.text.slice(0, kept);
+    while (this.ends.length && (this.ends.at(-2) ?? 0) >= kept) {
+      this.ends.pop();
+      this.numbers.pop();
+    }
+    if (this.ends.length) this.ends[this.ends.length - 1] = Math.min(this.ends.at(-1), kept);
+    return dropped;
+  }
+
   /** Index into `numbers` of the token at a character. */
   #indexAt(offset) {
     let [low, high] = [0, this.ends.length];

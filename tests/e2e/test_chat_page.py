@@ -13,7 +13,7 @@ import grpc
 import pytest
 from playwright.async_api import Page, expect
 
-from tests.e2e.browser import ask, browsing, last_answer, needs_chromium, press, source
+from tests.e2e.browser import ask, browsing, ended, last_answer, needs_chromium, press, source
 from tests.fakes.sdk_router import Refusal, Script
 from tests.service.gateway.http import running_gateway
 
@@ -114,6 +114,24 @@ async def check_thinking(page: Page) -> None:
     await expect(thinking.locator("strong")).to_be_hidden()
     await thinking.locator("summary").click()
     await expect(thinking.locator("strong")).to_have_text("one")
+
+
+async def test_an_answer_cut_while_thinking_goes_on_thinking() -> None:
+    """Also where the cut is within the mark that ends it."""
+    story = f"<think>{THOUGHTS}</think>\n\n**Both**, then."
+    script = Script(story=story, has_reasoning=True)
+    async with running_gateway(script) as gateway, browsing(gateway.url) as page:
+        await page.get_by_role("button", name="Settings").click()
+        await page.get_by_label("Max tokens").fill("21")
+        await page.keyboard.press("Escape")
+        await ask(page, "Think")
+        await expect(last_answer(page).locator(".thoughts strong")).to_have_text("one")
+        while await page.get_by_role("button", name="Continue").count():
+            await press(page, "Continue")
+            await ended(page)
+        await expect(last_answer(page).locator(".thoughts")).to_have_text("First one, then the other.")
+        await expect(last_answer(page).locator("> .text")).to_have_text("Both, then.")
+        assert await source(page) == "**Both**, then."
 
 
 async def check_colours(page: Page) -> None:

@@ -70,7 +70,7 @@ async def check_tokens(page: Page) -> None:
 async def check_continuing(page: Page) -> None:
     """Piece by piece it is the text that one long answer has."""
     await page.get_by_role("button", name="New chat").click()
-    await ask(page, QUESTION)
+    shown = await ask(page, QUESTION)
     whole = await source(page)
     await page.get_by_role("button", name="New chat").click()
     await set_max_tokens(page, "40")
@@ -84,6 +84,7 @@ async def check_continuing(page: Page) -> None:
         before, text = text, await source(page)
         assert len(text) > len(before)
     assert text == whole
+    assert await ended(page) == shown, "blocks go on, too"
     await set_max_tokens(page, "")
 
 

@@ -238,6 +238,20 @@ async def check_running(page: Page, url: str) -> None:
     await expect(page.locator(".trace .what").filter(has_text="CancelledError")).to_have_count(1)
 
 
+async def check_finding(page: Page) -> None:
+    """Requests are found by their whole id; figures over time are drawn from what has ended."""
+    rows = page.locator("#traces > .trace:visible")
+    title = await page.locator("#traces summary").first.get_attribute("title")
+    assert title
+    await page.get_by_label("Find requests").fill(title)
+    await expect(rows).to_have_count(1)
+    await page.get_by_label("Find requests").fill("no such request")
+    await expect(rows).to_have_count(0)
+    await page.get_by_label("Find requests").fill("")
+    await expect(page.locator("#timeline .chart", has_text="time to first token").locator("b")).to_contain_text("s")
+    await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M.*L"))
+
+
 async def test_mesh(tmp_path: Path) -> None:
     flags = ("--http-port=0", "--decode", "2")
     async with mesh("tandem-small", tmp_path, *flags) as running, browsing(f"{running.http}/mesh") as page:
@@ -249,6 +263,7 @@ async def test_mesh(tmp_path: Path) -> None:
         await page.locator(".trace summary").first.click()
         await expect(page.locator(".trace table").first).to_contain_text("prefill-0 → decode-")
         await check_running(page, running.http)
+        await check_finding(page)
         running.signal("decode_worker", signal.SIGKILL)
         incidents = page.locator("#incidents")
         await expect(incidents).to_contain_text("is gone", timeout=20_000)

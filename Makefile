@@ -5,7 +5,7 @@ TYPED := client/tandem router prefill_worker decode_worker rank_worker kvtransfe
 SOURCES := $(TYPED) tests
 FAST := 'not gpu and not soak'
 
-.PHONY: demo up test retest lint protos wheels parity test-gpu chaos soak defects bench bench-guard clean
+.PHONY: demo up test retest lint protos wheels parity test-gpu netns chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
@@ -39,11 +39,15 @@ protos: .venv/.installed  ## Generate client/tandem/v1 and mesh/v1 from protos/.
 wheels: .venv/.installed  ## Build both wheels, install each into an empty environment, and make a real call (minutes).
 	$(BIN)/pytest -q -s -m soak tests/wheels
 
-parity: .venv/.installed  ## Every model family against transformers, through a mesh, as a table (a few minutes).
+parity: .venv/.installed  ## Every model family against transformers, through a mesh and over ranks, as tables (several minutes).
 	$(BIN)/python -m tests.parity
+	$(BIN)/python -m tests.parity --tensor-parallel 2
 
 test-gpu:  ## Parity on CUDA, with the machine's own Python packages: PYTHON=python3 make test-gpu
 	PYTHONPATH=.:client $(PYTHON) -m pytest -q -m gpu tests/gpu
+
+netns: .venv/.installed  ## A worker on two machines, which are network namespaces: takes no privilege on most systems (minutes).
+	TANDEM_NETNS=1 unshare --map-root-user --net $(BIN)/pytest -q -m netns tests/netns
 
 chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~35 minutes).
 	$(BIN)/pytest -q -m '(evidence or soak) and not gpu' --ignore=tests/wheels

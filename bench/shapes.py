@@ -1,8 +1,15 @@
-"""Model shapes for benchmarks. A model folder contains only a configuration and the bundled tokenizer, no weights."""
+"""Model shapes for benchmarks. A model folder has a configuration and the bundled tokenizer; weights are optional."""
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
+
+import numpy as np
+
+from checkpoint.tensors import SINGLE_FILE
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
 
 BUNDLED = Path(__file__).resolve().parents[1] / "demo_model" / "tandem-small"
 
@@ -46,3 +53,20 @@ def write_shape(name: str, folder: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED / file, model_dir / file)
     return model_dir
+
+
+def write_weights(model_dir: Path, seed: int = 0) -> Path:
+    """Write random weights in fp32 for the folder's configuration, one tensor at a time; returns the file."""
+    sources = [source for spec in parameter_specs(load_decoder_config(model_dir)) for source in spec.sources]
+    header, end = {}, 0
+    for source in sources:
+        first, end = end, end + 4 * prod(source.shape)
+        header[source.name] = {"dtype": "F32", "shape": source.shape, "data_offsets": [first, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    generator, path = np.random.default_rng(seed), model_dir / SINGLE_FILE
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for source in sources:
+            file.write((0.02 * generator.standard_normal(prod(source.shape), np.float32)).data)
+    return path

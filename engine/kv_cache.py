@@ -99,7 +99,7 @@ class KVCache:
         if (piece := span.intersection(self.span)) is None:
             return
         units = self._select(block_ids, piece)
-        target = self._payload(block_ids, units, span, out)[_part(piece, span)]
+        target = payload_array(out, self.layout, len(block_ids), span)[part_of(piece, span)]
         if units.is_cuda:
             ids = torch.tensor(block_ids, device=units.device)
             torch.from_numpy(target).copy_(units.index_select(2, ids))
@@ -118,7 +118,7 @@ class KVCache:
         if (piece := span.intersection(self.span)) is None:
             return
         units = self._select(block_ids, piece)
-        source = self._payload(block_ids, units, span, data)[_part(piece, span)]
+        source = payload_array(data, self.layout, len(block_ids), span)[part_of(piece, span)]
         if units.is_cuda:
             ids = torch.tensor(block_ids, device=units.device)
             units.index_copy_(2, ids, torch.from_numpy(source.copy()).to(units.device))
@@ -152,13 +152,6 @@ class KVCache:
             raise IndexError(f"block ids {min(block_ids)}..{max(block_ids)} of {self.num_blocks} blocks")
         layers = self._units[span.layers.slice_in(self.span.layers)]
         return layers if span.heads == self.span.heads else layers[..., span.heads.slice_in(self.span.heads), :]
-
-    def _payload(self, block_ids: Sequence[int], units: Tensor, span: KVSpan, buffer: Buffer) -> Bytes:
-        flat: Bytes = np.frombuffer(buffer, np.uint8)
-        needed = self.payload_bytes(len(block_ids), span)
-        if flat.size != needed:
-            raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
-        return flat.reshape(span.layers.count, 2, len(block_ids), units.shape[3], span.heads.count, units.shape[5])
 
 
 class Blocks(Protocol):
@@ -232,7 +225,18 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     return torch.from_numpy(aligned(num_bytes, np.uint8))
 
 
-def _part(piece: KVSpan, span: KVSpan) -> tuple[slice | EllipsisType, ...]:
+def payload_array(payload: Buffer, layout: KVLayout, num_blocks: int, span: KVSpan) -> Bytes:
+    """A payload as the array that `KVCache.read_blocks` describes. Raises ValueError if it has the wrong size."""
+    flat: Bytes = np.frombuffer(payload, np.uint8)
+    needed = num_blocks * span.num_cells * layout.cell_bytes
+    if flat.size != needed:
+        raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
+    units = max(1, layout.block_size // layout.unit_tokens)
+    unit_bytes = layout.cell_bytes // (2 * units)
+    return flat.reshape(span.layers.count, 2, num_blocks, units, span.heads.count, unit_bytes)
+
+
+def part_of(piece: KVSpan, span: KVSpan) -> tuple[slice | EllipsisType, ...]:
     """The index of `piece` in a payload of `span`."""
     return piece.layers.slice_in(span.layers), ..., piece.heads.slice_in(span.heads), slice(None)
 

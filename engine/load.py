@@ -1,6 +1,6 @@
 """Builds a ModelRunner (weights, KV cache, attention, decoder) and a Speculator; the KV layout and its fingerprint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from hashlib import blake2b
@@ -20,6 +20,7 @@ from engine.batch import Runner
 from engine.kernels.cpu.machine import KEYS, why_no_loops
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
+from engine.load_times import load_phase
 from engine.masks import TokenMasks
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
@@ -57,9 +58,11 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     layout = kv_layout(config, settings)
     reservation = reserve_memory(settings, config)
     build = _load_model(settings, config, layout, on_progress)
-    with reserve_blocks(layout, settings, reservation) as num_blocks:
+    with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
         cache = KVCache(layout, num_blocks, device, reservation=reservation)
-    return assemble_runner(settings, build(cache), cache)
+    with load_phase("build"):
+        model = build(cache)
+    return assemble_runner(settings, model, cache)
 
 
 def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
@@ -112,7 +115,8 @@ def load_packed(
     """
     partition = read_partition(settings.model_dir)
     if partition is not None:
-        return partition.read(share.rank, share.degrees, settings.quantize)
+        with load_phase("map"):
+            return partition.read(share.rank, share.degrees, settings.quantize)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
     return pack_decoder(config, _parameters(settings, config, specs, on_progress), share)
 
@@ -164,10 +168,11 @@ def load_parameters(
     settings: RunnerSettings, config: AnyConfig, specs: list[ParameterSpec], on_progress: Progress | None = None
 ) -> Parameters:
     """Load these parameters of the model. Raises ConfigurationError."""
-    if read_partition(settings.model_dir) is not None:
+    if read_partition(settings.model_dir) is not None and isinstance(config, ModelConfig):
+        reason = why_eager(settings, config, kv_layout(config, settings))
         raise ConfigurationError(
-            f"{settings.model_dir} is partitioned for the compiled decoder, which cannot run with these settings or on "
-            "this machine: serve the original checkpoint"
+            f"{settings.model_dir} is partitioned for the compiled decoder, which cannot run here ({reason}): "
+            "serve the original checkpoint"
         )
     parameters = _parameters(settings, config, specs, on_progress)
     parameters.read_all()
@@ -240,13 +245,14 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig) -> KVReservation
     if (partition := read_partition(settings.model_dir)) is not None:
         mapped_bytes = {partition.identity: partition.num_bytes}
         return KVReservation.enter(device, settings.kv_memory, partition.num_bytes, mapped_bytes)
-    return KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, config))
+    num_bytes = weights_bytes(settings, _parameter_specs(settings, config))
+    return KVReservation.enter(device, settings.kv_memory, num_bytes)
 
 
-def weights_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
-    """Memory of the weights in the dtype of the model, before quantisation."""
+def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> int:
+    """Memory of the parts that are held, in the dtype of the model, before quantisation."""
     itemsize = getattr(torch, settings.dtype).itemsize
-    return sum(prod(spec.shape) for spec in _parameter_specs(settings, config)) * int(itemsize)
+    return sum(prod(spec.held_shape) for spec in specs if spec.is_held) * int(itemsize)
 
 
 def fingerprint(

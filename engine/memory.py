@@ -1,11 +1,15 @@
 """Memory that a machine, a container or a GPU has, and what a process has taken of it."""
 
+import ctypes
+import mmap
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mesh.domain.errors import ConfigurationError
 
@@ -123,3 +127,15 @@ def _limited(memory: DeviceMemory, folder: Path, names: _Limit) -> DeviceMemory:
     used = int((folder / names.used).read_text()) - int(stat.get(names.reclaimable, 0))
     free_bytes = min(memory.free_bytes, max(0, limit - used))
     return DeviceMemory(f"cpu {folder.stat().st_ino}", limit, free_bytes, is_lazy=True)
+
+
+def release_pages(mapped: Tensor) -> None:
+    """Take a tensor that is a view of a mapped file out of this process's memory; its pages stay in the page cache. Its
+    values must not be used any more.
+    """
+    if sys.platform != "linux":
+        return
+    first = -(-mapped.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = (mapped.data_ptr() + mapped.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if num_bytes > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)

@@ -60,6 +60,8 @@ class ModelRunner:
         self._builders = cycle([StepInputBuilder(kv_cache.layout.block_size) for _ in range(max_in_flight)])
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
+        self.rank_pids: tuple[int, ...] = ()
+        """Process ids of ranks 1 and up."""
 
     @property
     def config(self) -> AnyConfig:

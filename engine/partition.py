@@ -57,14 +57,18 @@ class Partition:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
-    def read(self, rank: int, degrees: Degrees, quantize: str) -> PackedDecoder:
-        """The weights of rank `rank`. Raises ConfigurationError if the partition is another, or broken."""
+    def require(self, degrees: Degrees, quantize: str) -> None:
+        """Raise ConfigurationError unless the partition is for these settings."""
         if (degrees, quantize) != (self.degrees, self.quantize):
             raise ConfigurationError(
                 f"{self.folder} is partitioned for {_described(self.degrees, self.quantize)}, not for "
                 f"{_described(degrees, quantize)}: set these, serve the original checkpoint, or run `tandem partition` "
                 "again"
             )
+
+    def read(self, rank: int, degrees: Degrees, quantize: str) -> PackedDecoder:
+        """The weights of rank `rank`. Raises ConfigurationError if the partition is another, or broken."""
+        self.require(degrees, quantize)
         file = self.files[rank]
         path = self.folder / file.name
         if not path.is_file() or path.stat().st_size != file.num_bytes or _checksum(path) != file.xxh3:

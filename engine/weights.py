@@ -1,8 +1,8 @@
 """Loading of weights: memory-mapped safetensors become merged parameters; tests and benchmarks use random ones.
 
-Every parameter is allocated once and filled from the map when the model takes it, and matrices are converted to their
-scheme one by one, so besides the model itself only the page cache grows. Checkpoint tensors that the model does not use
-are listed in the log, and refused if they are biases.
+Every parameter is allocated once and filled from the map when the model takes it. Matrices are converted to their
+scheme one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
+Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.
 """
 
 import re
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
 from engine.finite import is_finite
+from engine.load_times import load_phase
+from engine.memory import release_pages
 from engine.models.linear import Parameters, Values
 from engine.models.parameters import ParameterSpec, Source
 from mesh.domain.errors import ConfigurationError
@@ -117,7 +119,9 @@ def _stored_values(
                 path = stored[name].path
                 if path not in files:
                     files[path] = stack.enter_context(_open(path))
-            yield _fill(spec, target, [(name, files[stored[name].path]) for name in names])
+            with load_phase("read"):
+                parameter = _fill(spec, target, [(name, files[stored[name].path]) for name in names])
+            yield parameter
 
 
 def _dummy_values(spec: ParameterSpec, target: WeightsTarget, seed: int) -> Tensor:
@@ -169,7 +173,9 @@ def _fill(spec: ParameterSpec, target: WeightsTarget, stored: list[tuple[str, An
     first = 0
     for source, (name, file) in zip(spec.held_sources(), stored, strict=True):
         part = parameter[first : first + source.num_rows]
-        part.copy_(_rows(source, _read(file, name))[..., spec.input_slice])
+        mapped = _read(file, name)
+        part.copy_(_rows(source, mapped)[..., spec.input_slice])
+        release_pages(mapped)
         if not is_finite(part):
             raise ConfigurationError(_not_finite(part, name))
         first += source.num_rows

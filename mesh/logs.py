@@ -132,9 +132,10 @@ class _Handler(logging.Handler):
 
 
 class _Running:
-    """Holds the outputs of this process for `flush_outputs` and `num_lines_lost`."""
+    """Holds the outputs of this process and their format."""
 
     logs: Logs | None = None
+    format: tuple[str, bool] = ("info", True)
     writers: tuple[LineWriter, ...] = ()
 
 
@@ -142,11 +143,17 @@ def configure_logging(service: str, *, level: str = "info", json: bool = True) -
     """Send logs and printed text through queues to stderr and stdout. Call it once per process."""
     make_private(_STDERR)
     logs = _Running.logs = Logs(service, level=level, json=json)
+    _Running.format = (level, json)
     logs.install()
     stdout = LineWriter(sys.stdout.fileno())
     sys.stdout, sys.stderr = text_stream(stdout), text_stream(logs.writer)
     _Running.writers = (stdout, logs.writer)
     atexit.register(flush_outputs)
+
+
+def log_format() -> tuple[str, bool]:
+    """Level of this process's log and whether its lines are JSON, for processes that it starts."""
+    return _Running.format
 
 
 def flush_outputs() -> None:

@@ -35,6 +35,7 @@ COMPONENTS = (
     "gateway",
     "prefill_worker",
     "decode_worker",
+    "rank_worker",
     *SHORT_NAMES.values(),
     "handler",
     "client",

@@ -2,6 +2,8 @@
 
     setup ──▶ load weights ──▶ loaded ──▶ number of blocks ──▶ ready ──▶ commands, until the worker is gone
 
+`python -m rank_worker --leader HOST:PORT --rank R`: the same on another machine (rank_worker/joining.py).
+
 The process never outlives its worker. A worker that stops kills its ranks after its last step. If it ends otherwise, a
 rank ends when its socket closes, and Linux kills it when the worker's thread that started it ends. Signals to the
 process group are for the worker, which drains first.
@@ -19,6 +21,12 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> int:
     """Serve until the worker is gone. Returns the exit status."""
+    if "--socket-fd" not in sys.argv:
+        from mesh.process import ServiceProgram
+        from rank_worker.joining import serve as join
+        from rank_worker.settings import RankSettings
+
+        return ServiceProgram("rank_worker", RankSettings, join).main()
     parser = argparse.ArgumentParser(prog="rank_worker")
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="process id of the worker")

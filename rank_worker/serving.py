@@ -9,10 +9,11 @@ import structlog
 import torch
 
 from engine.load import resolve
+from engine.load_times import load_phase, measured_load, rounded
 from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message, send_message
-from engine.ranks.rank import Rank, map_kv
+from engine.ranks.rank import Execute, Rank, map_kv
 from engine.ranks.shared import Command, Report, SharedGroup, decode_command, encode_command, encode_report, step_memory
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import configure_logging, flush_outputs
@@ -24,23 +25,26 @@ def serve(leader: socket.socket) -> int:
     """Serve until the worker is gone. Returns the exit status."""
     try:
         setup = RankSetup.receive(leader)
-        configure_logging("rank_worker", level=setup.log_level)
-        _serve_rank(setup, leader)
+        configure_logging("rank_worker", level=setup.log_level, json=setup.log_json)
+        structlog.contextvars.bind_contextvars(rank=setup.rank)
+        with measured_load() as seconds:
+            execute = _load(setup, leader)
+        send_message(leader, ready=True, phases=rounded(seconds))
+        while message := leader.recv(MAX_MESSAGE_BYTES):
+            execute(decode_command(message))
     except ConnectionError:  # the worker has ended
         return 1
     except Exception as error:
         if not isinstance(error, ConfigurationError):
             log.critical("unexpected error, exiting", exc_info=error)
+        flush_outputs()  # before the leader knows: it kills this process then
         RankSetup.send_failure(leader, error)
-        flush_outputs()
         return 1
     return 0
 
 
-def _serve_rank(setup: RankSetup, leader: socket.socket) -> None:
-    """Load the rank's share, then execute commands until the leader is gone. Raises ConfigurationError, and
-    ConnectionError if the leader ends before the rank is ready.
-    """
+def _load(setup: RankSetup, leader: socket.socket) -> Execute:
+    """Load the rank's share. Raises ConfigurationError, and ConnectionError if the leader ends meanwhile."""
     os.sched_setaffinity(0, setup.cores)
     torch.set_num_threads(setup.num_threads)
     settings, config = resolve(setup.settings)
@@ -51,12 +55,11 @@ def _serve_rank(setup: RankSetup, leader: socket.socket) -> None:
     send_message(leader, loaded=True)
     allocated = receive_message(leader)
     num_blocks = allocated["num_blocks"]
-    caches = rank.caches(num_blocks, map_kv(setup.kv_fd, allocated["kv_bytes"]))
+    with load_phase("kv"):
+        caches = rank.caches(num_blocks, map_kv(setup.kv_fd, allocated["kv_bytes"]))
     rank.connect()
-    execute = rank.follow(caches[setup.rank])
-    send_message(leader, ready=True)
-    while message := leader.recv(MAX_MESSAGE_BYTES):
-        execute(decode_command(message))
+    with load_phase("build"):
+        return rank.follow(caches[setup.rank])
 
 
 def _post(setup: RankSetup, stage: int, command: Command) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 from rich import progress
 from rich.console import Console
 
+from checkpoint.source import ModelSource, split_models
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from tandem.sync import ClientOptions
@@ -29,7 +30,7 @@ from tandem_cli.load_test.endpoints import (
 )
 from tandem_cli.load_test.figures import BURST, Outcome, Record, RunFailed
 from tandem_cli.load_test.jobs import Lengths, read_jobs
-from tandem_cli.load_test.plan import PRESETS, Arm, Case, Kind, Plan
+from tandem_cli.load_test.plan import PRESETS, Arm, Case, Kind, Plan, degree_arms
 from tandem_cli.load_test.report import Report, describe_machine, num_cores, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
 from tandem_cli.terminal import wide_console
@@ -169,6 +170,7 @@ def _measure(args: argparse.Namespace) -> Report:
     try:
         with Progress(plan, len(arms), Console(stderr=True)) as progress:
             asyncio.run(Sweep(plan, arms, report, progress).run(lambda: _save(args, report)))
+        _save(args, report)  # with what is known when the last mesh stops
     except KeyboardInterrupt:
         if not report.points:
             raise
@@ -209,12 +211,32 @@ def _preset_arms(args: argparse.Namespace, report: Report) -> Mapping[str, Opene
     if args.preset:
         preset, cores = PRESETS[args.preset], num_cores()
         arms = preset.arms_on(cores)
+        if preset.with_degrees:
+            arms += degree_arms(_degrees(extra_flags, cores))
         if preset.needs_pace(cores):
             report.notes.append(
                 f"workers simulate the model at a fixed pace ({preset.pace}: ms per step, ms per token in it):"
                 f" this machine has {cores} cores, and real engines need {preset.min_cores}"
             )
     return {arm.name: partial(own_endpoint, replace(arm, up=(*arm.up, *extra_flags))) for arm in arms}
+
+
+def _degrees(up_flags: Sequence[str], cores: int) -> list[int]:
+    """The degrees of tensor parallelism to measure. Raises ConfigurationError if none above 1 fits."""
+    # The engine is imported for this preset only.
+    from tandem_cli.capacity.ranks import fitting_degrees
+    from tandem_cli.main import parse_arguments
+    from tandem_cli.mesh_plan import find_model, join_models
+    from tandem_cli.up_settings import UpSettings
+
+    flags = parse_arguments(["up", *up_flags])
+    model = [f"--model={join_models(flags.model)}"] if "model" in flags else []
+    settings = load_settings(UpSettings, model, prog="up").values
+    if len(split_models(settings.model)) > 1:
+        raise ConfigurationError("the preset tensor-parallel measures one model")
+    [(_, name)] = split_models(settings.model)
+    model_dir = find_model(ModelSource(name, settings.revision, settings.model_cache))
+    return fitting_degrees(model_dir, getattr(flags, "quantize", "none"), cores)
 
 
 def _prepare_plots(folder: Path) -> None:

@@ -1,16 +1,19 @@
 """One child process: its announcements, its log, its exit.
 
 Each child runs in its own session, so that Ctrl-C in the terminal reaches only the supervisor. Each child also watches
-its standard input, and stops when the supervisor disappears for any reason. Its log lines go to a file, and warnings
-among them also to the terminal. A full disk loses log lines, but never stops the child.
+its standard input, and stops when the supervisor disappears for any reason. A child has exited when the processes that
+it started, such as ranks, are gone too. Its log lines go to a file, and warnings among them also to the terminal. A
+full disk loses log lines, but never stops the child.
 """
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import stat
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +30,8 @@ _MAX_LINE_BYTES = 1 << 20
 _TAIL_LINES = 8
 # A grandchild may keep the pipes open after the child has exited.
 _DRAIN_S = 1.0
+_REAP_INTERVAL_S = 0.01
+_PR_SET_CHILD_SUBREAPER = 36
 _REPORT_INTERVAL_S = 60.0
 # Neither follow a symbolic link of another user, nor block on a pipe without a reader.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -63,6 +68,14 @@ class Launch:
 OnEvent = Callable[[ChildEvent], None]
 OnWarning = Callable[[str, str], None]
 """`on_warning(name of the service, text)`."""
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose parents end, on Linux. Otherwise that is the system's init,
+    which may be slow to reap them; in a container without one it would be this process anyway.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 class Child:
@@ -138,12 +151,23 @@ class Child:
             asyncio.create_task(_read_lines(process.stderr, self._on_log)),
         ]
         status = await process.wait()
+        self.kill()
+        await self._reap()
         _, unfinished = await asyncio.wait(drains, timeout=_DRAIN_S)
         for drain in unfinished:
             drain.cancel()
         await asyncio.gather(*drains, return_exceptions=True)
         self._log.close()
         self._on_event(ChildEvent(self, "exited", {"status": status}))
+
+    async def _reap(self) -> None:
+        """Wait for killed processes of the child's group, which are children of this process now; see adopt_orphans."""
+        deadline_s = time.monotonic() + _DRAIN_S
+        with contextlib.suppress(ChildProcessError):  # there are none
+            while time.monotonic() < deadline_s:
+                pid, _ = os.waitpid(-self.pid, os.WNOHANG)  # noqa: ASYNC222 - it returns at once
+                if pid == 0:
+                    await asyncio.sleep(_REAP_INTERVAL_S)
 
     def _on_output(self, line: bytes) -> None:
         """Report an announcement (a JSON object with an "event"); write any other line to the log."""

@@ -242,6 +242,7 @@ KNOBS = (
         also=("option.kv_dtype",),
         convert=kv_dtype,
     ),
+    Knob("option.save_mp_checkpoint_path", ("up.partition",), is_file=True),
     Knob("option.load_format", _workers("load_format")),
     Knob("option.gpu_memory_utilization", _workers("memory_utilization"), env=("CUDA_MEMORY_FRACTION",)),
     Knob(

@@ -150,7 +150,7 @@ class MeshPlan:
         Raises ConfigurationError as `resolve` does.
         """
         workers = self.workers("127.0.0.1:1")
-        ranks = [self.resolve(worker, environ).degrees().num_ranks for worker in workers]
+        ranks = [self.resolve(worker, environ).num_local_ranks for worker in workers]
         if max(ranks) == 1:
             return self
         prefill, decode = (

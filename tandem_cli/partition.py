@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 from checkpoint.source import ModelSource
+from engine.cores import num_numa_nodes
 from engine.load import kv_layout, load_packed, resolve, weights_digest, why_eager
 from engine.models.model_config import ModelConfig
 from engine.partition import read_partition, write_partition
+from engine.ranks.launch import fitting_ranks
 from engine.ranks.share import rank_share
 from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
@@ -20,8 +22,13 @@ from tandem_cli.mesh_plan import find_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder, name of a bundled model, or any other source of `tandem up`")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of each stage (1)")
+    about = "ranks of each stage (1); max: as a worker's --tensor-parallel max"
+    parser.add_argument("--tensor-parallel", default="1", metavar="N", help=about)
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="M", help="stages of a worker (1)")
+    about = "cpu; GPUs load checkpoints as they are (cpu)"
+    parser.add_argument("--device", default="cpu", metavar="NAME", help=about)
+    about = "leave the folder as it is if it holds this partition of this model"
+    parser.add_argument("--reuse", action="store_true", help=about)
     parser.add_argument(
         "--quantize", choices=QUANTIZATIONS, default="none", help="quantization of the linear layers (none)"
     )
@@ -30,8 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     model_dir = find_model(ModelSource(args.model))
-    degrees, quantize = Degrees(args.tensor_parallel, args.pipeline_parallel), args.quantize
+    if args.device != "cpu":
+        raise ConfigurationError(
+            f"partitions for {args.device} are not built: workers there load the checkpoint itself"
+        )
+    quantize = args.quantize
+    degrees = Degrees(_tensor_parallel(args.tensor_parallel, model_dir, quantize), args.pipeline_parallel)
     settings, config = resolve(RunnerSettings(model_dir, quantize=quantize))
+    if args.reuse and _is_written(args.out, model_dir, degrees, quantize):
+        sys.stdout.write(f"{args.out}: holds this partition\n")
+        return 0
     if read_partition(model_dir) is not None:
         raise ConfigurationError(f"{model_dir} is partitioned already")
     if not isinstance(config, ModelConfig):
@@ -62,3 +77,23 @@ def run(args: argparse.Namespace) -> int:
         f"serve it with: tandem up --model {args.out}{flags}\n"
     )
     return 0
+
+
+def _tensor_parallel(degree: str, model_dir: Path, quantize: str) -> int:
+    """The degree as a number, "max" as workers understand it. Raises ConfigurationError."""
+    if degree == "max":
+        return fitting_ranks(RunnerSettings(model_dir, quantize=quantize, tensor_parallel=num_numa_nodes()))
+    if not degree.isdecimal() or int(degree) < 1:
+        raise ConfigurationError(f"tensor_parallel must be at least 1, or max, got {degree!r}")
+    return int(degree)
+
+
+def _is_written(out: Path, model_dir: Path, degrees: Degrees, quantize: str) -> bool:
+    """Whether `out` is the partition that is to be written. Raises ConfigurationError if it is another one."""
+    partition = read_partition(out)
+    if partition is None:
+        return False
+    partition.require(degrees, quantize)
+    if bytes.fromhex(partition.weights_digest) != weights_digest(model_dir):
+        raise ConfigurationError(f"{out} is a partition of another checkpoint than {model_dir}: choose another folder")
+    return True

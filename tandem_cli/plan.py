@@ -5,9 +5,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import structlog
@@ -18,8 +18,9 @@ from checkpoint.source import ModelSource
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
+from engine.partition import Partition, read_partition
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import DTYPE_BYTES
+from mesh.domain.kv import DTYPE_BYTES, Degrees, Span
 from tandem_cli.capacity.measurement import EngineSteps, StepPlan, probe
 from tandem_cli.capacity.planning import (
     PREFILL,
@@ -31,6 +32,7 @@ from tandem_cli.capacity.planning import (
     plan_capacity,
     read_measured,
 )
+from tandem_cli.capacity.ranks import RankMemory, rank_memory, total
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device, model_size
 from tandem_cli.mesh_plan import find_model
 from tandem_cli.terminal import wide_console
@@ -45,9 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DTYPE_BYTES,
         help="type of weights and KV (default: float32 on this machine, else that of the checkpoint)",
     )
-    parser.add_argument(
-        "--quantize", choices=("none", *QUANTIZED), default="none", help="quantization of the linear layers (none)"
-    )
+    about = "quantization of the linear layers (none, or that of a partitioned model)"
+    parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
+    about = "ranks that divide heads and weights of a worker (1, or those of a partitioned model)"
+    parser.add_argument("--tensor-parallel", type=_positive_int, metavar="N", help=about)
+    about = "stages that divide the layers of a worker, each with as many ranks (1)"
+    parser.add_argument("--pipeline-parallel", type=_positive_int, metavar="N", help=about)
     _add_device(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--input-tokens", type=_positive_int, default=256, metavar="N", help="tokens of a prompt (256)")
@@ -111,13 +116,16 @@ def run(args: argparse.Namespace) -> int:
             f"{config.architecture} has an encoder, whose output the decoder attends to: the formulas here hold "
             "for decoder-only models"
         )
-    precision = _precision(args, config)
+    partition = read_partition(model_dir)
+    degrees = _degrees(args, partition)
+    precision = _precision(args, config, has_ranks=degrees != Degrees())
     load = Load(args.input_tokens, args.output_tokens, args.rate)
     with _only_warnings():
         device = _device(args, precision)
         capacity = Capacity(model_size(config), precision, device.rates(precision), args.memory_share)
         args.batch = batches_to_plan(capacity, load, args.batch)
-        measured_ms = _measured_ms(args, model_dir)
+        ranks = [] if degrees == Degrees() else rank_memory(config, precision, degrees, _num_threads(args))
+        measured_ms = _measured_ms(args, model_dir, degrees)
     request = PlanRequest(
         load,
         args.batch,
@@ -133,19 +141,38 @@ def run(args: argparse.Namespace) -> int:
             "active_params": capacity.model.active_params,
         },
         "device": {"name": device.name, "source": device.source, **asdict(capacity.device)},
+        "ranks": [rank.to_json() for rank in ranks],
+        "partition": None if partition is None else _about(partition),
         **plan_capacity(capacity, request, measured_ms),
     }
     if args.json:
         sys.stdout.write(json.dumps(plan) + "\n")
     else:
-        show(plan, wide_console())
+        show(plan, ranks, wide_console())
     return 0
 
 
-def _precision(args: argparse.Namespace, config: ModelConfig) -> Precision:
-    is_here = (args.device or _HERE) == _HERE and args.bandwidth is None
-    dtype = args.dtype or ("float32" if is_here else config.dtype)
+def _precision(args: argparse.Namespace, config: ModelConfig, *, has_ranks: bool) -> Precision:
+    is_cpu = has_ranks or ((args.device or _HERE) == _HERE and args.bandwidth is None)
+    dtype = args.dtype or ("float32" if is_cpu else config.dtype)
     return Precision(dtype if args.quantize == "none" else args.quantize, dtype)
+
+
+def _degrees(args: argparse.Namespace, partition: Partition | None) -> Degrees:
+    """The degrees of a worker. A partitioned model says them, and its quantization, if no option does."""
+    args.quantize = args.quantize or (partition.quantize if partition is not None else "none")
+    own = partition.degrees if partition is not None else Degrees()
+    degrees = Degrees(args.tensor_parallel or own.tensor, args.pipeline_parallel or own.pipeline)
+    if partition is not None:
+        partition.require(degrees, args.quantize)
+    if degrees != Degrees() and (args.device or _HERE) != _HERE:
+        raise ConfigurationError(f"the ranks of a worker are on one machine with CPUs: plan {args.device} without them")
+    return degrees
+
+
+def _about(partition: Partition) -> dict[str, object]:
+    degrees = {"tensor_parallel": partition.degrees.tensor, "pipeline_parallel": partition.degrees.pipeline}
+    return {"quantize": partition.quantize, "files": len(partition.files), "num_bytes": partition.num_bytes, **degrees}
 
 
 def _device(args: argparse.Namespace, precision: Precision) -> Device:
@@ -160,19 +187,20 @@ def _device(args: argparse.Namespace, precision: Precision) -> Device:
     return find_device(args.device)
 
 
-def _measured_ms(args: argparse.Namespace, model_dir: Path) -> dict[str, float]:
+def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) -> dict[str, float]:
     times_ms: dict[str, float] = {}
     if args.measured is not None:
         times_ms = read_measured(args.measured, args.input_tokens)
     if args.measure:
         if (args.device or _HERE) != _HERE:
             raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
+        if degrees.pipeline > 1:
+            raise ConfigurationError("--measure runs one stage: leave --pipeline-parallel out")
         if args.quantize not in ("none", "int8"):
             raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs none or int8")
         context = args.input_tokens + args.output_tokens // 2
-        steps = EngineSteps(
-            StepPlan(model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args))
-        )
+        step_plan = StepPlan(model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args))
+        steps = EngineSteps(replace(step_plan, num_ranks=degrees.tensor))
         steps.prompt_ms()  # warm-up: compiles kernels, touches memory
         times_ms[PREFILL] = min(steps.prompt_ms() for _ in range(3))
         times_ms |= {decode_name(batch): steps.decode_ms(batch) for batch in args.batch}
@@ -208,7 +236,7 @@ def _positive_int(text: str) -> int:
     return value
 
 
-def show(plan: PlanResult, console: Console) -> None:
+def show(plan: PlanResult, ranks: Sequence[RankMemory], console: Console) -> None:
     """Print the tables, and the lines between them."""
     model, device = plan["model"], plan["device"]
     console.print(
@@ -223,8 +251,14 @@ def show(plan: PlanResult, console: Console) -> None:
         f"KV: {plan['kv_bytes_per_token']:,.0f} bytes per token; critical batch: {plan['critical_batch']:.0f}; "
         f"arithmetic is the bound above {plan['device_flops_per_byte']:.0f} FLOP/byte\n"
     )
+    if plan["partition"] is not None:
+        files, num_bytes = plan["partition"]["files"], plan["partition"]["num_bytes"]
+        console.print(f"partitioned: {_number(num_bytes)}B in {files} {'file' if files == 1 else 'files'}\n")
     console.print(_memory(plan))
     console.print()
+    if ranks:
+        console.print(_ranks(ranks, plan["context_tokens"]))
+        console.print()
     console.print(_predictions(plan))
     if plan["blended_price_per_million"] is not None:
         console.print(f"blended price, 3 of input to 1 of output: {plan['blended_price_per_million']:.4g} per million")
@@ -252,6 +286,23 @@ def _memory(plan: PlanResult) -> Table:
             f"{row['kv_tokens']:,}" if fits else "does not fit",
             f"{row['users']:,}",
         )
+    return table
+
+
+def _ranks(ranks: Sequence[RankMemory], context_tokens: int) -> Table:
+    columns = ("layers", "KV heads", "weights bytes", "KV bytes/token", f"KV of {context_tokens} tokens", "cores")
+    table = _table("rank", *columns)
+
+    def add(name: str, spans: tuple[Span, ...], sizes: tuple[float, float], cores: int) -> None:
+        weights_bytes, kv_bytes = sizes
+        sizes_text = (f"{_number(weights_bytes)}B", f"{kv_bytes:,.0f}", f"{_number(context_tokens * kv_bytes)}B")
+        spans_text = (f"{span.first}..{span.end - 1}" for span in spans)
+        table.add_row(name, *spans_text, *sizes_text, str(cores or "shared"))
+
+    for rank in ranks:
+        add(str(rank.rank), (rank.layers, rank.heads), (rank.weights_bytes, rank.kv_bytes_per_token), rank.cores)
+    whole = Span(0, ranks[-1].layers.end), Span(0, ranks[-1].heads.end)
+    add("worker", whole, total(ranks), sum(rank.cores for rank in ranks))
     return table
 
 

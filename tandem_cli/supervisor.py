@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from mesh.domain.errors import ConfigurationError
 from mesh.retry import Backoff
 from tandem import TandemError
-from tandem_cli.child import Child, ChildEvent, Launch
+from tandem_cli.child import Child, ChildEvent, Launch, adopt_orphans
 from tandem_cli.cores import format_cores
 from tandem_cli.display import Display
 from tandem_cli.mesh_plan import MeshPlan, Service
@@ -83,6 +83,7 @@ class Supervisor:
 
         Calls `on_ready(addresses of the routers, address of the gateway or "")` once.
         """
+        adopt_orphans()
         with self._signals():
             try:
                 await self._start()
@@ -136,6 +137,8 @@ class Supervisor:
                 self._display.loading(name, float(event.fields["fraction"]))
             elif event.kind == "kv_memory":
                 self._display.line(f"{name}: {event.fields['summary']}")
+            elif event.kind == "waiting_for_ranks":
+                self._display.line(f"{name}: waits for ranks from other machines on port {event.fields['port']}")
             elif event.kind == "ready":
                 not_ready.discard(name)
             elif event.kind == "listening" and event.child.service.role == "router":

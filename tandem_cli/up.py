@@ -31,6 +31,7 @@ from tandem_cli.child import Launch, Programs, make_log_folder
 from tandem_cli.display import Display
 from tandem_cli.low_code import LowCode, read_low_code
 from tandem_cli.mesh_plan import MeshPlan, Overrides, available_cores, find_draft, join_models, plan_models
+from tandem_cli.partitioned import with_partition
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up_settings import ROLES, HandlerChoice, UpSettings, check_names, passed_on, roles_of, split_by_role
 
@@ -121,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
         plan = _with_lmi_defaults(plan, low_code, environ, display)
         plan = plan.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
         trial = _check(plan, environ, trial_key)
+        plan = with_partition(plan, environ, display)
         for model in plan.models if plan.pin else ():
             display.line(model.cores.describe(model.name if len(plan.models) > 1 else ""))
         return _serve(plan, display, trial, programs=args.programs, environ=environ)

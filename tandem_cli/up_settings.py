@@ -63,6 +63,11 @@ class UpSettings:
     name: str = setting("", "served model name; default: name of the model without path or organisation")
     revision: str = setting("", "branch, tag or commit on the hub", env=("HF_MODEL_REVISION", "HF_REVISION"))
     model_cache: str = setting("~/.cache/tandem", "folder for copies of models from S3")
+    partition: str = setting(
+        "",
+        "folder for the model's weights as workers map them: written before the start unless they are there, then "
+        "served (see `tandem partition`)",
+    )
     prefill: int = setting(1, "number of prefill workers of each model")
     decode: int = setting(1, "number of decode workers of each model")
     colocated: bool = setting(False, "start no prefill workers: decode workers compute prompts too")

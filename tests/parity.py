@@ -2,14 +2,19 @@
 
     python -m tests.parity                  all families: some minutes
     python -m tests.parity bloom gemma2     these
+    python -m tests.parity --tensor-parallel 2 [FAMILY ...]     over ranks, without a mesh
 
 Each family has a small random checkpoint (checkpoints.py and encoder_decoders.py in tests/component). A router, a
 prefill and a decode worker serve it in this process, over real sockets with KV really moving; then a router and a
 decode worker alone (colocated). Prompts of many lengths run at once, in chunks, longer than windows and blocks. Every
 token must be transformers' own greedy choice after those before it; shown is the largest difference of a log-prob,
 which has a tolerance.
+
+With --tensor-parallel each family is computed by so many processes: over shared memory where the compiled decoder can
+run it, and over gloo by the eager decoder. What ranks cannot divide is listed with the reason.
 """
 
+import argparse
 import asyncio
 import contextlib
 import io
@@ -17,9 +22,10 @@ import os
 import random
 import sys
 import tempfile
+import textwrap
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +40,13 @@ import decode_worker.__main__
 import prefill_worker.__main__
 import tandem
 from decode_worker.settings import DecodeSettings
-from engine.load import load_model_runner
+from engine.load import kv_layout, load_model_runner, resolve, why_eager
+from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
+from engine.ranks.launch import load_ranked_runner
+from engine.runner_settings import RunnerSettings
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.tokens import SampledToken
 from mesh.logs import configure_logging
 from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess
@@ -43,7 +54,8 @@ from router.settings import RouterSettings
 from tests.component.arms import settings as runner_settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
-from tests.component.parity import expect
+from tests.component.parity import expect, run_mixed
+from tests.component.parity import prompts as mixed_prompts
 from tests.e2e.reference import TOLERANCE, Reference
 
 Scores = Callable[[list[int], list[int]], torch.Tensor]
@@ -104,7 +116,9 @@ def prompts(max_tokens: int) -> list[list[int]]:
     return [prompt for prompt in made if len(prompt) + NUM_NEW <= max_tokens]
 
 
-def compare(theirs: Scores, prompt: list[int], tokens: Sequence[tandem.Token]) -> tuple[int, float]:
+def compare(
+    theirs: Scores, prompt: list[int], tokens: Sequence[tandem.Token] | Sequence[SampledToken]
+) -> tuple[int, float]:
     """Tokens that are not transformers' choice after those before them, and the largest difference of a log-prob."""
     ids = torch.tensor([token.id for token in tokens])
     scores = theirs(prompt, ids.tolist())
@@ -193,30 +207,78 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
     return f"{family:24}{architecture:28}{attention:10}{apart!s:34}{together!s:34}{'ok' if ok else 'NOT EQUAL'}", ok
 
 
-async def run_all(families: Sequence[str]) -> int:
+_FAMILY = ("family", 24), ("architecture", 28)
+_MESHES = (*_FAMILY, ("attention", 10), ("separated", 34), ("colocated", 34))
+_RANKS = (*_FAMILY, ("over shared memory", 34), ("over gloo", 34))
+RunRow = Callable[[str, Path], Coroutine[Any, Any, tuple[str, bool]]]
+
+
+async def run_all(families: Sequence[str], run_row: RunRow, columns: Sequence[tuple[str, int]]) -> int:
     """Print the table; how many rows are not as they should be."""
-    columns = ("family", 24), ("architecture", 28), ("attention", 10), ("separated", 34), ("colocated", 34)
     sys.stdout.write("".join(title.ljust(width) for title, width in columns) + "\n")
-    num_wrong = 0
+    num_wrong = num_refused = 0
     with tempfile.TemporaryDirectory() as folder:
         for family in families:
-            row, ok = await run(family, Path(folder, family))
+            try:
+                row, ok = await run_row(family, Path(folder, family))
+            except ConfigurationError as refusal:
+                architecture = load_config(Path(folder, family)).architecture
+                row, ok = f"{family:24}{architecture:28}not possible: {refusal}", True
+                num_refused += 1
             num_wrong += not ok
             sys.stdout.write(row + "\n")
             sys.stdout.flush()
-    sys.stdout.write(f"{len(families) - num_wrong} of {len(families)}: tokens equal, log-probs within {TOLERANCE}\n")
+    num_run = len(families) - num_refused
+    refused = f"; {num_refused} not possible" if num_refused else ""
+    sys.stdout.write(f"{num_run - num_wrong} of {num_run}: tokens equal, log-probs within {TOLERANCE}{refused}\n")
     return num_wrong
 
 
-def main(names: Sequence[str]) -> int:
+async def run_ranks(num_ranks: int, family: str, model_dir: Path) -> tuple[str, bool]:
+    """One row of the table of ranks. Raises ConfigurationError if ranks cannot divide the model."""
+    with quiet():
+        ROWS[family].build(model_dir)
+        theirs = ROWS[family].reference(model_dir)
+    wanted = runner_settings(model_dir, tensor_parallel=num_ranks)
+    resolved, config = resolve(wanted)
+    reason = why_eager(resolved, config, kv_layout(config, resolved)) if isinstance(config, ModelConfig) else ""
+    eager = check_ranks(replace(wanted, enforce_eager=True), theirs)
+    compiled = check_ranks(wanted, theirs) if reason is None else None
+    ok = eager.ok and (compiled is None or compiled.ok)
+    text = str(compiled or textwrap.shorten(f"no: {reason}", 33, placeholder=" ...")).ljust(34)
+    return f"{family:24}{config.architecture:28}{text}{eager!s:34}{'ok' if ok else 'NOT EQUAL'}", ok
+
+
+def check_ranks(settings: RunnerSettings, theirs: Scores) -> Outcome:
+    """The result of ranks in processes, for prompts in chunks and mixed batches."""
+
+    def on_lost(reason: str) -> None:
+        sys.stderr.write(f"{settings.model_dir.name}: {reason}\n")
+        os._exit(1)
+
+    with closing(load_ranked_runner(settings, on_lost=on_lost, log_level="critical")) as runner:
+        runs = run_mixed(runner)
+    found = [compare(theirs, prompt, run.tokens) for prompt, run in zip(mixed_prompts(), runs, strict=True)]
+    num_tokens = sum(len(run.tokens) for run in runs)
+    return Outcome(num_tokens, sum(wrong for wrong, _ in found), max(largest for _, largest in found), moved_kv=False)
+
+
+def main(argv: Sequence[str]) -> int:
     """Exit status 0 if all are equal."""
+    parser = argparse.ArgumentParser(prog="python -m tests.parity")
+    parser.add_argument("names", nargs="*", metavar="FAMILY")
+    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="number of ranks")
+    options = parser.parse_args(argv)
+    names: list[str] = options.names
     if unknown := set(names) - set(ROWS):
         sys.stderr.write(f"no such family: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}\n")
         return 2
     configure_logging("parity", level="critical", json=False)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    return 1 if asyncio.run(run_all(names or list(ROWS))) else 0
+    if options.tensor_parallel is None:
+        return 1 if asyncio.run(run_all(names or list(ROWS), run, _MESHES)) else 0
+    return 1 if asyncio.run(run_all(names or list(ROWS), partial(run_ranks, options.tensor_parallel), _RANKS)) else 0
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ A model is loaded by these functions, from the outside in:
 
 import os
 import resource
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,12 +29,14 @@ from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemorySettings
 from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
+from engine.load_times import measured_load, rounded
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
 from engine.ranks.cache import AnyKVCache
-from engine.ranks.launch import fitting_ranks, load_ranked_runner
+from engine.ranks.launch import fitting_ranks, fitting_stages, load_ranked_runner
+from engine.ranks.remote import load_remote_runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
@@ -42,8 +46,9 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.logs import flush_outputs
+from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
+from worker.rank_listener import RankListener
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -74,6 +79,11 @@ class HostedRunner(Runner, Protocol):
         """Name of the attention implementation, for the log."""
         ...
 
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """Process ids of ranks 1 and up."""
+        ...
+
 
 Load = Callable[[RunnerSettings, Progress | None], HostedRunner]
 """Loads a runner, and reports the loaded fraction of its weights."""
@@ -89,6 +99,8 @@ class EngineHost:
     speculation: Speculation
     speculator: Speculator | None
     degrees: Degrees = field(default_factory=Degrees)
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase, see engine.load_times; "other" is what no phase counts."""
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
         """Scheduler, runner and speculator, joined."""
@@ -189,6 +201,8 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         # Enough for all slots at full length: more blocks would never be used.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
+    if settings.pipeline_parallel == "max":
+        runner_settings = replace(runner_settings, pipeline_parallel=fitting_stages(runner_settings.model_dir))
     if settings.tensor_parallel == "max":
         runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings))
     draft_bytes = draft_block_bytes(limits.speculation, runner_settings)
@@ -233,19 +247,44 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
     located = settings.located(lambda fraction: announce("downloading", fraction=fraction))
     begun_s = time.monotonic()
     progress = _Progress()
-    with _limited(settings.model_loading_timeout, progress):
+    limit_s = settings.model_loading_timeout
+    if settings.rank_listen:
+        load = partial(_load_with_remote_ranks, settings)
+        limit_s += settings.rank_timeout_s
+    with _limited(limit_s, progress), measured_load() as phases:
         host = build_host(located, limits, progress, load)
+    seconds = time.monotonic() - begun_s
+    phases["other"] = max(0.0, seconds - sum(phases.values()))
     reservation = host.runner.kv_cache.reservation
     if reservation is not None:
         log.info("KV memory", summary=reservation.summary)
         announce("kv_memory", summary=reservation.summary)
-    log.info("model loaded", folder=located.model, seconds=round(time.monotonic() - begun_s, 2), **_peak_memory(host))
-    return host
+    about = {"folder": located.model, "seconds": round(seconds, 2), "phases": rounded(phases)}
+    log.info("model loaded", **about, **_peak_memory(host))
+    return replace(host, load_seconds=phases)
 
 
 def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
     """Load a model into this process and its other ranks. From then on the process ends when one of them ends."""
-    return load_ranked_runner(settings, on_progress, on_lost=_end)
+    level, is_json = log_format()
+    return load_ranked_runner(settings, on_progress, on_lost=_end, log_level=level, log_json=is_json)
+
+
+def _load_with_remote_ranks(
+    settings: WorkerSettings, runner_settings: RunnerSettings, on_progress: Progress | None = None
+) -> ModelRunner:
+    """As `load_runner`, with ranks that dial in from other machines; the draft model has one rank."""
+    size = runner_settings.tensor_parallel
+    if size == 1:
+        return load_model_runner(runner_settings, on_progress)
+    ranks = RankListener(
+        settings.listen_for_ranks(),
+        size,
+        timeout_s=settings.rank_timeout_s,
+        on_leaving=lambda: os.kill(os.getpid(), signal.SIGTERM),
+    )
+    announce("waiting_for_ranks", port=ranks.port)
+    return load_remote_runner(runner_settings, ranks, on_progress, on_lost=_end)
 
 
 def _end(reason: str) -> None:

@@ -1,10 +1,10 @@
 """Metrics of workers (engine steps, batch, memory, prefix cache, KV transfers), and the spans of their traces."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from opentelemetry import trace
 from opentelemetry.trace import INVALID_SPAN, Span
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -13,6 +13,7 @@ from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.metrics import GAP_SECONDS, SECONDS, TOKENS, new_registry
 from mesh.tracing import context_in
+from worker.ranks import RankTimes
 
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
@@ -23,6 +24,9 @@ class WorkerMetrics:
     def __init__(self, role: WorkerRole) -> None:
         self.registry = new_registry()
         self._role = role.value
+        self._load_s = Gauge(
+            "tandem_engine_load_seconds", "Seconds of loading the model", ["role", "phase"], registry=self.registry
+        )
         self._step_s = self._histogram("engine_step_seconds", "Seconds of an engine step", GAP_SECONDS)
         self._step_tokens = self._histogram("engine_step_tokens", "Tokens a step computed", TOKENS)
         self._batch_size = self._histogram("engine_batch_size", "Sequences of a step", _BATCH_SIZES)
@@ -45,6 +49,15 @@ class WorkerMetrics:
         """Also export the load of the last heartbeat, so that no scrape waits for an engine step. `load` and `state`
         are called on any thread."""
         self.registry.register(_Load(info, load, state))
+
+    def loaded(self, seconds: Mapping[str, float]) -> None:
+        """Record how long each phase of loading the model took; see engine.load_times."""
+        for phase, value in seconds.items():
+            self._load_s.labels(self._role, phase).set(value)
+
+    def watch_ranks(self, pids: Sequence[int]) -> None:
+        """Also export the CPU time of each rank. `pids` are those of ranks 1 and up."""
+        self.registry.register(RankTimes(self._role, pids))
 
     def stepped(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
         """Record one engine step. Called on the engine's thread."""

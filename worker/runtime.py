@@ -27,6 +27,7 @@ from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
 from worker.agent import CacheSnapshot, RegistryAgent, Report, ReportSource, WorkerServicer
 from worker.metrics import WorkerMetrics
+from worker.ranks import log_ranks
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -39,10 +40,16 @@ _MAX_LOOK_INTERVAL_S = 1.0
 
 
 class WorkerRuntime:
-    """A worker's server and registration. The constructor binds the server's port; `info` contains its address."""
+    """A worker's server and registration. The constructor binds the server's port; `info` contains its address.
 
-    def __init__(self, settings: WorkerSettings, info: WorkerInfo, source: ReportSource) -> None:
+    `rank_pids` are the process ids of ranks 1 and up.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, info: WorkerInfo, source: ReportSource, rank_pids: Sequence[int] = ()
+    ) -> None:
         self._settings = settings
+        self._rank_pids = rank_pids
         self.credentials = settings.load_credentials()
         listen = Listen(settings.host, settings.port, self.credentials.key, tls=self.credentials.tls)
         self.server = Server(listen)
@@ -77,8 +84,9 @@ class WorkerRuntime:
         """
         await self.server.start((*services, "mesh.v1.Worker"))
         self.server.set_serving(True)
-        announce("ready")
         stopped = asyncio.create_task(until_stopped(self._settings))
+        await asyncio.sleep(0)  # a signal to a worker that is ready drains it
+        announce("ready")
         registered = asyncio.create_task(self._stay_registered())
         died = asyncio.create_task(engine_died.wait())
         watch = asyncio.create_task(self._watch(engine))
@@ -112,6 +120,8 @@ class WorkerRuntime:
 
         async def show(is_stalled: bool) -> None:
             await self._show(WorkerState.STALLED if is_stalled else WorkerState.READY)
+            if is_stalled and self._rank_pids:
+                await log_ranks(self._rank_pids)
 
         limits = StallLimits(self._settings.stall_after_s, self._settings.wedged_exit_s)
         await StallWatch(engine, limits, show).run()

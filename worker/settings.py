@@ -11,8 +11,10 @@ from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import is_loopback, parse_cores
+from mesh.domain.host import host_and_port, is_loopback, parse_cores
 from mesh.domain.kv import Degrees
+from mesh.rpc.credentials import require_trusted_fabric
+from mesh.rpc.server import Listen
 from mesh.settings import setting
 
 log = structlog.get_logger(__name__)
@@ -91,6 +93,12 @@ class WorkerSettings(ModelSettings):
         "1",
         "stages: the layers of the worker's model divided among so many times the ranks (CPU, one machine); max: one",
     )
+    rank_listen: str = setting(
+        "",
+        "host:port at which ranks from other machines dial in (python -m rank_worker --leader); then all ranks but the "
+        "first do; default: the worker starts its ranks itself",
+    )
+    rank_timeout_s: float = setting(600.0, "seconds to wait until all ranks have dialled in; then exit with status 1")
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     model_loading_timeout: float = setting(
         240.0,
@@ -143,11 +151,12 @@ class WorkerSettings(ModelSettings):
         if not self.registry_address and not self.registry_url:
             raise ConfigurationError("registry_address is not set: give --registry-address, or TANDEM_REGISTRY_URL")
         require_known(self)
-        for name in ("stall_after_s", "model_loading_timeout"):
+        for name in ("stall_after_s", "model_loading_timeout", "rank_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
         require_positive(self, "block_size", "layers_per_group")
         self.degrees()
+        self._check_rank_listen()
         require_not_negative(self, *_NOT_NEGATIVE)
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
@@ -175,6 +184,32 @@ class WorkerSettings(ModelSettings):
         if not value.isdecimal() or int(value) < 1:
             raise ConfigurationError(f"{name} must be at least 1, or max, got {value!r}")
         return int(value)
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Ranks that run on this machine, with cores of this worker."""
+        return 1 if self.rank_listen else self.degrees().num_ranks
+
+    def listen_for_ranks(self) -> Listen:
+        """Where ranks from other machines dial in. Raises ConfigurationError."""
+        host, port = host_and_port(self.rank_listen, -1, name="rank_listen")
+        credentials = self.load_credentials()
+        return Listen(host, port, credentials.key, tls=credentials.tls)
+
+    def _check_rank_listen(self) -> None:
+        if not self.rank_listen:
+            return
+        if self.tensor_parallel == "max" or self.degrees().tensor < 2:
+            raise ConfigurationError(
+                f"rank_listen needs tensor_parallel of 2 or more, as a number, got {self.tensor_parallel}"
+            )
+        if self.degrees().pipeline > 1:
+            raise ConfigurationError(
+                f"rank_listen does not fit pipeline_parallel {self.pipeline_parallel}: stages hand over activations in "
+                "the memory of one machine"
+            )
+        host = self.listen_for_ranks().host
+        require_trusted_fabric(host, is_trusted=self.trust_fabric, name="rank_listen")
 
     def compute_cores(self) -> ComputeCores:
         """Return the cores of this worker and those it may borrow. Raises ConfigurationError for bad settings."""

@@ -35,13 +35,17 @@ class Worker:
         keep_freed_memory()
         host = load_host(settings, limits, load)
         self.kv_cache = host.runner.kv_cache
+        metrics.loaded(host.load_seconds)
         self._settings = settings
         self._metrics = metrics
         self._engine_died = asyncio.Event()
         callbacks = LoopCallbacks(on_step, lambda _: self._engine_died.set(), metrics.stepped)
         self.engine = EngineLoop(host.engine(on_layers), callbacks)
-        self.runtime = WorkerRuntime(settings, host.worker_info(role), EngineReports(self.engine))
+        rank_pids = host.runner.rank_pids
+        self.runtime = WorkerRuntime(settings, host.worker_info(role), EngineReports(self.engine), rank_pids)
         self.runtime.export_load(metrics)
+        if rank_pids:
+            metrics.watch_ranks(rank_pids)
 
     async def run(
         self,

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels.cpu.byte_matrix import ByteMatrix
-from engine.kernels.cpu.machine import INT8_LEVELS, why_no_loops
+from engine.kernels.cpu.machine import why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
+from engine.load_times import load_phase
+from engine.models.rounding import round_to_int8
 from mesh.domain.errors import ConfigurationError
 
-_TINY = 1e-20  # minimum scale, for rows of zeros
 # oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
 _PACKED_FOR_ROWS = 64
 # Smaller weights are not packed: a oneDNN call costs 40 microseconds.
@@ -50,9 +51,8 @@ def _keep(weight: Tensor) -> LinearParameters:
 
 
 def _round_to_int8(weight: Tensor) -> LinearParameters:
-    """Round to int8 with one scale per output."""
-    scales = weight.abs().amax(1).to(torch.float32).clamp_(min=_TINY).div_(INT8_LEVELS)
-    return LinearParameters(torch.round(weight / scales[:, None]).to(torch.int8), "int8", scales)
+    rounded, scales = round_to_int8(weight)
+    return LinearParameters(rounded, "int8", scales)
 
 
 SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {"float": _keep, "int8": _round_to_int8}
@@ -85,7 +85,8 @@ class Parameters:
         """Add a parameter. A matrix is converted to the scheme."""
         self._unread.discard(name)
         if is_matrix:
-            self._linears[name] = SCHEMES[self.scheme](values)
+            with load_phase("convert"):
+                self._linears[name] = SCHEMES[self.scheme](values)
         else:
             self._tensors[name] = values
 

@@ -17,6 +17,7 @@ from engine.kernels.cpu.arguments import Floats
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES
 from engine.kernels.cpu.matmul import Weights
 from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.load_times import load_phase
 from engine.models.linear import LinearParameters, Parameters
 from engine.models.model_config import ModelConfig
 from engine.ranks.share import RankShare
@@ -77,7 +78,8 @@ def _matrix_shapes(config: ModelConfig, share: RankShare) -> list[MatrixShape]:
 
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
-    packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
+    with load_phase("pack"):
+        packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
 
 
 def write_packed(path: Path, packed: PackedDecoder) -> None:

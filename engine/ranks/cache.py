@@ -1,7 +1,7 @@
-"""The KV cache of a worker whose heads are divided among ranks of one machine."""
+"""The KV cache of a worker whose heads are divided among ranks."""
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -10,27 +10,42 @@ from engine.kv_memory import KVReservation
 from mesh.domain.kv import KVLayout, KVSpan
 
 
+class KVShard(Protocol):
+    """One rank's KV as the leader sees it. Plug point: KVCache, and `engine.ranks.remote.RemoteShard`. The methods are
+    those of KVCache; calls that move KV return once it is moved, and may raise WorkerLost.
+    """
+
+    def copy_block(self, source: int, target: int) -> None: ...
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None: ...
+
+    def read_part(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None: ...
+
+    def write_part(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None: ...
+
+
 class ShardedKVCache:
     """The caches of all ranks as one, for the leader. Has the interface of KVCache, in all but `layer` and `elements`.
 
-    The ranks' caches lie in shared memory, so the leader copies KV in and out itself. The whole model's KV travels
-    between workers, so prefill and decode workers may differ in their number of ranks.
+    The leader copies KV in and out itself: in shared memory, or over the network for ranks on other machines. The whole
+    model's KV travels between workers, so prefill and decode workers may differ in their number of ranks.
     """
 
-    def __init__(self, shards: Sequence[KVCache], reservation: KVReservation | None = None) -> None:
-        self.layout: KVLayout = shards[0].layout
-        self.num_blocks = shards[0].num_blocks
+    def __init__(self, own: KVCache, others: Sequence[KVShard], reservation: KVReservation | None = None) -> None:
+        self.layout: KVLayout = own.layout
+        self.num_blocks = own.num_blocks
         self.span = self.layout.whole
         self.reservation = reservation  # keeps the memory reserved as long as the cache lives
-        self._shards = tuple(shards)
+        self._own = own
+        self._shards: tuple[KVShard, ...] = (own, *others)
 
     @property
     def tensor(self) -> Tensor:
         """The leader's part."""
-        return self._shards[0].tensor
+        return self._own.tensor
 
     def payload_bytes(self, num_blocks: int, span: KVSpan) -> int:
-        return self._shards[0].payload_bytes(num_blocks, span)
+        return self._own.payload_bytes(num_blocks, span)
 
     def copy_block(self, source: int, target: int) -> None:
         for shard in self._shards:

@@ -1,10 +1,12 @@
 """Sums over the ranks of a group by torch.distributed, for the eager decoder.
 
 The process group is an object of its own, passed as an argument; torch's global groups are not used. Ranks find each
-other through a store that their processes or threads share. Gloo's own connections are TCP on the loopback address. On
-CPU a sum takes about 0.5 ms, several times that on busy cores: it is for models that the compiled decoder cannot run.
+other through a store that their processes or threads share, or that the leader keeps for ranks on other machines.
+Gloo's own connections are TCP: on the loopback address, or the one that reaches the other machines. On CPU a sum takes
+about 0.5 ms, several times that on busy cores: it is for models that the compiled decoder cannot run.
 """
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -31,9 +33,30 @@ def shared_store(fd: int) -> "Store":
     return distributed.FileStore(f"/proc/self/fd/{fd}", -1)  # type: ignore[attr-defined]
 
 
-def gloo(store: "Store", rank: int, degrees: Degrees) -> "Backend | None":
-    """Connect to the other ranks of the stage, on this machine; None if there are none. Returns when all have called
-    it, with stores of the same contents.
+class NoteStore(distributed.Store):  # type: ignore[name-defined]
+    """A store that keeps its notes elsewhere. It has what gloo calls. `get` returns once the note is there; its errors
+    become RuntimeErrors of gloo.
+    """
+
+    def __init__(self, put: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> None:
+        super().__init__()
+        self._put = put
+        self._get = get
+
+    def set(self, key: str, value: bytes) -> None:
+        self._put(key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._get(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = _TIMEOUT) -> None:
+        for key in keys:
+            self._get(key)
+
+
+def gloo(store: "Store", rank: int, degrees: Degrees, host: str = "127.0.0.1") -> "Backend | None":
+    """Connect to the other ranks of the stage, at this machine's address `host`; None if there are none. Returns when
+    all have called it, with stores of the same contents.
 
     Raises RuntimeError if one of them does not come.
     """
@@ -42,7 +65,7 @@ def gloo(store: "Store", rank: int, degrees: Degrees) -> "Backend | None":
         return None
     store = distributed.PrefixStore(f"stage-{stage}", store)  # type: ignore[attr-defined]
     options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = _TIMEOUT
     return distributed.ProcessGroupGloo(store, tensor_rank, degrees.tensor, options)
 

@@ -16,13 +16,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 
 from engine.load import kv_layout, load_model_runner, reserve_blocks, reserve_memory, resolve, why_eager
+from engine.load_times import load_phase
 from engine.model_runner import ModelRunner
 from engine.models.linear import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
@@ -62,8 +65,21 @@ def fitting_ranks(settings: RunnerSettings) -> int:
     return min(size, config.num_kv_heads)
 
 
+def fitting_stages(model_dir: Path) -> int:
+    """The stages that a partitioned model was partitioned for; 1 for others, since on one machine stages save neither
+    time nor memory. Raises ConfigurationError.
+    """
+    partition = read_partition(model_dir)
+    return 1 if partition is None else partition.degrees.pipeline
+
+
 def load_ranked_runner(
-    settings: RunnerSettings, on_progress: Progress | None = None, *, on_lost: OnLost, log_level: str = "info"
+    settings: RunnerSettings,
+    on_progress: Progress | None = None,
+    *,
+    on_lost: OnLost,
+    log_level: str = "info",
+    log_json: bool = True,
 ) -> ModelRunner:
     """As `load_model_runner`, over the ranks of `settings.degrees`, which the runner's `close` ends.
 
@@ -78,27 +94,54 @@ def load_ranked_runner(
     layout = kv_layout(config, settings)
     reservation = reserve_memory(settings, config)
     max_blocks = max_sequence_blocks(settings, config)
-    processes = RankProcesses(settings, max_blocks, log_level)
+    processes = RankProcesses(settings, max_blocks, log_level, log_json)
     try:
         reservation.add_ranks(processes.pids, processes.kv_fd)
         memory = step_memory(settings, config, max_blocks, processes.memory_fd)
         group = SharedGroup(0, degrees, memory, processes.post, next_report=processes.next_report)
         leader = Rank(settings, config, group, shared_store(processes.store_fd), on_progress)
-        processes.wait("loaded")
-        with reserve_blocks(layout, settings, reservation) as num_blocks:
+        with load_phase("ranks"):
+            processes.wait("loaded")
+        with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
             num_bytes = kv_bytes(layout.block_bytes, num_blocks, degrees.num_ranks)
             os.ftruncate(processes.kv_fd, num_bytes)
             caches = leader.caches(num_blocks, map_kv(processes.kv_fd, num_bytes))
         processes.tell(num_blocks=num_blocks, kv_bytes=num_bytes)
-        leader.connect()
-        processes.wait("ready")
+        with load_phase("ranks"):
+            _connect(leader, processes)
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
-        runner = leader.lead(caches, reservation)
+        with load_phase("build"):
+            runner = leader.lead(caches[0], caches[1:], reservation)
     except BaseException:
         processes.close()
         raise
     runner.on_close = processes.close
+    runner.rank_pids = processes.pids
     return runner
+
+
+def _connect(leader: Rank, processes: "RankProcesses") -> None:
+    """Connect the ranks, and return when all are ready. Raises WorkerLost if one has ended, for which gloo alone would
+    wait for minutes.
+    """
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            leader.connect()
+        except Exception as error:
+            failures.append(error)
+
+    connecting = threading.Thread(target=connect, name="rank-connect", daemon=True)
+    connecting.start()
+    try:
+        processes.wait("ready")
+    except BaseException:
+        processes.leave_store_open()  # the thread reads it until gloo gives up
+        raise
+    connecting.join()
+    if failures:
+        raise WorkerLost(f"the ranks cannot be connected: {failures[0]}")
 
 
 def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
@@ -134,7 +177,7 @@ class RankProcesses:
     Raises WorkerLost if the system cannot start them.
     """
 
-    def __init__(self, settings: RunnerSettings, max_blocks: int, log_level: str) -> None:
+    def __init__(self, settings: RunnerSettings, max_blocks: int, log_level: str, log_json: bool = True) -> None:
         self._degrees = settings.degrees
         size = self._degrees.num_ranks
         self._cores, self._num_threads = os.sched_getaffinity(0), torch.get_num_threads()
@@ -142,13 +185,16 @@ class RankProcesses:
         self.memory_fd = os.memfd_create("tandem-steps")
         self.kv_fd = os.memfd_create("tandem-kv")
         self.store_fd = os.memfd_create("tandem-store")
+        self._fds = [self.memory_fd, self.kv_fd, self.store_fd]
         self._sockets: list[socket.socket] = []  # of ranks 1 and up
         self._reports: list[socket.socket] = []  # one, of all later stages
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watcher: threading.Thread | None = None
         self._is_closing = False
         try:
-            self._start_all(settings, max_blocks, num_threads, cores, log_level)
+            fds = (self.memory_fd, self.kv_fd, self.store_fd)
+            leader = RankSetup(0, settings, max_blocks, num_threads, cores[0], *fds, report_fd=-1)
+            self._start_all(replace(leader, log_level=log_level, log_json=log_json), cores)
         except OSError as error:
             self.close()
             raise WorkerLost(f"rank {len(self._processes) + 1} cannot be started: {error}") from error
@@ -161,28 +207,15 @@ class RankProcesses:
         """Process ids of ranks 1 and up."""
         return tuple(process.pid for process in self._processes)
 
-    def _start_all(
-        self,
-        settings: RunnerSettings,
-        max_blocks: int,
-        num_threads: int,
-        cores: Sequence[tuple[int, ...]],
-        log_level: str,
-    ) -> None:
-        degrees = settings.degrees
+    def _start_all(self, leader: RankSetup, cores: Sequence[tuple[int, ...]]) -> None:
+        """Start the other ranks with what the leader has."""
         with ExitStack() as stack:
             report = self._pair(self._reports, stack)
-            theirs = [self._pair(self._sockets, stack) for _ in range(1, degrees.num_ranks)]
+            theirs = [self._pair(self._sockets, stack) for _ in range(1, self._degrees.num_ranks)]
             for rank, channel in enumerate(theirs, 1):
-                setup = RankSetup(
-                    rank,
-                    settings,
-                    max_blocks,
-                    num_threads,
-                    cores[rank],
-                    *(self.memory_fd, self.kv_fd, self.store_fd, report.fileno()),
-                    next_fds=tuple(self._sockets[each - 1].fileno() for each in _next_ranks(rank, degrees)),
-                    log_level=log_level,
+                following = (self._sockets[each - 1].fileno() for each in _next_ranks(rank, self._degrees))
+                setup = replace(
+                    leader, rank=rank, cores=cores[rank], report_fd=report.fileno(), next_fds=tuple(following)
                 )
                 setup.send(self._sockets[rank - 1])  # before the process starts: it cannot have closed the socket yet
                 self._start(channel.fileno(), (channel.fileno(), *setup.fds))
@@ -213,6 +246,8 @@ class RankProcesses:
                 message = self._receive(rank)
                 if event not in message:
                     raise WorkerLost(f"rank {rank} reported {sorted(message)}, not {event}")
+                if "phases" in message:
+                    log.info("rank loaded", rank=rank, phases=message["phases"])
                 missing.remove(channel)
 
     def tell(self, **message: Any) -> None:
@@ -235,6 +270,10 @@ class RankProcesses:
         self._watcher = threading.Thread(target=self._watch, args=(on_lost,), name="rank-watch", daemon=True)
         self._watcher.start()
 
+    def leave_store_open(self) -> None:
+        """Let `close` leave the store open: a file descriptor that is used again would be another file."""
+        self._fds.remove(self.store_fd)
+
     def close(self) -> None:
         """End all ranks, and give the process its cores and threads back. For the thread that has started them."""
         self._is_closing = True
@@ -243,7 +282,7 @@ class RankProcesses:
             self._watcher.join()
         for channel in (*self._sockets, *self._reports):
             channel.close()
-        for fd in (self.memory_fd, self.kv_fd, self.store_fd):
+        for fd in self._fds:
             os.close(fd)
         os.sched_setaffinity(0, self._cores)
         torch.set_num_threads(self._num_threads)

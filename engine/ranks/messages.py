@@ -37,6 +37,7 @@ class RankSetup:
     report_fd: int
     next_fds: tuple[int, ...] = ()
     log_level: str = "info"
+    log_json: bool = True
 
     @property
     def fds(self) -> tuple[int, ...]:
@@ -44,21 +45,16 @@ class RankSetup:
         return (self.memory_fd, self.kv_fd, self.store_fd, self.report_fd, *self.next_fds)
 
     def send(self, rank: socket.socket) -> None:
-        settings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}
-        settings |= {"model_dir": str(self.settings.model_dir), "rope": asdict(self.settings.rope), "kv_memory": None}
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        send_message(rank, **own | {"settings": settings})
+        send_message(rank, **own | {"settings": plain_settings(self.settings)})
 
     @classmethod
     def receive(cls, leader: socket.socket) -> "RankSetup":
         """Raises ConnectionError if the leader has ended."""
         message = receive_message(leader)
-        settings = message.pop("settings")
-        del settings["kv_memory"]
-        model_dir, rope = Path(settings.pop("model_dir")), RopeOverride(**settings.pop("rope"))
         for name in ("cores", "next_fds"):
             message[name] = tuple(message[name])
-        return cls(settings=RunnerSettings(model_dir, rope=rope, **settings), **message)
+        return cls(settings=read_settings(message.pop("settings")), **message)
 
     @staticmethod
     def send_failure(leader: socket.socket, error: Exception) -> None:
@@ -68,6 +64,17 @@ class RankSetup:
             kind, reason = "refused", str(error)
         with suppress(OSError):
             send_message(leader, **{kind: reason[:_MAX_REASON_CHARS]})
+
+
+def plain_settings(settings: RunnerSettings) -> dict[str, Any]:
+    """The settings for JSON, without those of memory for KV, which are each process's own."""
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "kv_memory"}
+    return plain | {"model_dir": str(settings.model_dir), "rope": asdict(settings.rope)}
+
+
+def read_settings(plain: dict[str, Any]) -> RunnerSettings:
+    """The reverse of `plain_settings`."""
+    return RunnerSettings(**plain | {"model_dir": Path(plain["model_dir"]), "rope": RopeOverride(**plain["rope"])})
 
 
 def send_message(channel: socket.socket, **message: Any) -> None:

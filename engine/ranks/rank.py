@@ -18,13 +18,13 @@ from engine.models.decoder import Decoder
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
-from engine.ranks.cache import ShardedKVCache
+from engine.ranks.cache import KVShard, ShardedKVCache
 from engine.ranks.collectives import SummingGroup, gloo
 from engine.ranks.share import rank_share, share_specs
 from engine.ranks.shared import Command, Forward, SharedGroup
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
-from mesh.domain.kv import kv_spans
+from mesh.domain.kv import KVSpan, kv_spans
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -66,20 +66,27 @@ class Rank:
             specs = share_specs(parameter_specs(config), config, share, "inputs")
             self._parameters = load_parameters(settings, config, specs, on_progress)
 
+    def span(self, rank: int) -> KVSpan:
+        """The KV that a rank of the group holds."""
+        return kv_spans(self._config.num_layers, self._config.num_kv_heads, self._group.degrees)[rank]
+
     def caches(self, num_blocks: int, memory: Bytes) -> list[KVCache]:
         """The KV caches of all ranks, in memory that all of them map."""
         caches = []
-        for span in kv_spans(self._config.num_layers, self._config.num_kv_heads, self._group.degrees):
+        for rank in range(self._group.degrees.num_ranks):
+            span = self.span(rank)
             cache = KVCache(self._layout, num_blocks, _CPU, span, memory=memory)
             memory = memory[_round_up(cache.payload_bytes(num_blocks, span)) :]
             caches.append(cache)
         return caches
 
-    def connect(self) -> None:
-        """Meet the other ranks of the stage if the decoder sums over them. Returns when all have called it."""
+    def connect(self, host: str = "127.0.0.1") -> None:
+        """Meet the other ranks of the stage, at this machine's address `host`, if the decoder sums over them. Returns
+        when all have called it.
+        """
         if self._packed is None:
             group = self._group
-            self._summing = SummingGroup(group, gloo(self._store, group.rank, group.degrees))
+            self._summing = SummingGroup(group, gloo(self._store, group.rank, group.degrees, host))
 
     def follow(self, cache: KVCache) -> Execute:
         """In other ranks than 0: build the decoder. The loaded weights move into it."""
@@ -87,11 +94,11 @@ class Rank:
             return partial(_execute_summed, self._eager(cache, self._summing), self._summing)
         return partial(_execute_compiled, self._compiled(cache), self._group)
 
-    def lead(self, caches: Sequence[KVCache], reservation: KVReservation) -> ModelRunner:
+    def lead(self, own: KVCache, others: Sequence[KVShard], reservation: KVReservation) -> ModelRunner:
         """In rank 0: build the runner. The other ranks execute commands by now."""
         summing = self._summing
-        decoder = self._compiled(caches[0]) if summing is None else self._eager(caches[0], summing)
-        cache = ShardedKVCache(caches, reservation)
+        decoder = self._compiled(own) if summing is None else self._eager(own, summing)
+        cache = ShardedKVCache(own, others, reservation)
         cache.clear_blocks([0])  # in which the decoder has compiled the loops
         return assemble_runner(self._settings, decoder, cache, self._group.degrees.pipeline)
 

@@ -2,6 +2,8 @@
 
 import ipaddress
 
+from mesh.domain.errors import ConfigurationError
+
 Cores = tuple[int, ...]
 
 
@@ -20,3 +22,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def host_and_port(text: str, default_port: int, *, name: str) -> tuple[str, int]:
+    """Parse HOST, HOST:PORT or [IPV6]:PORT. Raises ConfigurationError, which names the setting `name`."""
+    host, separator, port = text.rpartition(":")
+    if not separator or text.endswith("]"):
+        host, port = text, str(default_port)
+    is_bare_ipv6 = ":" in host and not host.startswith("[")
+    if not host or is_bare_ipv6 or not port.isdecimal() or not 0 <= int(port) <= 65535:
+        raise ConfigurationError(f"{name} must be host:port, with IPv6 addresses in brackets, got {text!r}")
+    return host, int(port)

@@ -8,8 +8,6 @@ from mesh.rpc.server import KEEPALIVE_MS, MAX_MESSAGE_BYTES
 NO_PROXY = ("grpc.enable_http_proxy", 0)
 
 _OPTIONS = (
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -23,11 +21,18 @@ _OPTIONS = (
 )
 
 
-def open_channel(address: str, tls: TlsIdentity | None = None, *, own_connection: bool = False) -> grpc.aio.Channel:
+def open_channel(
+    address: str, tls: TlsIdentity | None = None, *, own_connection: bool = False, keepalive_ms: int = KEEPALIVE_MS
+) -> grpc.aio.Channel:
     """Open a channel to `address`, in plaintext without `tls`. `own_connection` shares no socket with other channels,
-    so that control messages do not wait behind KV payload.
+    so that control messages do not wait behind KV payload. The server must allow a ping every `keepalive_ms`.
     """
-    options = [*_OPTIONS, *((("grpc.use_local_subchannel_pool", 1),) if own_connection else ())]
+    options = [
+        *_OPTIONS,
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms // 2),
+        *((("grpc.use_local_subchannel_pool", 1),) if own_connection else ()),
+    ]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, *tls.channel_options()])

@@ -154,3 +154,15 @@ def require_safe_bind(host: str, *, advice: str) -> None:
     """Raise ConfigurationError with `advice` if `host` is reachable from other machines."""
     if not is_loopback(host):
         raise ConfigurationError(f"refusing to listen on {host} without credentials: {advice}, or listen on 127.0.0.1")
+
+
+def require_trusted_fabric(host: str, *, is_trusted: bool, name: str) -> None:
+    """Raise ConfigurationError unless `host`, of the setting `name`, is on this machine or the operator trusts the
+    network to it.
+    """
+    if not is_loopback(host) and not is_trusted:
+        raise ConfigurationError(
+            f"{name} {host} is not on this machine: ranks exchange activations over gloo, which asks for no credential "
+            "and does not encrypt, so whoever reaches this network could read prompts and change answers; use a "
+            "network that only these machines share, and set trust_fabric (--trust-fabric)"
+        )

@@ -71,14 +71,7 @@ class Server:
     """
 
     def __init__(self, listen: Listen, health: Health | None = None) -> None:
-        if not listen.knows_callers and not listen.allow_anonymous:
-            advice = (
-                "set TANDEM_API_KEYS_FILE (see: tandem keys)"
-                if listen.public
-                else "set TANDEM_MESH_KEY or TANDEM_MESH_TLS_CERT"
-            )
-            require_safe_bind(listen.host, advice=advice)
-        require_free(listen.host, listen.port)
+        require_listenable(listen)
         limit = (
             ()
             if listen.public
@@ -125,6 +118,18 @@ class Server:
         """Set NOT_SERVING, refuse new calls, and end running calls after `grace_s`."""
         self.health.end()
         await self.grpc.stop(grace_s)
+
+
+def require_listenable(listen: Listen) -> None:
+    """Raise ConfigurationError if the port cannot be bound, or others can reach it without a credential."""
+    if not listen.knows_callers and not listen.allow_anonymous:
+        advice = (
+            "set TANDEM_API_KEYS_FILE (see: tandem keys)"
+            if listen.public
+            else "set TANDEM_MESH_KEY or TANDEM_MESH_TLS_CERT"
+        )
+        require_safe_bind(listen.host, advice=advice)
+    require_free(listen.host, listen.port)
 
 
 def require_free(host: str, port: int) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import tandem
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
@@ -66,7 +68,9 @@ async def mesh_endpoint(address: str, model: str | None, options: ClientOptions)
     async with tandem.AsyncClient(address, **options) as client:
         served = await client.model(model or "")
         workers = [
-            {"id": worker.worker_id, "role": worker.role, "device": worker.device} for worker in await client.workers()
+            {name: getattr(worker, name) for name in ("role", "device", "pid", "tensor_parallel")}
+            | {"id": worker.worker_id}
+            for worker in await client.workers()
         ]
         yield Endpoint(
             mesh_target(client, model),
@@ -84,7 +88,22 @@ async def own_endpoint(arm: Arm) -> AsyncIterator[Endpoint]:
         endpoint.about["up"] = list(arm.up)
         if arm.pace:
             endpoint.about["pace"] = arm.pace
-        yield endpoint
+        try:
+            yield endpoint
+        finally:
+            for worker in endpoint.about["workers"]:
+                worker["memory_bytes"] = memory_of(worker["pid"])
+
+
+def memory_of(pid: int) -> int | None:
+    """Memory of a worker on this machine, its ranks included, in bytes: what it has for itself, and its part of what it
+    shares. None if it is gone or another user's.
+    """
+    try:
+        worker = psutil.Process(pid)
+        return sum(int(process.memory_full_info().pss) for process in (worker, *worker.children(recursive=True)))
+    except psutil.Error:
+        return None
 
 
 @asynccontextmanager

@@ -39,6 +39,7 @@ class PacedRunner:
 
     borrows_cores = False
     attention_backend = "none"
+    rank_pids: tuple[int, ...] = ()
 
     def __init__(self, kv_cache: KVCache, step_s: float, token_s: float) -> None:
         self.kv_cache = kv_cache

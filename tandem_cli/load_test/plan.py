@@ -3,7 +3,7 @@
 `PRESETS` is the table of ready-made plans for `tandem bench --preset NAME`. docs/benchmarking.md shows their results.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -146,13 +146,16 @@ _COLOCATED = Arm("colocated", ("--colocated",))
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Meshes to measure with one plan. On machines with fewer than `min_cores` cores, workers only simulate `pace`."""
+    """Meshes to measure with one plan. On machines with fewer than `min_cores` cores, workers only simulate `pace`.
+    `with_degrees` adds meshes for each degree of tensor parallelism that fits: see `degree_arms`.
+    """
 
     about: str
     arms: tuple[Arm, ...]
     plan: Plan
     min_cores: int = 1
     pace: str = ""
+    with_degrees: bool = False
 
     def needs_pace(self, num_cores: int) -> bool:
         """True if a machine with `num_cores` cores is too small for real engines."""
@@ -161,6 +164,18 @@ class Preset:
     def arms_on(self, num_cores: int) -> tuple[Arm, ...]:
         """The meshes for a machine with `num_cores` cores: with the pace if it is too small for engines."""
         return tuple(replace(arm, pace=self.pace) for arm in self.arms) if self.needs_pace(num_cores) else self.arms
+
+
+def degree_arms(degrees: Sequence[int]) -> tuple[Arm, ...]:
+    """For each degree one worker of as many ranks, and as many workers of one rank, on the same cores."""
+    return tuple(
+        arm
+        for degree in degrees
+        for arm in (
+            Arm(f"1 worker of {degree} ranks", ("--colocated", f"--tensor-parallel={degree}")),
+            Arm(f"{degree} workers", ("--colocated", f"--decode={degree}")),
+        )
+    )
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -190,6 +205,12 @@ PRESETS: Mapping[str, Preset] = {
         Plan(values=(48,), input_tokens=(64,), output_tokens=32, num_requests=96),
         min_cores=8,
         pace="40,0.05",
+    ),
+    "tensor-parallel": Preset(
+        "ranks of one worker against as many workers on the same cores, for each degree that fits",
+        (Arm("1 worker", ("--colocated",)),),
+        Plan(values=(1, 8), input_tokens=(128,), output_tokens=32, repeats=2),
+        with_degrees=True,
     ),
     "threads": Preset(
         "1,000 short payloads from 128 threads of the synchronous SDK",

@@ -124,6 +124,15 @@ class Report:
             series.append(Series(", ".join(labels) or arm, ordered))
         return series
 
+    def memory(self) -> dict[str, float]:
+        """Mean bytes of a worker, by arm, for meshes that this benchmark started."""
+        memory: dict[str, float] = {}
+        for arm, about in self.settings.get("endpoints", {}).items():
+            sizes = [worker["memory_bytes"] for worker in about.get("workers", ()) if worker.get("memory_bytes")]
+            if sizes:
+                memory[arm] = sum(sizes) / len(sizes)
+        return memory
+
     def save(self, path: Path) -> None:
         """Write the report as JSON. Raises ConfigurationError if the file cannot be written."""
         content = {
@@ -246,6 +255,8 @@ def _load_table(report: Report) -> Table:
     ]
     for name in (*names, "ok / refused\n/ errors, in all", f"good %\n(≤ {_targets(report)})"):
         table.add_column(name, justify="right")
+    if report.memory():
+        table.add_column("MB of\na worker", justify="right")
     if report.price_per_hour is not None:
         table.add_column("$ per M tokens\noutput / blended 3:1", justify="right")
     for series in report.series():
@@ -265,6 +276,8 @@ def _load_row(point: Point, report: Report) -> list[str]:
     row += [_percentiles(figures, name) for name in _TIMES.values()]
     row.append(" / ".join(str(_total(point, outcome)) for outcome in (Outcome.OK, Outcome.REFUSED, Outcome.ERROR)))
     row.append(f"{100 * figures['slo_share'].median:.0f}" if "slo_share" in figures else "-")
+    if memory := report.memory():
+        row.append(f"{memory[point.arm] / 1e6:.0f}" if point.arm in memory else "-")
     if report.price_per_hour is not None:
         row.append(_prices(report.price_per_hour, figures))
     return row

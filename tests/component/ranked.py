@@ -67,7 +67,7 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
         thread.start()
     try:
         ranks[0].connect()
-        yield ranks[0].lead(caches, KVReservation(torch.device("cpu"), KVMemorySettings(), 0))
+        yield ranks[0].lead(caches[0], caches[1:], KVReservation(torch.device("cpu"), KVMemorySettings(), 0))
     finally:
         for queue in queues:
             queue.put(None)

@@ -4,10 +4,13 @@
     python -m tests.component.ranks_leader MODEL_DIR first-step      # 2 ranks; rank 1 is killed before the first step
     python -m tests.component.ranks_leader MODEL_DIR refused PATH    # 2 ranks; rank 1 loads from PATH instead
 
+    python -m tests.component.ranks_leader MODEL_DIR timeout         # 2 ranks; the leader waits for ever
+
 With `steps` it announces "loaded", and computes one step for each line on its standard input.
 """
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import psutil
 
 from decode_worker.__main__ import serve
 from decode_worker.settings import DecodeSettings
-from engine.ranks.launch import RankSetup
+from engine.ranks.launch import RankProcesses, RankSetup
 from engine.ranks.rank import Rank
 from engine.runner_settings import RunnerSettings
 from mesh.logs import configure_logging
@@ -30,9 +33,13 @@ PROMPT = [1, 2, 3, 4, 5]
 
 def main() -> int:
     model_dir, action = sys.argv[1:3]
-    if action == "refused":
-        _let_ranks_load(Path(sys.argv[3]))
+    if action in ("refused", "timeout"):
         flags = ["--model", model_dir, "--registry-address", "127.0.0.1:1", "--tensor-parallel", "2"]
+        if action == "refused":
+            _let_ranks_load(Path(sys.argv[3]))
+        else:
+            _wait_for_ever()
+            flags += ["--model-loading-timeout", "1"]
         return ServiceProgram("decode_worker", DecodeSettings, serve).main([*flags, "--kv-cache-bytes", "1000000"])
     configure_logging("leader")
     if action == "first-step":
@@ -58,6 +65,10 @@ def _let_ranks_load(model_dir: Path) -> None:
         send(replace(self, settings=replace(self.settings, model_dir=model_dir)), *arguments)
 
     RankSetup.send = send_other  # type: ignore[method-assign]
+
+
+def _wait_for_ever() -> None:
+    RankProcesses.wait = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
 
 
 def _kill_rank_before_first_step() -> None:

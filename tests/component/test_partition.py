@@ -108,7 +108,18 @@ def test_other_settings_are_refused(checkpoint: Callable[[str], Path], tmp_path:
     assert f"{expected} tensor_parallel 1, pipeline_parallel 1 and quantize int8" in refusal(out, quantize="int8")
     with pytest.raises(ConfigurationError, match=f"{expected} tensor_parallel 1, pipeline_parallel 2 and"):
         runner_of(out, Degrees(1, 2), "none").__enter__()
-    assert "serve the original checkpoint" in refusal(out, enforce_eager=True)
+    assert "cannot run here (enforce_eager is set): serve the original checkpoint" in refusal(out, enforce_eager=True)
+
+
+def test_gpus_load_the_checkpoint_itself(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    out = partitioned(checkpoint("llama"), tmp_path / "out")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("engine.load.reserve_memory", lambda *_: None)  # which asks the GPU
+    said = refusal(out, device="cuda", dtype="float16")
+    assert "which cannot run here (float16 on cuda): serve the original checkpoint" in said
 
 
 @pytest.mark.parametrize(
@@ -152,6 +163,39 @@ def test_what_cannot_be_partitioned(
         assert expected in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert read_partition(checkpoint("llama")) is None
+
+
+def test_a_partition_that_is_there_is_used_again(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    out = partitioned(checkpoint("llama"), tmp_path / "out", 2)
+    written = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+
+    def again(family: str, *flags: str) -> tuple[int, str]:
+        capsys.readouterr()
+        status = main(["partition", "--reuse", *flags, str(checkpoint(family)), str(out)])
+        return status, "".join(capsys.readouterr())
+
+    monkeypatch.setattr("tandem_cli.partition.num_numa_nodes", lambda: 2)
+    for degree in ("2", "max"):
+        assert again("llama", f"--tensor-parallel={degree}") == (0, f"{out}: holds this partition\n")
+    status, said = again("llama", "--tensor-parallel=1")
+    assert (status, "not 1 and none" in said) == (2, True)
+    status, said = again("qwen3", "--tensor-parallel=2")
+    assert (status, "is a partition of another checkpoint" in said) == (2, True)
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == written
+
+
+def test_partitions_are_for_cpus(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["partition", "--device=cuda", str(checkpoint("llama")), str(tmp_path / "out")]) == 2
+    assert "partitions for cuda are not built" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(

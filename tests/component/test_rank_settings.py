@@ -10,7 +10,7 @@ import pytest
 from decode_worker.settings import DecodeSettings
 from engine.load import load_model_runner
 from engine.partition import MANIFEST
-from engine.ranks.launch import fitting_ranks
+from engine.ranks.launch import fitting_ranks, fitting_stages
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
@@ -38,18 +38,21 @@ def test_max_is_what_fits(compiled: Path, tmp_path: Path) -> None:
     assert fitting_ranks(settings(build_encoder_decoder("t5", tmp_path), tensor_parallel=2)) == 1
 
 
-def partitioned(model_dir: Path, out: Path, size: int) -> Path:
+def partitioned(model_dir: Path, out: Path, degrees: Degrees) -> Path:
     """What `tandem partition` writes, without the weights."""
+    size = degrees.num_ranks
     shutil.copytree(model_dir, out, ignore=shutil.ignore_patterns("*.safetensors"))
     files = [{"name": f"rank-{rank}-of-{size}.safetensors", "num_bytes": 1, "xxh3": ""} for rank in range(size)]
-    manifest = {"version": 1, "weights_digest": "00", "quantize": "none", "files": files}
+    manifest = {"version": 2, "weights_digest": "00", "quantize": "none", "files": files}
+    manifest |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
     (out / MANIFEST).write_text(json.dumps(manifest))
     return out
 
 
 def test_max_of_a_partitioned_model_is_its_own_degree(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees(3))
+    out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees(3, 2))
     assert [fitting_ranks(settings(out, tensor_parallel=size)) for size in (1, 8)] == [3, 3]
+    assert (fitting_stages(out), fitting_stages(checkpoint("llama"))) == (2, 1)
 
 
 def test_a_partitioned_model_is_not_loaded_with_dummy_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:

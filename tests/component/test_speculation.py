@@ -152,11 +152,11 @@ def test_each_model_of_a_thread_has_its_own_number_of_threads(
         model = (runner := load_arm(checkpoint("llama"), "torch"))._model
         model.num_torch_threads = num_threads
 
-        def forward(*arguments: Any, name: str = name, compute: Callable[..., Any] = model.forward) -> Any:
+        def begin(*arguments: Any, name: str = name, compute: Callable[..., Any] = model.begin) -> Any:
             seen[name].add(torch.get_num_threads())
             return compute(*arguments)
 
-        monkeypatch.setattr(model, "forward", forward)
+        monkeypatch.setattr(model, "begin", begin)
         runners[name] = runner
     before = torch.get_num_threads()
     try:

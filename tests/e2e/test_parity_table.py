@@ -14,3 +14,14 @@ def test_a_row() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gemma2 Gemma2ForCausalLM torch 216 tokens, all equal" in " ".join(done.stdout.split())
     assert done.stdout.endswith("1 of 1: tokens equal, log-probs within 0.0001\n")
+
+
+def test_rows_of_ranks() -> None:
+    done = parity("--tensor-parallel", "2", "gemma2", "falcon-7b", "t5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[1].startswith("gemma2 Gemma2ForCausalLM no: ")
+    assert " 30 tokens, all equal" in lines[1]
+    assert lines[2].endswith("not possible: tensor_parallel 2 does not fit 1 KV heads: use 1 or fewer")
+    assert lines[3].endswith("not possible: tensor_parallel 2 does not fit an encoder-decoder model: use 1")
+    assert lines[4] == "1 of 1: tokens equal, log-probs within 0.0001; 2 not possible"

@@ -1,6 +1,7 @@
 """Every documented metric is there, and changes when that happens which it tells of."""
 
 import asyncio
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +118,9 @@ async def test_metrics_of_workers(evidence: Evidence) -> None:
         for metrics, role, engine in workers:
             watch(metrics, role, engine, loads, states)
         scrapes = {role: [await scrape(metrics.registry)] for metrics, role, _ in workers}
+        for metrics, *_ in workers:
+            metrics.loaded({"read": 1.5, "other": 0.5})
+            metrics.watch_ranks([os.getppid()])
         for number in range(2):  # the second one finds the first one's prefix
             await router.run(make_sequence(f"a{number}", range(1, 13), max_new_tokens=3))
         await router.start(make_sequence("local", range(1, 10), max_new_tokens=2))
@@ -132,6 +136,8 @@ async def test_metrics_of_workers(evidence: Evidence) -> None:
         assert value(decode[-1], "tandem_engine_ranks", role="decode") == 6
         assert value(decode[-1], "tandem_engine_stages", role="decode") == 3
         assert value(decode[-1], "tandem_decode_sequences_total", kv="transferred") >= 2
+        assert value(decode[-1], "tandem_engine_load_seconds", role="decode", phase="read") == 1.5
+        assert value(decode[-1], "tandem_engine_rank_cpu_seconds_total", role="decode", rank="0") > 0
         assert value(decode[-1], "tandem_engine_preemptions_total", role="decode") == 1
         assert value(prefill[-1], "tandem_kv_sent_bytes_total", transport="grpc") > 0
         assert value(prefill[-1], "tandem_engine_prefix_cache_hits_total", role="prefill") > 0

@@ -16,12 +16,17 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 import mesh.v1
 import tandem.v1
+from engine.runner_settings import RunnerSettings
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.rpc.channel import open_channel
+from mesh.rpc.credentials import MeshKey
+from mesh.rpc.server import Listen
 from tests.evidence import Evidence
 from tests.fakes.runner import FAKE_LAYOUT
 from tests.service.security.keys import KEYS, MESH_KEY, bearer, write_keys
 from tests.service.worker_rig import worker_rig
+from tests.waiting import LIMIT_S
+from worker.rank_listener import RankListener
 from worker.runtime import WorkerRuntime
 from worker.settings import WorkerSettings
 
@@ -99,10 +104,28 @@ async def worker_server(model_dir: Path) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
+async def rank_listener(model_dir: Path) -> AsyncIterator[str]:
+    """A leader that waits for its ranks."""
+    listener = RankListener(
+        Listen("127.0.0.1", 0, MeshKey(MESH_KEY)), 2, timeout_s=LIMIT_S, on_leaving=lambda: pytest.fail("a rank is in")
+    )
+    gathering = asyncio.create_task(asyncio.to_thread(listener.gather, RunnerSettings(model_dir), "f"))
+    try:
+        yield f"127.0.0.1:{listener.port}"
+    finally:
+        await asyncio.to_thread(listener.close)
+        await asyncio.gather(gathering, return_exceptions=True)
+
+
+@asynccontextmanager
 async def all_services(make_mesh: Any, tmp_path: Path, model_dir: Path) -> AsyncIterator[dict[str, str]]:
     """Addresses by service name, of everything a cluster consists of."""
     mesh = await make_mesh(mesh_key=MESH_KEY, api_keys_file=write_keys(tmp_path))
-    async with worker_rig() as rig, worker_server(model_dir) as worker_address:
+    async with (
+        worker_rig() as rig,
+        worker_server(model_dir) as worker_address,
+        rank_listener(model_dir) as listener_address,
+    ):
         yield {
             "tandem.v1.Generation": mesh.router.public.address,
             "tandem.v1.Mesh": mesh.router.public.address,
@@ -111,6 +134,7 @@ async def all_services(make_mesh: Any, tmp_path: Path, model_dir: Path) -> Async
             "mesh.v1.Decode": rig.decode_address,
             "mesh.v1.KvTransfer": rig.decode_address,
             "mesh.v1.Worker": worker_address,
+            "mesh.v1.Ranks": listener_address,
         }
 
 
@@ -125,7 +149,8 @@ async def test_every_method_wants_a_credential(
         for address in sorted(set(addresses.values())):
             here = [m for m in methods if addresses[m.containing_service.full_name] == address]
             async with open_channel(address) as channel:
-                for method in (*here, *foreign_methods()):
+                foreign = () if address == addresses["mesh.v1.Ranks"] else foreign_methods()
+                for method in (*here, *foreign):
                     is_open = method.full_name in OPEN
                     codes = await asyncio.gather(*(status_of(channel, method, each) for each in BAD_CREDENTIALS))
                     expected = grpc.StatusCode.OK if is_open else grpc.StatusCode.UNAUTHENTICATED

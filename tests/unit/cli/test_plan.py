@@ -1,12 +1,18 @@
 """`tandem plan` for a device of the table: what it prints, and how measured figures come beside."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.kernels.cpu.machine import why_no_loops
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
+from tandem_cli.capacity import ranks
 from tandem_cli.main import main
+from tandem_cli.mesh_plan import BUNDLED_MODELS
 
 ON_H100 = ("plan", "--device", "h100-sxm")
 
@@ -15,6 +21,16 @@ def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     assert main([*ON_H100, "--json", *flags]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+@pytest.fixture
+def partition(tmp_path: Path) -> Path:
+    """The bundled model for two ranks in int8; skips the test where the CPU has no compiled loops."""
+    if reason := why_no_loops():
+        pytest.skip(reason)
+    out = tmp_path / "partition"
+    assert main(["partition", "tandem-small", str(out), "--tensor-parallel", "2", "--quantize", "int8"]) == 0
+    return out
 
 
 def results(path: Path, **figures: float) -> Path:
@@ -106,3 +122,88 @@ def test_a_file_without_such_prompts(capsys: pytest.CaptureFixture[str], tmp_pat
     file = results(tmp_path / "results.json", ttft_p50_ms=1.0)
     assert main([*ON_H100, "--measured", str(file), "--input-tokens", "77"]) == 2
     assert "no closed loop with prompts of 77 tokens" in capsys.readouterr().err
+
+
+MACHINE = ("--memory", "64", "--bandwidth", "20", "--flops", "0.2")
+
+
+def ranks_of(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    assert main(["plan", *MACHINE, "--json", *flags]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["ranks"]
+    return found
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_ranks_divide_weights_and_kv(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+) -> None:
+    monkeypatch.setattr(ranks, "why_not_compiled", lambda *_: None if is_compiled else "no reason")
+    assert ranks_of(capsys) == []
+    first, second = ranks_of(capsys, "--tensor-parallel", "2", "--threads", "5")
+    assert (first["heads"], second["heads"]) == ([0, 1], [1, 2])
+    assert (first["cores"], second["cores"]) == (2, 3)
+    assert [rank["kv_bytes_per_token"] for rank in (first, second)] == [2 * 4 * 32 * 4] * 2
+    sizes = parameter_bytes()
+    embed, norms = sizes.pop("embed"), sum(sizes.pop(name) for name in list(sizes) if name.endswith("norm"))
+    half = sum(sizes.values()) / 2 + norms
+    # Compiled: rank 0 embeds, and each holds half of the output matrix. Eager: both embed, rank 0 with it as output.
+    expected = (half + embed * 3 / 2, half + embed / 2) if is_compiled else (half + embed, half + embed)
+    assert (first["weights_bytes"], second["weights_bytes"]) == expected
+
+
+def test_stages_divide_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = ranks_of(capsys, "--tensor-parallel", "2", "--pipeline-parallel", "2", "--threads", "3")
+    assert [(rank["layers"], rank["heads"], rank["cores"]) for rank in stages] == [
+        ([0, 2], [0, 1], 0),
+        ([0, 2], [1, 2], 0),
+        ([2, 4], [0, 1], 0),
+        ([2, 4], [1, 2], 0),
+    ]
+    alone = ranks_of(capsys, "--tensor-parallel", "2")
+    whole = sum(rank["weights_bytes"] for rank in alone)
+    assert sum(rank["weights_bytes"] for rank in stages) == pytest.approx(whole, rel=1e-3)  # norms are in all stages
+
+
+def parameter_bytes() -> dict[str, int]:
+    config = load_decoder_config(BUNDLED_MODELS / "tandem-small")
+    return {spec.name: 4 * prod(spec.shape) for spec in parameter_specs(config)}
+
+
+def test_the_table_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MACHINE, "--tensor-parallel", "2", "--threads", "2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    first, second, worker = (next(line for line in lines if line[:1] == [name]) for name in ("0", "1", "worker"))
+    assert (first[1:3], second[1:3], worker[1:3]) == (["0..3", "0..0"], ["0..3", "1..1"], ["0..3", "0..1"])
+    assert (first[-1], second[-1], worker[-1]) == ("1", "1", "2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tensor-parallel", "3"], "tensor_parallel 3 does not fit 2 KV heads: use 2 or fewer"),
+        (["--pipeline-parallel", "5"], "pipeline_parallel 5 does not fit 4 layers"),
+        (["--quantize", "int8", "--tensor-parallel", "2", "--dtype", "bfloat16"], "in int8 needs the compiled decoder"),
+    ],
+)
+def test_degrees_that_do_not_fit(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *MACHINE, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_ranks_are_for_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_H100, "--tensor-parallel", "2"]) == 2
+    assert "on one machine with CPUs: plan h100-sxm without them" in capsys.readouterr().err
+
+
+def test_a_partition_says_its_degree_and_quantization(capsys: pytest.CaptureFixture[str], partition: Path) -> None:
+    capsys.readouterr()
+    assert main(["plan", *MACHINE, "--json", str(partition)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (len(found["ranks"]), found["precision"]["weights"]) == (2, "int8")
+    by_formula = sum(rank["weights_bytes"] for rank in found["ranks"])
+    assert found["partition"]["num_bytes"] == pytest.approx(by_formula, rel=0.1)  # which leaves out scales
+    for flags in (["--tensor-parallel", "1"], ["--quantize", "none"]):
+        assert main(["plan", *MACHINE, str(partition), *flags]) == 2
+        assert "is partitioned for tensor_parallel 2 and quantize int8" in capsys.readouterr().err
+    assert main(["plan", *MACHINE, str(partition)]) == 0
+    assert "B in 2 files" in capsys.readouterr().out

@@ -157,6 +157,7 @@ MEMBERS = ("router", "prefill", "decode")
         ("", {"PIPELINE_PARALLEL_DEGREE": "2"}, "pipeline_parallel", "2", ("prefill", "decode")),
         ("", {"SHARDED": "true"}, "tensor_parallel", "max", ("prefill", "decode")),
         ("", {"SHARDED": "false"}, "tensor_parallel", "1", ("prefill", "decode")),
+        ("", {"OPTION_SAVE_MP_CHECKPOINT_PATH": "/opt/out"}, "partition", "/opt/out", ("up",)),
         ("option.s3url=s3://b/flan/", {}, "model", "s3://b/flan/", ("up",)),
     ],
 )

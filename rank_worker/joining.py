@@ -1,0 +1,305 @@
+"""A rank on another machine than its leader, from dialling it until the end of one of the two.
+
+    join ─▶ load weights ─▶ allocate KV ─▶ meet the other ranks ─▶ execute messages, until the leader ends the call
+
+The event loop has the connection; a thread of its own loads and computes. The process ends with the connection,
+whatever the thread does: 0 if the worker has stopped, 1 if it is lost, 2 if something must be fixed here.
+"""
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, TypeVar
+
+import grpc
+import structlog
+import torch
+
+from engine.kv_cache import KVCache
+from engine.load import kv_layout, resolve
+from engine.ranks.collectives import NoteStore
+from engine.ranks.messages import read_settings
+from engine.ranks.remote import BlockCopy, KVCall, OwnMemoryRank, Step, answer_kv, require_remote
+from engine.runner_settings import RunnerSettings
+from mesh import wire
+from mesh.domain.errors import ConfigurationError, InvalidRequest, Replayable, Unauthenticated, WorkerLost
+from mesh.logs import flush_outputs
+from mesh.metrics import new_registry, serving_metrics
+from mesh.process import announce, keep_freed_memory, until_stopped
+from mesh.retry import Backoff
+from mesh.rpc.channel import open_channel
+from mesh.rpc.status import error_from_rpc
+from mesh.v1 import rank_pb2, rank_pb2_grpc
+from rank_worker.settings import RankSettings
+from worker.rank_listener import RANK_KEEPALIVE_MS, versions
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+_VERDICT_S = 20.0
+"""Limit on waiting for the leader to say which rank is lost. Longer than it takes to notice a machine that vanished."""
+_MAX_REASON_CHARS = 4000
+_ACTIONS: dict[int, Literal["read", "write", "clear"]] = {
+    rank_pb2.HoldKvResponse.ACTION_READ: "read",
+    rank_pb2.HoldKvResponse.ACTION_WRITE: "write",
+    rank_pb2.HoldKvResponse.ACTION_CLEAR: "clear",
+}
+
+
+async def serve(settings: RankSettings) -> None:
+    """Join the leader and serve until one of the two ends. Returns if stopped before; else it ends the process. Raises
+    MeshError if the rank cannot join.
+    """
+    keep_freed_memory()
+    async with serving_metrics(new_registry(), settings):
+        stopped = asyncio.create_task(until_stopped(settings))
+        joining = asyncio.create_task(_dial(settings))
+        await asyncio.wait([stopped, joining], return_when=asyncio.FIRST_COMPLETED)
+        if not joining.done():
+            joining.cancel()
+            return
+        membership = joining.result()
+        announce("joined", rank=settings.rank)
+        status = await Member(membership, settings).serve(stopped)
+        flush_outputs()
+        os._exit(status)  # the thread may be in the middle of a sum
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A rank's place in a group, and the calls by which it is held."""
+
+    channel: grpc.aio.Channel
+    call: Any
+    setup: rank_pb2.RankSetup
+    settings: RunnerSettings
+    host: str
+
+
+async def _dial(settings: RankSettings) -> Membership:
+    """Join the leader, once it is there. Raises MeshError."""
+    model_dir = await asyncio.to_thread(settings.source.locate)
+    clock, backoff, reason = asyncio.get_running_loop().time, Backoff(0.1, 2.0, jitter=0.5), ""
+    give_up_s = clock() + settings.leader_timeout_s
+    while True:
+        try:
+            return await _join(settings, model_dir)
+        except Replayable as error:
+            if clock() > give_up_s:
+                limit = f"leader_timeout_s {settings.leader_timeout_s:g}"
+                raise WorkerLost(
+                    f"rank {settings.rank} could not join {settings.leader} within {limit}: {error}"
+                ) from None
+            if str(error) != reason:
+                reason = str(error)
+                log.info("cannot join yet", leader=settings.leader, rank=settings.rank, reason=reason)
+        except (Unauthenticated, InvalidRequest) as error:
+            raise ConfigurationError(f"the leader {settings.leader} refuses this rank: {error}") from None
+        await asyncio.sleep(backoff.next_s())
+
+
+async def _join(settings: RankSettings, model_dir: Path) -> Membership:
+    credentials = settings.load_credentials()
+    host, port = settings.leader_address
+    channel = open_channel(f"{host}:{port}", credentials.tls, own_connection=True, keepalive_ms=RANK_KEEPALIVE_MS)
+    try:
+        call: Any = rank_pb2_grpc.RanksStub(channel).Join(metadata=credentials.metadata())
+        hello = rank_pb2.RankHello(rank=settings.rank, group_size=settings.group_size, versions=versions())
+        setup = (await _exchange(call, rank_pb2.JoinRequest(hello=hello))).setup
+        runner_settings, fingerprint = await asyncio.to_thread(_read_setup, setup, settings, model_dir)
+        checked = rank_pb2.RankChecked(model_fingerprint=fingerprint)
+        admitted = (await _exchange(call, rank_pb2.JoinRequest(checked=checked))).admitted
+        return Membership(channel, call, setup, runner_settings, admitted.host)
+    except BaseException:
+        await channel.close()
+        raise
+
+
+async def _exchange(call: Any, request: rank_pb2.JoinRequest) -> rank_pb2.JoinResponse:
+    """Send a message and return the answer. Raises MeshError."""
+    try:
+        # If the call has ended, `read` says why, or "Internal error from Core" (github.com/grpc/grpc/issues/36066). The
+        # latter counts as a lost leader, and the next attempt brings the reason.
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            await call.write(request)
+        response: rank_pb2.JoinResponse = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+    if response is grpc.aio.EOF:
+        raise WorkerLost("the leader has ended the call")
+    return response
+
+
+def _read_setup(setup: rank_pb2.RankSetup, settings: RankSettings, model_dir: Path) -> tuple[RunnerSettings, str]:
+    """The settings of the group with what is the rank's own, and the fingerprint of the rank's checkpoint."""
+    shared = read_settings(json.loads(setup.settings) | {"model_dir": str(model_dir)})
+    resolved, config = resolve(replace(shared, kv_memory=settings.kv_memory()))
+    return resolved, kv_layout(require_remote(resolved, config), resolved).model_fingerprint
+
+
+class Member:
+    """A rank that has joined. The thread gets messages in order: the number of blocks, then steps and copies."""
+
+    def __init__(self, membership: Membership, settings: RankSettings) -> None:
+        self._membership = membership
+        self._settings = settings
+        self._metadata = settings.load_credentials().metadata()
+        self._stub = rank_pb2_grpc.RanksStub(membership.channel)
+        self._loop = asyncio.get_running_loop()
+        self._messages: SimpleQueue[int | Step | BlockCopy] = SimpleQueue()
+        self._writing = asyncio.Lock()
+        self._failed: asyncio.Future[Exception] = self._loop.create_future()
+        self._is_ready = False
+
+    async def serve(self, stopped: asyncio.Task[None]) -> int:
+        """Serve until the leader ends the call, or something fails here. Returns the exit status."""
+        reading = asyncio.create_task(self._read())
+        threading.Thread(target=self._run, name="rank", daemon=True).start()
+        ends: list[asyncio.Future[Any]] = [reading, self._failed]
+        await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done() and not self._is_ready:
+            return 0  # the leader serves nobody yet
+        if stopped.done() and not reading.done():
+            log.info("asked to stop, waiting for the leader")
+            await self._write(rank_pb2.JoinRequest(leaving=rank_pb2.RankLeaving()))
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            return await self._fail(self._failed.result(), reading)
+        return reading.result()
+
+    async def _fail(self, error: Exception, reading: asyncio.Task[int]) -> int:
+        """Tell the leader why this rank ends, unless it suffers from the end of another, which the leader names."""
+        if isinstance(error, WorkerLost):
+            await asyncio.wait([reading], timeout=_VERDICT_S)
+            if reading.done():
+                return reading.result()
+            log.critical("the worker is lost, exiting", reason=str(error))
+            return 1
+        reason, is_configuration = str(error), isinstance(error, ConfigurationError)
+        if is_configuration:
+            log.critical("the rank cannot serve, exiting", reason=reason)
+        else:
+            log.critical("unexpected error, exiting", exc_info=error)
+            reason = f"{type(error).__name__}: {reason}; its log has the details"
+        failed = rank_pb2.RankFailed(reason=reason[:_MAX_REASON_CHARS], is_configuration=is_configuration)
+        await self._write(rank_pb2.JoinRequest(failed=failed))
+        await asyncio.wait([reading], timeout=_VERDICT_S)
+        return 2 if is_configuration else 1
+
+    async def _read(self) -> int:
+        """Hand the leader's messages to the thread. Returns the exit status when the call has ended."""
+        try:
+            while (response := await self._membership.call.read()) is not grpc.aio.EOF:
+                self._messages.put(_message(response))
+        except grpc.aio.AioRpcError as error:
+            log.critical("the leader is lost, exiting", reason=str(error_from_rpc(error)))
+            return 1
+        log.info("the leader has stopped, exiting")
+        return 0 if self._is_ready else 1
+
+    async def _write(self, request: rank_pb2.JoinRequest) -> None:
+        """Send a message; nothing if the call has ended, which `_read` notices."""
+        async with self._writing:
+            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await self._membership.call.write(request)
+
+    async def _hold_kv(self, cache: KVCache) -> None:
+        """Do what the leader asks about KV, until the call ends."""
+        host, port = self._settings.leader_address
+        tls = self._settings.load_credentials().tls
+        error: Exception = WorkerLost("the leader has ended the call about KV")
+        try:
+            async with open_channel(
+                f"{host}:{port}", tls, own_connection=True, keepalive_ms=RANK_KEEPALIVE_MS
+            ) as channel:
+                call: Any = rank_pb2_grpc.RanksStub(channel).HoldKv(metadata=self._metadata)
+                hello = rank_pb2.HoldKvRequest(rank=self._settings.rank, group=self._membership.setup.group)
+                await call.write(hello)
+                while (request := await call.read()) is not grpc.aio.EOF:
+                    payload = await asyncio.to_thread(answer_kv, cache, _kv_call(request))
+                    await call.write(rank_pb2.HoldKvRequest(number=request.number, payload=payload))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass
+        except Exception as failure:
+            error = failure
+        self._set_failed(error)
+
+    def _run(self) -> None:
+        """The thread."""
+        try:
+            self._load_and_execute()
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._set_failed, error)
+
+    def _load_and_execute(self) -> None:
+        settings = self._membership.settings
+        torch.set_num_threads(self._settings.num_threads or len(os.sched_getaffinity(0)))
+        own = OwnMemoryRank(settings, self._settings.rank, NoteStore(self._put_note, self._get_note))
+        self._report(rank_pb2.JoinRequest(loaded=rank_pb2.RankLoaded(num_blocks=own.fitting_blocks())))
+        num_blocks = self._messages.get()
+        assert isinstance(num_blocks, int)
+        cache = own.allocate(num_blocks)
+        asyncio.run_coroutine_threadsafe(self._hold_kv(cache), self._loop)
+        own.rank.connect(self._membership.host)
+        execute = own.executing(cache)
+        self._is_ready = True
+        self._report(rank_pb2.JoinRequest(ready=rank_pb2.RankReady()))
+        log.info("rank ready", rank=self._settings.rank, num_blocks=num_blocks, threads=torch.get_num_threads())
+        announce("ready")
+        while True:
+            message = self._messages.get()
+            assert not isinstance(message, int)
+            execute(message)
+
+    def _set_failed(self, error: Exception) -> None:
+        if not self._failed.done():
+            self._failed.set_result(error)
+
+    def _report(self, request: rank_pb2.JoinRequest) -> None:
+        self._await(self._write(request))
+
+    def _put_note(self, key: str, value: bytes) -> None:
+        request = rank_pb2.PutNoteRequest(key=key, value=value, group=self._membership.setup.group)
+        self._await(self._ask(self._stub.PutNote, request))
+
+    def _get_note(self, key: str) -> bytes:
+        request = rank_pb2.GetNoteRequest(key=key, group=self._membership.setup.group)
+        response: rank_pb2.GetNoteResponse = self._await(self._ask(self._stub.GetNote, request))
+        return response.value
+
+    async def _ask(self, method: Any, request: Any) -> Any:
+        """Raises MeshError."""
+        try:
+            return await method(request, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run on the event loop, for the thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _message(response: rank_pb2.JoinResponse) -> int | Step | BlockCopy:
+    """Raises ValueError for a message that a member does not expect."""
+    match response.WhichOneof("message"):
+        case "step":
+            step = response.step
+            return Step(step.command, step.token_ids, step.positions, step.sequences)
+        case "copy":
+            return BlockCopy(response.copy.source, response.copy.target)
+        case "allocate":
+            return response.allocate.num_blocks
+        case other:
+            raise ValueError(f"the leader sent {other}")
+
+
+def _kv_call(request: rank_pb2.HoldKvResponse) -> KVCall:
+    span = wire.span_from_proto(request.span)
+    return KVCall(_ACTIONS[request.action], list(request.block_ids), span, request.payload)

@@ -1,0 +1,68 @@
+"""Settings of a rank that joins a worker on another machine."""
+
+from dataclasses import dataclass
+
+from checkpoint.source import ModelSource
+from engine.kv_memory import KVMemorySettings
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import host_and_port
+from mesh.rpc.credentials import require_trusted_fabric
+from mesh.rpc.settings import MemberSettings
+from mesh.settings import setting
+
+DEFAULT_PORT = 50060
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings(MemberSettings):
+    """What is the rank's own. All else comes from the leader."""
+
+    leader: str = setting(
+        ...,
+        f"the worker's rank_listen address as this machine reaches it, host or host:port (port {DEFAULT_PORT})",
+        env=("LWS_LEADER_ADDRESS",),
+    )
+    rank: int = setting(..., "number of this rank; the leader is 0", env=("LWS_WORKER_INDEX",))
+    group_size: int = setting(0, "ranks that the worker must have; 0: any number", env=("LWS_GROUP_SIZE",))
+    model: str = setting(
+        ...,
+        "this machine's copy of the leader's checkpoint: folder, org/name on the Hugging Face hub, or "
+        "s3://bucket/prefix",
+        env=("MODEL_ID", "HF_MODEL_ID"),
+    )
+    revision: str = setting("", "branch, tag or commit on the hub", env=("HF_MODEL_REVISION", "HF_REVISION"))
+    model_cache: str = setting("~/.cache/tandem", "folder for models downloaded from S3")
+    trust_fabric: bool = setting(
+        False, "allow a leader on another machine: sums of ranks cross the network without credential or encryption"
+    )
+    leader_timeout_s: float = setting(600.0, "seconds to dial a leader that does not answer; then exit with status 1")
+    num_threads: int = setting(0, "compute threads; 0: the number of cores allowed")
+    kv_memory_fraction: float = setting(0.6, "share of this machine's free memory for KV, as for workers")
+    kv_memory_ledger: str = setting(
+        "",
+        "folder where processes of this machine record the memory they take; default: one of this user's in /dev/shm",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        host, _ = self.leader_address
+        require_trusted_fabric(host, is_trusted=self.trust_fabric, name="leader")
+        if self.rank < 1:
+            raise ConfigurationError(f"rank must be at least 1, got {self.rank}: the leader is rank 0")
+        if self.num_threads < 0 or not self.leader_timeout_s > 0:
+            raise ConfigurationError("num_threads must be >= 0, leader_timeout_s > 0")
+        self.kv_memory()
+
+    @property
+    def leader_address(self) -> tuple[str, int]:
+        """Host and port. Raises ConfigurationError."""
+        return host_and_port(self.leader, DEFAULT_PORT, name="leader")
+
+    @property
+    def source(self) -> ModelSource:
+        return ModelSource(self.model, self.revision, self.model_cache)
+
+    def kv_memory(self) -> KVMemorySettings:
+        """The memory for KV of this process. Raises ConfigurationError."""
+        owner = f"rank {self.rank} of {self.leader}"
+        return KVMemorySettings(self.kv_memory_fraction, ledger=self.kv_memory_ledger, owner=owner)

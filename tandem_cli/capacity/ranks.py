@@ -1,0 +1,118 @@
+"""Memory and cores of each rank of a worker (docs/parallel.md), by formula.
+
+A rank holds what `engine.ranks.share` gives it: in each stage of a pipeline some layers, of them some heads and a part
+of every matrix. Embedding and output matrix belong to the first stage. Scales and padding are left out, as in
+`roofline.py`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from engine.models.compiled_decoder import why_not_compiled
+from engine.models.encoder_decoder.config import EncoderDecoderConfig
+from engine.models.model_config import ModelConfig
+from engine.models.parameters import ParameterSpec, parameter_specs
+from engine.models.read_config import load_config
+from engine.ranks.share import Cut, RankShare, rank_share, share_specs
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees, KVLayout, Span
+from tandem_cli.capacity.roofline import Precision
+
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one rank holds. `cores`: its own ones; 0 if all ranks share fewer cores than ranks."""
+
+    rank: int
+    layers: Span
+    heads: Span
+    weights_bytes: float
+    kv_bytes_per_token: float
+    cores: int
+
+    def to_json(self) -> dict[str, Any]:
+        """With layers and KV heads as [first, end)."""
+        spans = {name: [span.first, span.end] for name, span in (("layers", self.layers), ("heads", self.heads))}
+        return asdict(self) | spans
+
+
+def rank_memory(config: ModelConfig, precision: Precision, degrees: Degrees, num_cores: int) -> list[RankMemory]:
+    """What each rank of a worker holds that has `num_cores` cores. Raises ConfigurationError for degrees that the
+    engine refuses.
+    """
+    cut = _cut(config, precision, degrees)
+    specs = parameter_specs(config)
+    ranks: list[RankMemory] = []
+    for rank in range(degrees.num_ranks):
+        share = rank_share(config, rank, degrees)
+        kv_bytes = 2 * share.layers.count * share.heads.count * config.head_dim * precision.other_bytes
+        cores = _cores(rank, degrees.num_ranks, num_cores)
+        weights_bytes = _weights_bytes(share_specs(specs, config, share, cut), config, share, precision, cut)
+        ranks.append(RankMemory(rank, share.layers, share.heads, weights_bytes, kv_bytes, cores))
+    return ranks
+
+
+def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]:
+    """Degrees above 1 to compare on a machine with so many cores: powers of two, and the largest that fits. Raises
+    ConfigurationError if none fits.
+    """
+    config = load_config(model_dir)
+    if isinstance(config, EncoderDecoderConfig):
+        raise ConfigurationError("tensor_parallel 2 does not fit an encoder-decoder model: use 1")
+    most = min(num_cores, config.num_kv_heads)
+    if most < 2:
+        raise ConfigurationError(
+            f"no tensor_parallel above 1 fits {num_cores} cores and {config.num_kv_heads} KV heads of the model"
+        )
+    precision = Precision("float32" if quantize == "none" else quantize, "float32")
+    rank_memory(config, precision, Degrees(most), num_cores)
+    powers = itertools.takewhile(lambda degree: degree <= most, (2**exponent for exponent in itertools.count(1)))
+    return sorted({*powers, most})
+
+
+def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
+    """How the ranks of this machine cut matrices. Raises ConfigurationError if they cannot."""
+    layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.other)
+    is_int8 = precision.weights == "int8"
+    reason = f"{precision.other} weights" if precision.other != "float32" else None
+    reason = reason or why_not_compiled(config, layout)
+    if reason is None:
+        return "outputs"
+    if is_int8:
+        raise ConfigurationError(
+            f"tensor_parallel {degrees.tensor} in int8 needs the compiled decoder, which cannot run here ({reason}): "
+            "use 1"
+        )
+    return "inputs"
+
+
+def total(ranks: Sequence[RankMemory]) -> tuple[float, float]:
+    """Bytes of the weights, and of KV per token, of all ranks together."""
+    return sum(rank.weights_bytes for rank in ranks), sum(rank.kv_bytes_per_token for rank in ranks)
+
+
+def _weights_bytes(
+    specs: Sequence[ParameterSpec], config: ModelConfig, share: RankShare, precision: Precision, cut: Cut
+) -> float:
+    num_bytes = 0.0
+    for spec in (spec for spec in specs if spec.is_held):
+        # Other ranks than 0 hold their rows of a tied embedding as a part of the output matrix.
+        is_output = spec.name == "embed" and cut == "outputs" and share.rank > 0
+        itemsize = precision.weight_bytes if spec.is_matrix or is_output else precision.other_bytes
+        num_bytes += prod(spec.held_shape) * itemsize
+    if cut == "outputs" and share.rank == 0 and config.tied:
+        num_bytes += share.vocab.count * config.hidden_size * precision.weight_bytes
+    return num_bytes
+
+
+def _cores(rank: int, num_ranks: int, num_cores: int) -> int:
+    """As engine.ranks.launch divides them."""
+    if num_cores < num_ranks:
+        return 0
+    return num_cores * (rank + 1) // num_ranks - num_cores * rank // num_ranks

@@ -1,0 +1,58 @@
+"""`tandem up --partition FOLDER`: the model is partitioned into the folder, unless it is there, and served from it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.display import Display
+from tandem_cli.mesh_plan import MeshPlan
+
+
+def with_partition(plan: MeshPlan, environ: Mapping[str, str], display: Display) -> MeshPlan:
+    """The plan with the partition in place of the model's folder; the same plan if none is wanted.
+
+    Writing takes about as long as a worker takes to load the checkpoint. Raises ConfigurationError.
+    """
+    folder = plan.settings.partition
+    if not folder:
+        return plan
+    if len(plan.models) > 1:
+        raise ConfigurationError("--partition is for a mesh with one model: run `tandem partition` for each")
+    [model] = plan.models
+    workers = [plan.resolve(worker, environ) for worker in plan.workers("127.0.0.1:1")]
+    wanted = {(worker.tensor_parallel, worker.degrees().pipeline, worker.quantize) for worker in workers}
+    if len(wanted) > 1:
+        listed = " and ".join(
+            f"tensor_parallel {tensor}, pipeline_parallel {pipeline} with quantize {scheme}"
+            for tensor, pipeline, scheme in sorted(wanted)
+        )
+        raise ConfigurationError(f"--partition is for workers with equal settings, and these have {listed}")
+    [(tensor, pipeline, quantize)] = wanted
+    display.line(f"partition: {folder}")
+    flags = ("--reuse", f"--tensor-parallel={tensor}", f"--pipeline-parallel={pipeline}", f"--quantize={quantize}")
+    display.line(_run((*flags, "--", model.folder, folder), environ.get("PYTHONPATH", "")))
+    return replace(plan, models=(replace(model, folder=folder),))
+
+
+def _run(arguments: Sequence[str], python_path: str) -> str:
+    """Run `tandem partition` in a process of its own, whose memory is free afterwards. Returns what it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem_cli", "partition", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | ({"PYTHONPATH": python_path} if python_path else {}),
+    )
+    try:
+        out, err = process.communicate()
+    except KeyboardInterrupt:  # which the child has got, too: it removes what it has written
+        process.wait()
+        raise
+    if process.returncode != 0:
+        lines = err.strip().splitlines() or [f"tandem partition ended with status {process.returncode}"]
+        raise ConfigurationError(lines[-1].removeprefix("tandem: "))
+    return out.partition(";")[0].strip()

@@ -1,0 +1,363 @@
+"""The leader's side of ranks on other machines: a gRPC server of their own, into which they dial.
+
+    hello ─▶ setup ─▶ checked ─▶ admitted           until all ranks have joined; who does not fit is refused
+    loaded ─▶ allocate ─▶ ready ─▶ steps, copies    from then on all ranks end together
+
+It has threads in place of an event loop: the leader's own loop stands still while a model loads, and steps are posted
+by the engine's thread.
+"""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import grpc
+import structlog
+import torch
+
+import tandem
+from engine.ranks.collectives import NoteStore
+from engine.ranks.launch import OnLost
+from engine.ranks.messages import plain_settings
+from engine.ranks.remote import BlockCopy, KVCall, Step
+from engine.runner_settings import RunnerSettings
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
+from mesh.domain.request import mint_id
+from mesh.domain.worker import PROTOCOL_VERSION
+from mesh.rpc.server import MAX_MESSAGE_BYTES, Listen, require_listenable
+from mesh.rpc.status import status_of
+from mesh.v1 import rank_pb2, rank_pb2_grpc
+from worker.rank_link import RankLink, host_of, own_address
+
+log = structlog.get_logger(__name__)
+
+RANK_KEEPALIVE_MS = 8_000
+"""A machine that vanishes is noticed within 1.5 times this time. Shorter than in the rest of the mesh: all ranks wait
+for the one that is lost.
+"""
+_STOP_GRACE_S = 2.0
+
+
+def versions() -> str:
+    """What must be equal in all ranks: they divide the model by the same code, and gloo has no version of its own."""
+    return f"tandem {tandem.__version__}, protocol {PROTOCOL_VERSION}, torch {torch.__version__.partition('+')[0]}"
+
+
+class RankListener(rank_pb2_grpc.RanksServicer):
+    """The ranks from 1 to `num_ranks` - 1. Implements engine.ranks.remote.RemoteRanks.
+
+    The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop.
+    """
+
+    def __init__(self, listen: Listen, num_ranks: int, *, timeout_s: float, on_leaving: Callable[[], None]) -> None:
+        self._listen = listen
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._on_leaving = on_leaving
+        self._on_lost: OnLost | None = None
+        self._changed = threading.Condition()
+        self._links: dict[int, RankLink] = {}
+        self._notes: dict[str, bytes] = {}
+        self._lost: MeshError | None = None
+        self._is_gathered = self._is_closing = False
+        self._setup = rank_pb2.RankSetup(num_ranks=num_ranks, group=mint_id())
+        self._fingerprint = ""
+        self.store = NoteStore(self._put_note, self._get_note)
+        self._server, self.port = self._bind()
+
+    def gather(self, settings: RunnerSettings, fingerprint: str) -> str:
+        plain = plain_settings(settings)
+        self._setup.settings = json.dumps({name: value for name, value in plain.items() if name != "model_dir"})
+        self._fingerprint = fingerprint
+        self._server.start()
+        log.info("waiting for ranks", address=f"{self._listen.host}:{self.port}", ranks=self._num_ranks)
+        with self._changed:
+            self._changed.wait_for(lambda: self._all_are_admitted() or self._is_closing, self._timeout_s)
+            if not self._all_are_admitted():
+                raise WorkerLost(
+                    f"{self._missing()} of {self._num_ranks} not joined at {self._listen.host}:{self.port} within "
+                    f"rank_timeout_s {self._timeout_s:g}: start `python -m rank_worker --leader HOST:{self.port} "
+                    "--rank NUMBER` on their machines"
+                )
+            self._is_gathered = True
+            hosts = [link.host for link in self._links.values()]
+        log.info("ranks joined", hosts=hosts)
+        return own_address(hosts)
+
+    def wait_loaded(self) -> list[int]:
+        return [report.loaded.num_blocks for report in self._wait("loaded")]
+
+    def allocate(self, num_blocks: int) -> None:
+        self._send(rank_pb2.JoinResponse(allocate=rank_pb2.RankAllocate(num_blocks=num_blocks)))
+
+    def wait_ready(self) -> None:
+        self._wait("ready")
+
+    def post(self, message: Step | BlockCopy, rank: int | None = None) -> None:
+        if isinstance(message, BlockCopy):
+            copy = rank_pb2.RankCopy(source=message.source, target=message.target)
+            self._send(rank_pb2.JoinResponse(copy=copy), rank)
+            return
+        step = rank_pb2.RankStep(
+            command=message.command,
+            token_ids=message.token_ids,
+            positions=message.positions,
+            sequences=message.sequences,
+        )
+        self._send(rank_pb2.JoinResponse(step=step), rank)
+
+    def call_kv(self, rank: int, call: KVCall) -> "Future[bytes]":
+        return self._links[rank].ask(call)
+
+    def watch(self, on_lost: OnLost) -> None:
+        with self._changed:
+            self._on_lost = on_lost
+            lost = self._lost
+        if lost is not None:
+            on_lost(str(lost))
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closing = True
+            links = list(self._links.values())
+            self._changed.notify_all()
+        for link in links:
+            link.end()
+        self._server.stop(_STOP_GRACE_S).wait()
+
+    def Join(
+        self, request_iterator: Iterator[rank_pb2.JoinRequest], context: grpc.ServicerContext
+    ) -> Iterator[rank_pb2.JoinResponse]:
+        """The conversation with one rank."""
+        with self._answering(context):
+            link = self._greet(_next(request_iterator, "hello").hello, context.peer())
+            if not context.add_callback(partial(self._end, link)):
+                self._end(link)
+            try:
+                yield rank_pb2.JoinResponse(setup=self._setup)
+                self._admit(link, _next(request_iterator, "checked").checked)
+                yield rank_pb2.JoinResponse(admitted=rank_pb2.RankAdmitted(host=link.host))
+                threading.Thread(target=self._read, args=(link, request_iterator), daemon=True).start()
+                yield from link.messages()
+                if self._lost is not None:
+                    raise self._lost
+            finally:
+                self._end(link)
+
+    def HoldKv(
+        self, request_iterator: Iterator[rank_pb2.HoldKvRequest], context: grpc.ServicerContext
+    ) -> Iterator[rank_pb2.HoldKvResponse]:
+        """The leader's requests about the KV of one rank."""
+        with self._answering(context):
+            first = next(request_iterator, rank_pb2.HoldKvRequest())
+            self._require_group(first.group)
+            if (link := self._links.get(first.rank)) is None:
+                raise InvalidRequest(f"rank {first.rank} has not joined")
+            if not context.add_callback(partial(self._end, link)):
+                self._end(link)
+            threading.Thread(target=self._read_kv, args=(link, request_iterator), daemon=True).start()
+            yield from link.kv_requests()
+
+    def PutNote(self, request: rank_pb2.PutNoteRequest, context: grpc.ServicerContext) -> rank_pb2.PutNoteResponse:
+        """Write a note for all ranks."""
+        with self._answering(context):
+            self._require_group(request.group)
+            self._put_note(request.key, request.value)
+        return rank_pb2.PutNoteResponse()
+
+    def GetNote(self, request: rank_pb2.GetNoteRequest, context: grpc.ServicerContext) -> rank_pb2.GetNoteResponse:
+        """Wait for a note."""
+        with self._answering(context):
+            self._require_group(request.group)
+            return rank_pb2.GetNoteResponse(value=self._get_note(request.key))
+        raise AssertionError("abort raises")
+
+    def _bind(self) -> tuple[grpc.Server, int]:
+        listen = self._listen
+        require_listenable(listen)
+        server = grpc.server(
+            _DaemonThreads(),
+            options=[
+                ("grpc.keepalive_time_ms", RANK_KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", RANK_KEEPALIVE_MS // 2),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_ping_interval_without_data_ms", RANK_KEEPALIVE_MS // 4),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=8 * self._num_ranks,
+        )
+        address = f"{listen.host}:{listen.port}"
+        if listen.tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, listen.tls.server_credentials())
+        rank_pb2_grpc.add_RanksServicer_to_server(self, server)
+        return server, port
+
+    @contextmanager
+    def _answering(self, context: grpc.ServicerContext) -> Iterator[None]:
+        """Check the caller's credential, and turn errors into statuses."""
+        try:
+            if self._listen.guard is not None:
+                self._listen.guard.check(context.invocation_metadata())
+            yield
+        except MeshError as error:
+            code, trailing = status_of(error)
+            if isinstance(error, ConfigurationError | Unauthenticated | InvalidRequest) and error is not self._lost:
+                log.warning("rank refused", host=host_of(context.peer()), reason=str(error))
+            context.set_trailing_metadata(trailing)
+            context.abort(code, str(error))
+
+    def _greet(self, hello: rank_pb2.RankHello, peer: str) -> RankLink:
+        """Give the rank its place. Raises ConfigurationError if it does not fit, WorkerBusy if the place is taken."""
+        if not 0 < hello.rank < self._num_ranks:
+            raise ConfigurationError(
+                f"rank {hello.rank} is out of range: this worker has tensor_parallel {self._num_ranks}, and takes "
+                f"ranks 1 to {self._num_ranks - 1}"
+            )
+        if hello.group_size not in (0, self._num_ranks):
+            raise ConfigurationError(
+                f"rank {hello.rank} is one of {hello.group_size}, this worker has tensor_parallel {self._num_ranks}"
+            )
+        if hello.versions != versions():
+            raise ConfigurationError(f"rank {hello.rank} has {hello.versions}; the leader has {versions()}")
+        with self._changed:
+            if (other := self._links.get(hello.rank)) is not None:
+                raise WorkerBusy(f"rank {hello.rank} is taken, by {other.host}")
+            link = self._links[hello.rank] = RankLink(hello.rank, host_of(peer))
+        return link
+
+    def _admit(self, link: RankLink, checked: rank_pb2.RankChecked) -> None:
+        if checked.model_fingerprint != self._fingerprint:
+            raise ConfigurationError(
+                f"rank {link.rank} has another model: fingerprint {checked.model_fingerprint}, not the leader's "
+                f"{self._fingerprint}; give it the same checkpoint"
+            )
+        with self._changed:
+            link.is_admitted = True
+            self._changed.notify_all()
+        log.info("rank joined", rank=link.rank, host=link.host)
+
+    def _read(self, link: RankLink, requests: Iterator[rank_pb2.JoinRequest]) -> None:
+        try:
+            for request in requests:
+                kind = request.WhichOneof("message")
+                if kind == "failed":
+                    link.fail(request.failed)
+                    return
+                if kind == "leaving":
+                    log.warning("a rank is asked to stop, draining", rank=link.rank, host=link.host)
+                    self._on_leaving()
+                else:
+                    with self._changed:
+                        link.reports[kind or ""] = request
+                        self._changed.notify_all()
+        except grpc.RpcError:
+            pass  # the connection is broken
+        finally:
+            self._end(link)
+
+    def _read_kv(self, link: RankLink, requests: Iterator[rank_pb2.HoldKvRequest]) -> None:
+        try:
+            for request in requests:
+                link.answer(request)
+        except grpc.RpcError:
+            pass
+        finally:
+            self._end(link)
+
+    def _end(self, link: RankLink) -> None:
+        """The rank's connection has ended: the rank is lost, unless it may still be replaced."""
+        with self._changed:
+            if self._links.get(link.rank) is not link or self._lost is not None or self._is_closing:
+                link.end()
+                return
+            error = link.error or WorkerLost(f"rank {link.rank} ({link.host}) is lost: its connection has ended")
+            if self._is_gathered:
+                self._lost = error
+            else:
+                del self._links[link.rank]
+            self._changed.notify_all()
+            on_lost, links = self._on_lost, list(self._links.values())
+        link.end()
+        if not self._is_gathered:
+            if link.is_admitted:
+                log.warning("a rank has left before all have joined", rank=link.rank, reason=str(error))
+            return
+        for other in links:
+            other.end()
+        if on_lost is not None:
+            on_lost(str(error))
+
+    def _wait(self, kind: str) -> list[rank_pb2.JoinRequest]:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._lost is not None or all(kind in link.reports for link in self._links.values())
+            )
+            if self._lost is not None:
+                raise self._lost
+            return [link.reports[kind] for link in self._links.values()]
+
+    def _send(self, message: rank_pb2.JoinResponse, rank: int | None = None) -> None:
+        if self._lost is not None:
+            raise self._lost
+        for link in self._links.values() if rank is None else [self._links[rank]]:
+            link.send(message)
+
+    def _put_note(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._notes[key] = value
+            self._changed.notify_all()
+
+    def _get_note(self, key: str) -> bytes:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._notes or self._lost is not None or self._is_closing)
+            if key not in self._notes:
+                raise self._lost or WorkerLost("the worker stops")
+            return self._notes[key]
+
+    def _require_group(self, group: str) -> None:
+        if group != self._setup.group:
+            raise WorkerLost("the rank is of an earlier run of this worker")
+
+    def _all_are_admitted(self) -> bool:
+        links = self._links.values()
+        return len(links) == self._num_ranks - 1 and all(link.is_admitted for link in links)
+
+    def _missing(self) -> str:
+        joined = {link.rank for link in self._links.values() if link.is_admitted}
+        missing = [rank for rank in range(1, self._num_ranks) if rank not in joined]
+        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+
+
+class _DaemonThreads(Executor):
+    """A thread for each call. Python does not wait for them when the process ends, as it would for a pool's."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="rank-call", daemon=True).start()
+        return future
+
+
+def _next(requests: Iterator[rank_pb2.JoinRequest], kind: str) -> rank_pb2.JoinRequest:
+    try:
+        request = next(requests, None)
+    except grpc.RpcError:
+        raise WorkerLost("the rank has left") from None
+    if request is None or request.WhichOneof("message") != kind:
+        raise InvalidRequest(f"a rank must send {kind} now")
+    return request

@@ -1,6 +1,5 @@
 // The chat page: the open conversation, what is done with it, and announcements for screen readers.
 
-import { AnswerView } from "./answer.js";
 import { get } from "./api.js";
 import { $, make, say } from "./dom.js";
 import { Sidebar, exportJson, exportMarkdown } from "./sidebar.js";
@@ -277,7 +276,7 @@ async function start() {
   $("export-json").addEventListener("click", () => exportJson(chat));
   addEventListener("hashchange", () => location.hash.length > 1 && openChat(location.hash.slice(1)));
   addEventListener("online", showModels);
-  addEventListener("highlighter", () => turns.views.forEach((view) => view instanceof AnswerView && view.redraw()));
+  addEventListener("highlighter", () => turns.views.forEach((view) => view.redraw()));
   $("ideas").append(...IDEAS.map((text) => make("button", { type: "button", onclick: () => submit(text) }, text)));
   startSettings(showModels);
   showModels();

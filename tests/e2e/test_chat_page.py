@@ -390,6 +390,9 @@ async def test_nothing_stands_in_anyones_way(scheme: Any, width: int) -> None:
         found.append(await axe.Axe().run(page))
         await page.get_by_role("button", name="Settings").click()
         found.append(await axe.Axe().run(page))
+        await page.goto(f"{gateway.url}/mesh")
+        await expect(page.locator(".worker").first).to_be_visible()
+        found.append(await axe.Axe().run(page))
         problems = [
             f"{each['id']}: {each['nodes'][0]['html'][:200]}" for one in found for each in one.response["violations"]
         ]

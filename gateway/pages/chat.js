@@ -98,6 +98,7 @@ async function work(views, run) {
   const here = chat;
   const current = { chat: here, controller: new AbortController() };
   runs.add(current);
+  isAtEnd = true;
   here.updated = Date.now();
   location.hash = here.id;
   say($("announce"), "The model is answering.");
@@ -186,12 +187,25 @@ function removed(id) {
 const sidebar = new Sidebar({ current: () => chat, open: openChat, renamed: rename, removed });
 
 let isAtEnd = true;
+let lastHeight = 0;
 const page = $("scroller");
 const stayAtEnd = () => isAtEnd && (page.scrollTop = page.scrollHeight);
-page.addEventListener("scroll", () => {
-  isAtEnd = page.scrollHeight - page.scrollTop - page.clientHeight < 60;
-  $("to-end").hidden = isAtEnd;
-}, { passive: true });
+const leaveEnd = () => (isAtEnd = false);
+
+/** The page stays at its end until the reader goes elsewhere. Blocks get their real height when they come into view. */
+function followEnd() {
+  page.addEventListener("scroll", () => {
+    const isNear = page.scrollHeight - page.scrollTop - page.clientHeight < 60;
+    if (isNear || page.scrollHeight === lastHeight) isAtEnd = isNear;
+    lastHeight = page.scrollHeight;
+    $("to-end").hidden = isNear;
+  }, { passive: true });
+  page.addEventListener("wheel", ({ deltaY }) => deltaY < 0 && leaveEnd(), { passive: true });
+  page.addEventListener("touchmove", leaveEnd, { passive: true });
+  for (const kind of ["pointerdown", "keydown"]) turns.list.addEventListener(kind, leaveEnd);
+  new ResizeObserver(stayAtEnd).observe(turns.list);
+}
+
 const toEnd = () => ((isAtEnd = true), stayAtEnd());
 
 const grow = () => {
@@ -263,6 +277,7 @@ function toggleCompare() {
 }
 
 async function start() {
+  followEnd();
   $("composer").addEventListener("submit", (event) => (event.preventDefault(), submit()));
   prompt.addEventListener("input", grow);
   prompt.addEventListener("keydown", press);

@@ -122,7 +122,8 @@ def _partition(console: Console, checkpoint: Path, out: Path, quantize: str, num
     begun_s = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    said = process.stderr.read().strip()
+    with process.stderr as errors:
+        said = errors.read().strip()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.load import kv_layout, load_model_runner
 from engine.model_runner import ModelRunner
@@ -34,3 +35,10 @@ def load_arm(model_dir: Path, arm: str, **changes: object) -> ModelRunner:
     runner = load_model_runner(wanted)
     assert runner.attention_backend == arm
     return runner
+
+
+def embedding(runner: ModelRunner) -> torch.Tensor:
+    """The embedding that the runner's model reads, to be changed: [vocab_size, hidden]."""
+    model = runner._model
+    found: torch.Tensor = getattr(model, "_ends", model)._embed
+    return found

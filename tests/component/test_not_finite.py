@@ -11,7 +11,7 @@ from engine.batch import RunnerOutput
 from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
 from mesh.domain.errors import InvalidRequest, ModelFailed
-from tests.component.arms import load_arm, settings
+from tests.component.arms import embedding, load_arm, settings
 from tests.component.driving import Driver, Run
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.test_speculation import answer, ids
@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def load(model_dir: Path, way: str) -> ModelRunner:
     """A runner whose embedding of one token is NaN."""
     runner = load_arm(model_dir, way.partition("-")[0], **WAYS[way])
-    runner._model._embed[BAD_TOKEN] = float("nan")
+    embedding(runner)[BAD_TOKEN] = float("nan")
     return runner
 
 
@@ -134,7 +134,7 @@ def test_a_failed_grammar_does_not_hide_what_breaks(checkpoint: Checkpoint, monk
 
 def test_logits_alone_that_overflow(checkpoint: Checkpoint) -> None:
     runner = load_arm(checkpoint("llama"), "torch", dtype="float16")
-    runner._model._lm_head._weight.mul_(1e5)
+    runner._model._ends._lm_head._weight.mul_(1e5)
     driver = Driver(runner)
     failure(driver.step((driver.add(make_request("r", range(20))), 20))[0])
 
@@ -147,7 +147,7 @@ def test_prompt_logprobs_of_what_is_not_finite(checkpoint: Checkpoint) -> None:
 
 def test_an_encoder_that_breaks(tmp_path: Path) -> None:
     runner = load_model_runner(settings(build_encoder_decoder("t5", tmp_path)))
-    runner._model._embed[BAD_TOKEN] = float("nan")
+    embedding(runner)[BAD_TOKEN] = float("nan")
     prompts = [[5, 6, 7, 8, 1, 0], [9, BAD_TOKEN, 10, 1, 0], [*range(20, 40), 1, 0]]
 
     def requests(*which: int) -> list[Run]:

@@ -172,7 +172,7 @@ def test_a_partition_that_is_there_is_used_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load_arm(checkpoint("llama"), "compiled")
-    out = partitioned(checkpoint("llama"), tmp_path / "out", 2)
+    out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees(2))
     written = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
 
     def again(family: str, *flags: str) -> tuple[int, str]:

@@ -21,6 +21,7 @@ from engine.weights import Progress
 from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess
 from router.settings import RouterSettings
+from tests.component.arms import embedding
 from tests.component.checkpoints import build_checkpoint
 from tests.defects import Repaired
 from tests.parity import moves_kv
@@ -34,7 +35,7 @@ def load_poisoned(settings: RunnerSettings, on_progress: Progress | None = None)
     """A model whose embedding of one token has become NaN since it was loaded; canaries do not use that token."""
     runner = load_model_runner(settings, on_progress)
     with torch.no_grad():
-        runner._model._embed[BAD_TOKEN] = float("nan")
+        embedding(runner)[BAD_TOKEN] = float("nan")
     return runner
 
 

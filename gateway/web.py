@@ -2,7 +2,7 @@
 
 The pages are static and need no key; the routes that they call do. Their content security policy lets them load from
 and call this gateway only, and forbids inline scripts. Trusted types are required and none are defined, so text from a
-model cannot become markup even by mistake.
+model cannot become markup even by mistake: Markdown becomes elements one by one.
 """
 
 import time
@@ -32,7 +32,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HEADERS: Mapping[str, str] = MappingProxyType(
     {
         "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'",
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",

@@ -78,7 +78,7 @@ def _choice(choice: Choice, body: ChatBody, deltas: Deltas) -> Json:
     return {
         "index": choice.index,
         "message": build_message([*deltas.push(choice.text), *deltas.finish()]),
-        "logprobs": chat_logprobs(tokens, body.top_logprobs or 0) if body.logprobs else None,
+        "logprobs": chat_logprobs(tokens, body),
         "finish_reason": deltas.reason(choice.finish_reason),
     } | token_ids(body, choice.tokens)
 
@@ -109,8 +109,7 @@ class ChatChunks:
         if (self._body.logprobs and tokens) or (self._body.return_token_ids and event.token):
             new_deltas = new_deltas or [{"content": ""}]
         for number, delta in enumerate(new_deltas):
-            wants_logprobs = self._body.logprobs and number == 0
-            logprobs = chat_logprobs(tokens, self._body.top_logprobs or 0) if wants_logprobs else None
+            logprobs = chat_logprobs(tokens, self._body) if number == 0 else None
             chunk = self._chunk(event.index, delta, logprobs)
             chunk["choices"][0] |= token_ids(self._body, (event.token,) if event.token and number == 0 else ())
             yield chunk

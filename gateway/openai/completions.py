@@ -60,7 +60,7 @@ def _choice(choice: Choice, prompt_tokens: Sequence[Token], body: CompletionBody
     logprobs = None
     if body.logprobs is not None:
         tokens = (*prompt_tokens, *visible_tokens(choice.tokens, choice.finish_reason))
-        logprobs = CompletionLogprobs().of(tokens, body.logprobs)
+        logprobs = CompletionLogprobs(body).of(tokens)
     return {
         "index": choice.index,
         "text": choice.text,
@@ -92,7 +92,7 @@ class CompletionChunks:
         wants_tokens = (wants_logprobs and tokens) or (self._body.return_token_ids and event.token)
         if not (event.text or wants_tokens or event.finish_reason is not None):
             return
-        logprobs = self._logprobs[event.index].of(tokens, self._body.logprobs or 0) if wants_logprobs else None
+        logprobs = self._logprobs[event.index].of(tokens) if wants_logprobs else None
         reason = None if event.finish_reason is None else finish_reason(event.finish_reason)
         choice = {"index": event.index, "text": event.text, "logprobs": logprobs, "finish_reason": reason}
         choice |= token_ids(self._body, (event.token,) if event.token else ())
@@ -111,7 +111,7 @@ class CompletionChunks:
             self._prompts[prompt] = event.prompt_tokens
         if event.index in self._logprobs:
             return self._tokens.take(event)
-        self._logprobs[event.index] = CompletionLogprobs()
+        self._logprobs[event.index] = CompletionLogprobs(self._body)
         return (*self._prompts.get(prompt, ()), *self._tokens.take(event))
 
 

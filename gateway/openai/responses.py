@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from uuid import uuid4
 
 import tandem
-from gateway.openai.requests import SamplingBody
+from gateway.openai.requests import ChatBody, CompletionBody, SamplingBody
 from gateway.schema import Json
-from tandem import Choice, FinishReason, Token, TokenEvent, Usage
+from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
 
 # A string, not null: text-generation's client requires one.
 _FINGERPRINT = f"tandem-{tandem.__version__}"
@@ -151,18 +151,21 @@ class StreamTokens:
         return visible_tokens(pending, event.finish_reason)
 
 
-def chat_logprobs(tokens: Iterable[Token], num_top: int) -> Json:
-    """The chat format: `content` has one entry per token."""
-    return {"content": [_chat_entry(token, num_top) for token in tokens], "refusal": None}
+def chat_logprobs(tokens: Iterable[Token], body: ChatBody) -> Json | None:
+    """The chat format, if requested: `content` has one entry per token; `token_id` comes with `return_token_ids`."""
+    if not body.logprobs:
+        return None
+    return {"content": [_chat_entry(token, body) for token in tokens], "refusal": None}
 
 
-def _chat_entry(token: Token, num_top: int) -> Json:
-    entries = [_entry(top.text, top.logprob) for top in token.top[:num_top]]
-    return _entry(token.text, token.logprob) | {"top_logprobs": entries}
+def _chat_entry(token: Token, body: ChatBody) -> Json:
+    entries = [_entry(top, body) for top in token.top[: body.top_logprobs or 0]]
+    return _entry(token, body) | {"top_logprobs": entries}
 
 
-def _entry(text: str, logprob: float | None) -> Json:
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+def _entry(token: Token | TopToken, body: ChatBody) -> Json:
+    entry = {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.text.encode())}
+    return entry | ({"token_id": token.id} if body.return_token_ids else {})
 
 
 def _finite(logprob: float | None) -> float:
@@ -170,22 +173,37 @@ def _finite(logprob: float | None) -> float:
 
 
 class CompletionLogprobs:
-    """The completions format: four parallel lists. `text_offset` counts characters, an echoed prompt included."""
+    """The completions format: four parallel lists. `text_offset` counts characters, an echoed prompt included.
 
-    def __init__(self) -> None:
+    With `return_token_ids` a fifth, `top_tokens`, has the alternatives with their ids, likeliest first: two of them may
+    have the same text.
+    """
+
+    def __init__(self, body: CompletionBody) -> None:
+        self._num_top = body.logprobs or 0
+        self._has_ids = body.return_token_ids
         self._offset = 0
 
-    def of(self, tokens: Iterable[Token], num_top: int) -> Json:
+    def of(self, tokens: Iterable[Token]) -> Json:
         """Return the lists for the next tokens. A prompt's first token has no log-prob, which is null."""
+        num_top = self._num_top
         lists: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None, "text_offset": []}
+        if num_top and self._has_ids:
+            lists["top_tokens"] = []
         for token in tokens:
             lists["tokens"].append(token.text)
             lists["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
             if num_top:
                 lists["top_logprobs"].append(_top(token, num_top))
+            if num_top and self._has_ids:
+                lists["top_tokens"].append([_top_token(top) for top in token.top[:num_top]])
             lists["text_offset"].append(self._offset)
             self._offset += len(token.text)
         return lists
+
+
+def _top_token(top: TopToken) -> Json:
+    return {"id": top.id, "text": top.text, "logprob": _finite(top.logprob)}
 
 
 def _top(token: Token, num_top: int) -> dict[str, float] | None:

@@ -7,11 +7,18 @@ export const saveKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessio
 
 /** An error response of the gateway; status 0 if there was no response. */
 export class Refusal extends Error {
-  constructor(status, message) {
+  constructor(status, message, response = null) {
     super(message);
     this.status = status;
+    this.retryAfter = response?.headers.get("retry-after") ?? null;
+    this.requestId = response?.headers.get("x-request-id") ?? null;
   }
 }
+
+const STATUS = { unavailable: 503, timeout: 504, rate_limit_exceeded: 429, invalid_api_key: 401, model_not_found: 404 };
+
+/** The status that an error would have had, had it come before the stream began. */
+const statusOf = ({ code, type }) => STATUS[code] ?? (type === "invalid_request_error" ? 400 : 500);
 
 async function call(path, options) {
   const key = savedKey();
@@ -26,7 +33,7 @@ async function call(path, options) {
   if (!response.ok) {
     const body = await response.json().catch(() => ({}));
     const message = body.error?.message ?? body.error ?? body.message ?? `The gateway answered ${response.status}.`;
-    throw new Refusal(response.status, String(message));
+    throw new Refusal(response.status, String(message), response);
   }
   return response;
 }
@@ -48,8 +55,11 @@ export async function* stream(path, body, signal) {
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
-      if (done) throw new Refusal(0, "The answer ended before it was complete.");
+      const { value, done } = await reader.read().catch((error) => {
+        if (signal.aborted) throw error;
+        throw new Refusal(0, "The connection to the gateway was lost.", response);
+      });
+      if (done) throw new Refusal(0, "The answer ended before it was complete.", response);
       const events = (rest + value).split("\n\n");
       rest = events.pop();
       for (const event of events) {
@@ -57,7 +67,7 @@ export async function* stream(path, body, signal) {
         const data = event.slice(6);
         if (data === "[DONE]") return;
         const object = JSON.parse(data);
-        if (object.error) throw new Refusal(response.status, object.error.message);
+        if (object.error) throw new Refusal(statusOf(object.error), object.error.message, response);
         yield object;
       }
     }

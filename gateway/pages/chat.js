@@ -1,160 +1,306 @@
-// The chat page: the conversation, its controls, and announcements for screen readers.
+// The chat page: the open conversation, what is done with it, and announcements for screen readers.
 
-import { Answer } from "./answer.js";
-import { get, saveKey, savedKey } from "./api.js";
+import { get } from "./api.js";
 import { $, make, say } from "./dom.js";
-import { Tip } from "./tokens.js";
+import { Sidebar, exportJson, exportMarkdown } from "./sidebar.js";
+import { openSettings, otherTemperature, sampling, startSettings, system } from "./settings.js";
+import * as store from "./store.js";
+import { Alternatives } from "./tokens.js";
+import { add, choose, newChat, newId, path, pathTo, remove, titleOf } from "./tree.js";
+import { Turns, edit, showActions } from "./turns.js";
 
 const IDEAS = ["What is 27 + 45?", "Write the times table of 12.", "Tell me a story about a lighthouse."];
-
-const tip = new Tip($("tip"));
-const turns = $("turns");
+const SAVE_EVERY_MS = 5000;
+const ASK_AGAIN_MS = 3000;
 const prompt = $("prompt");
-let messages = [];
-let running = null;
+const [FEW, ALL] = [40, 1e9];
 
-const number = (name) => ($(name).value === "" ? undefined : Number($(name).value));
+let chat = newChat();
+let models = [];
+const runs = new Set(); // {chat, controller}
 
-/** The controls as members of OpenAI's API. Empty ones are left out, so that the server chooses. */
-const sampling = () => ({
-  model: $("models").value || undefined,
-  temperature: number("temperature"),
-  top_p: number("top_p"),
-  top_k: number("top_k"),
-  max_tokens: number("max_tokens"),
-  seed: number("seed"),
-  repetition_penalty: number("repetition_penalty"),
-  stop: $("stop_string").value || undefined,
+const runsHere = () => [...runs].filter((run) => run.chat === chat);
+
+const actions = {
+  render: () => render(),
+  edit: (node, text) => answer(add(chat, node.parent, { role: "user", text })),
+  regenerate: (node) => answer(chat.nodes[node.parent], { isSingle: true }),
+  proceed: (view) => proceed(view),
+  retry: (view) => (view.draft.ids.length ? proceed(view) : work([view], begin)),
+  show: (node) => (choose(chat, node), render(), keep(chat)),
+  keep: (node) => (choose(chat, node), delete node.pair, render(), keep(chat), prompt.focus()),
+  remove: (node) => removeTurn(node),
+  branch: (view, number, other) => branch(view, number, other),
+};
+const turns = new Turns($("turns"), new Alternatives($("tip"), $("panel")), actions);
+
+function render(limit = FEW) {
+  const nodes = path(chat);
+  const hidden = Math.max(0, nodes.length - limit);
+  turns.show(chat, nodes.slice(hidden));
+  if (hidden) $("turns").prepend(make("li", { class: "earlier" }, make("button", { type: "button", onclick: () => render(ALL) }, `Show ${hidden} earlier messages`)));
+  $("welcome").hidden = nodes.length > 0;
+  document.title = chat.title ? `${chat.title} – Tandem` : "Tandem: chat";
+  showRunning();
+}
+
+/** Save, and show the list anew. */
+async function keep(saved) {
+  if (saved.isRemoved) return;
+  saved.title ||= titleOf(saved);
+  try {
+    await store.save(saved);
+    say($("notice"), "");
+  } catch (error) {
+    say($("notice"), error.name === "QuotaExceededError" ? "This browser has no room left: delete conversations to keep new ones." : "This conversation could not be kept.");
+  }
+  await sidebar.refresh();
+}
+
+/** What is asked of the gateway. `node` has the model and the temperature. */
+function request(node) {
+  const model = models.find(({ id }) => id === node.model) ?? models[0];
+  return {
+    sampling: { ...sampling(), model: node.model ?? undefined, temperature: node.temperature ?? undefined },
+    system: system(),
+    maxTotal: model?.max_model_len ?? 4096,
+  };
+}
+
+const newAnswer = (changes) => ({
+  role: "assistant", model: $("models").value || models[0]?.id || null, temperature: sampling().temperature ?? null, figures: {}, ending: null,
+  error: null, tokens: [], ids: [], thoughts: { text: "", numbers: [], ends: [] }, content: { text: "", numbers: [], ends: [] }, ...changes,
 });
 
-function history() {
-  const system = $("system").value.trim();
-  return [...(system ? [{ role: "system", content: system }] : []), ...messages];
+/** Answer a message: once, or twice side by side. */
+function answer(question, { isSingle = false } = {}) {
+  const isCompared = !isSingle && !$("compare-bar").hidden;
+  const pair = isCompared ? newId() : null;
+  const nodes = [add(chat, question.id, newAnswer({ pair }))];
+  if (isCompared) nodes.push(add(chat, question.id, newAnswer({ pair, model: $("other-model").value || nodes[0].model, temperature: otherTemperature() })));
+  isAtEnd = true;
+  return work(nodes.map((node) => turns.view(node)), begin);
 }
 
-async function send(text) {
-  $("welcome").hidden = true;
-  messages.push({ role: "user", content: text });
-  const said = make("div", { class: "text" });
-  said.textContent = text;
-  turns.append(make("li", { class: "user" }, make("span", { class: "hidden" }, "You: "), said));
-  const answer = new Answer(history(), tip);
-  turns.append(answer.element);
-  const turn = { role: "assistant", content: "" };
-  messages.push(turn);
-  await work(answer, turn, (signal) => answer.begin(sampling(), signal));
+const begin = (view, here, signal) => view.begin(pathTo(here, view.node.parent), request(view.node), signal);
+const resume = (view, here, signal) => view.continue(pathTo(here, view.node.parent), request(view.node), signal);
+const proceed = (view) => work([view], resume);
+
+/** Go on from another token than the model chose: a new version of the answer, up to there the same. */
+function branch(view, number, other) {
+  const draft = view.draft.branch(number, other);
+  const { parent, model, temperature } = view.node;
+  return work([turns.view(add(chat, parent, newAnswer({ model, temperature, ...draft.stored })))], resume);
 }
 
-/** Run a request for an answer or its continuation, then offer to continue. */
-async function work(answer, turn, run) {
-  for (const old of turns.querySelectorAll(".go-on")) old.remove();
-  const controller = (running = new AbortController());
-  showRunning(true);
+/** Run requests side by side, each for one answer, in the open conversation. */
+async function work(views, run) {
+  const here = chat;
+  const current = { chat: here, controller: new AbortController() };
+  runs.add(current);
+  isAtEnd = true;
+  here.updated = Date.now();
+  location.hash = here.id;
   say($("announce"), "The model is answering.");
-  const follow = new MutationObserver(stayAtEnd);
-  follow.observe(answer.element, { childList: true, subtree: true });
-  await run(controller.signal);
-  follow.disconnect();
-  if (running !== controller) return; // the conversation has been cleared meanwhile
-  running = null;
-  turn.content = answer.text;
-  showRunning(false);
-  if (answer.ending === "error" && !answer.text) takeBack();
-  say($("announce"), answer.summary);
-  if (answer.isOpen) offerMore(answer, turn);
-  if (answer.status === 401) askForKey();
+  const ended = views.map((view) => {
+    view.onShow = stayAtEnd;
+    return run(view, here, current.controller.signal).then(() => turns.list.contains(view.element) && showActions(here, view, actions));
+  });
+  render();
+  stayAtEnd();
+  keep(here);
+  const saving = setInterval(() => {
+    for (const { node, draft } of views) Object.assign(node, draft.stored);
+    if (!here.isRemoved) store.save(here).catch(() => {});
+  }, SAVE_EVERY_MS);
+  await Promise.all(ended);
+  clearInterval(saving);
+  runs.delete(current);
+  await keep(here);
+  if (here !== chat) return;
+  showRunning();
+  say($("announce"), views.map((view) => view.summary).join(" "));
+  const statuses = views.map(({ node }) => node.error?.status);
+  if (statuses.includes(401)) openSettings(true);
+  if (statuses.includes(0)) showModels();
   stayAtEnd();
 }
 
-/** Remove a question that got no answer from the conversation, and put it back into the field. */
-function takeBack() {
-  const [question] = messages.splice(-2);
-  prompt.value ||= question.content;
-  grow();
+function removeTurn(node) {
+  stop();
+  remove(chat, node);
+  render();
+  if (Object.keys(chat.nodes).length) keep(chat);
+  else store.remove(chat.id).then(() => (sidebar.refresh(), startNew()));
 }
 
-function offerMore(answer, turn) {
-  const go = () => work(answer, turn, (signal) => answer.continue(sampling(), signal));
-  answer.facts.append(make("button", { class: "go-on", type: "button", onclick: go }, "Continue"));
-}
-
-function showRunning(isRunning) {
+function showRunning() {
+  const isRunning = runsHere().length > 0;
   const hadFocus = document.activeElement === (isRunning ? $("send") : $("stop"));
   $("send").hidden = isRunning;
   $("stop").hidden = !isRunning;
   if (hadFocus || document.activeElement === document.body) (isRunning ? $("stop") : prompt).focus();
 }
 
-function askForKey() {
-  $("settings").open = true;
-  $("key").focus();
+const stop = () => runsHere().forEach(({ controller }) => controller.abort());
+
+function startNew() {
+  chat = newChat();
+  history.replaceState(null, "", location.pathname);
+  say($("announce"), "");
+  render();
+  sidebar.show();
+  if (sidebar.isOverlay) sidebar.toggle(false);
+  prompt.focus();
 }
 
+async function openChat(id) {
+  if (id === chat.id) return;
+  const running = [...runs].find((run) => run.chat.id === id);
+  const found = running?.chat ?? (await store.load(id));
+  if (!found) return;
+  chat = found;
+  location.hash = id;
+  isAtEnd = true;
+  render();
+  sidebar.show();
+  stayAtEnd();
+}
+
+async function rename(id, title) {
+  const renamed = id === chat.id ? chat : ([...runs].find((run) => run.chat.id === id)?.chat ?? (await store.load(id)));
+  renamed.title = title;
+  await keep(renamed);
+  if (renamed === chat) document.title = `${title} – Tandem`;
+}
+
+/** A conversation has been deleted: end what runs for it. */
+function removed(id) {
+  for (const run of runs) {
+    if (run.chat.id !== id) continue;
+    run.chat.isRemoved = true;
+    run.controller.abort();
+  }
+  if (id === chat.id) startNew();
+}
+
+const sidebar = new Sidebar({ current: () => chat, open: openChat, renamed: rename, removed });
+
 let isAtEnd = true;
-const stayAtEnd = () => isAtEnd && (turns.scrollTop = turns.scrollHeight);
-turns.addEventListener("scroll", () => (isAtEnd = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 40));
+let lastHeight = 0;
+const page = $("scroller");
+const stayAtEnd = () => isAtEnd && (page.scrollTop = page.scrollHeight);
+const leaveEnd = () => (isAtEnd = false);
+
+/** The page stays at its end until the reader goes elsewhere. Blocks get their real height when they come into view. */
+function followEnd() {
+  page.addEventListener("scroll", () => {
+    const isNear = page.scrollHeight - page.scrollTop - page.clientHeight < 60;
+    if (isNear || page.scrollHeight === lastHeight) isAtEnd = isNear;
+    lastHeight = page.scrollHeight;
+    $("to-end").hidden = isNear;
+  }, { passive: true });
+  page.addEventListener("wheel", ({ deltaY }) => deltaY < 0 && leaveEnd(), { passive: true });
+  page.addEventListener("touchmove", leaveEnd, { passive: true });
+  for (const kind of ["pointerdown", "keydown"]) turns.list.addEventListener(kind, leaveEnd);
+  new ResizeObserver(stayAtEnd).observe(turns.list);
+}
+
+const toEnd = () => ((isAtEnd = true), stayAtEnd());
 
 const grow = () => {
   prompt.style.height = "auto";
   prompt.style.height = `${prompt.scrollHeight}px`;
 };
 
-function submit() {
-  const text = prompt.value.trim();
-  if (!text || running) return;
+function submit(text = prompt.value.trim()) {
+  if (!text || runsHere().length) return;
   prompt.value = "";
   grow();
-  isAtEnd = true;
-  send(text);
+  answer(add(chat, path(chat).at(-1)?.id ?? null, { role: "user", text }));
 }
 
-function clear() {
-  running?.abort();
-  running = null;
-  messages = [];
-  turns.replaceChildren();
-  $("welcome").hidden = false;
-  showRunning(false);
-  say($("announce"), "");
-  prompt.focus();
-}
+let asking = null;
 
-async function showModel() {
+/** Show the served models; while the gateway cannot be reached, ask again. */
+async function showModels() {
+  clearTimeout(asking);
   try {
-    const { data } = await get("/v1/models");
-    const several = data.length > 1;
-    say($("model"), several ? "" : data.map(({ id }) => id).join(""));
-    $("models").replaceChildren(...(several ? data.map(({ id }) => make("option", {}, id)) : []));
+    models = (await get("/v1/models")).data;
+    const several = models.length > 1;
+    const options = () => models.map(({ id }) => make("option", {}, id));
+    const chosen = localStorage.getItem("tandem-model");
+    say($("model"), several ? "" : models.map(({ id }) => id).join(""));
+    for (const id of ["models", "other-model"]) $(id).replaceChildren(...options());
+    if (models.some(({ id }) => id === chosen)) $("models").value = chosen;
+    if (several) $("other-model").value = models.find(({ id }) => id !== $("models").value).id;
     $("models").hidden = !several;
+    $("other-model").hidden = $("other-model-label").hidden = !several;
   } catch (error) {
     say($("model"), error.status === 401 ? "API key needed" : "not reachable");
-    if (error.status === 401) askForKey();
+    if (error.status === 401) openSettings(true);
+    else asking = setTimeout(showModels, ASK_AGAIN_MS);
   }
 }
 
-function showRanges() {
-  for (const output of document.querySelectorAll("#controls output")) output.value = $(output.htmlFor.value).value;
+const SHORTCUTS = {
+  "Ctrl+k": () => (sidebar.toggle(true), $("search").focus()),
+  "Ctrl+Shift+O": startNew,
+  "Ctrl+ArrowDown": toEnd,
+  "Ctrl+,": () => openSettings(),
+};
+
+function shortcut(event) {
+  if (event.key === "Escape" && !$("settings").open) return stop();
+  const name = `${event.ctrlKey || event.metaKey ? "Ctrl+" : ""}${event.shiftKey ? "Shift+" : ""}${event.key}`;
+  const isTyping = event.target.closest("input, textarea, select, dialog");
+  if (name === "/" && !isTyping) (event.preventDefault(), prompt.focus());
+  if (!SHORTCUTS[name]) return undefined;
+  event.preventDefault();
+  return SHORTCUTS[name]();
 }
 
-$("composer").addEventListener("submit", (event) => (event.preventDefault(), submit()));
-$("controls").addEventListener("submit", (event) => event.preventDefault());
-$("controls").addEventListener("input", showRanges);
-prompt.addEventListener("input", grow);
-prompt.addEventListener("keydown", (event) => {
+function press(event) {
+  if (event.key === "ArrowUp" && !prompt.value && !runsHere().length) {
+    const last = path(chat).findLast(({ role }) => role === "user");
+    const item = last && $("turns").querySelector(`[data-node="${last.id}"]`);
+    if (item) (event.preventDefault(), edit(item, last, actions));
+  }
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   submit();
-});
-document.addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
-$("stop").addEventListener("click", () => running?.abort());
-$("clear").addEventListener("click", clear);
-$("colours").addEventListener("change", () => turns.classList.toggle("coloured", $("colours").checked));
-$("key").addEventListener("change", () => (saveKey($("key").value.trim()), showModel()));
+}
 
-turns.classList.add("coloured");
-$("key").value = savedKey();
-$("settings").open = matchMedia("(min-width: 861px)").matches;
-$("ideas").append(...IDEAS.map((text) => make("button", { type: "button", onclick: () => send(text) }, text)));
-showRanges();
-showModel();
-prompt.focus();
+function toggleCompare() {
+  $("compare-bar").hidden = !$("compare-bar").hidden;
+  $("compare").setAttribute("aria-pressed", !$("compare-bar").hidden);
+}
+
+async function start() {
+  followEnd();
+  $("composer").addEventListener("submit", (event) => (event.preventDefault(), submit()));
+  prompt.addEventListener("input", grow);
+  prompt.addEventListener("keydown", press);
+  document.addEventListener("keydown", shortcut);
+  $("stop").addEventListener("click", stop);
+  $("new-chat").addEventListener("click", startNew);
+  $("to-end").addEventListener("click", toEnd);
+  $("compare").addEventListener("click", toggleCompare);
+  $("models").addEventListener("change", () => localStorage.setItem("tandem-model", $("models").value));
+  $("export-markdown").addEventListener("click", () => exportMarkdown(chat));
+  $("export-json").addEventListener("click", () => exportJson(chat));
+  addEventListener("hashchange", () => location.hash.length > 1 && openChat(location.hash.slice(1)));
+  addEventListener("online", showModels);
+  addEventListener("highlighter", () => turns.views.forEach((view) => view.redraw()));
+  $("ideas").append(...IDEAS.map((text) => make("button", { type: "button", onclick: () => submit(text) }, text)));
+  startSettings(showModels);
+  showModels();
+  render();
+  await sidebar.refresh();
+  if (location.hash.length > 1) await openChat(location.hash.slice(1));
+  if (!(await store.isLasting())) say($("notice"), "This browser keeps no conversations: they are lost when the page is closed.");
+  store.trim().catch(() => {});
+  prompt.focus();
+}
+
+start();

@@ -7,7 +7,6 @@ export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (name === "class") element.className = value;
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children);
@@ -17,4 +16,35 @@ export function make(tag, attributes = {}, ...children) {
 /** Set text only if it has changed, so that screen readers and selections are left alone. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
+}
+
+/** Copy a text, and say so on the button for a moment. */
+export async function copyText(button, text) {
+  const label = button.dataset.label ?? (button.dataset.label = button.textContent);
+  let said = "Copied";
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    said = copyBySelection(text) ? "Copied" : "Not copied";
+  }
+  button.textContent = said;
+  setTimeout(() => (button.textContent = label), 1500);
+}
+
+/** Pages that came over plain HTTP from another machine have no clipboard, only this. */
+function copyBySelection(text) {
+  const field = make("textarea", { class: "hidden" });
+  field.value = text;
+  document.body.append(field);
+  field.select();
+  const isDone = document.execCommand("copy");
+  field.remove();
+  return isDone;
+}
+
+/** Save a text as a file. */
+export function download(name, text, type) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  make("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }

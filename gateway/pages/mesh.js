@@ -4,16 +4,20 @@ import { get, saveKey } from "./api.js";
 import { $, make, say } from "./dom.js";
 import { Speeds } from "./speeds.js";
 import { Running } from "./running.js";
-import { PHASES, Traces, showIncidents } from "./traces.js";
+import { storedTheme, useTheme } from "./theme.js";
+import { Timeline } from "./timeline.js";
+import { PHASES, Traces, filterRows, showIncidents } from "./traces.js";
 import { bytes, count } from "./units.js";
 import { Side } from "./workers.js";
 
 const INTERVAL_MS = 1000;
 
+useTheme(storedTheme());
 const speeds = new Speeds();
 const sides = { prefill: new Side($("prefill")), decode: new Side($("decode")) };
 const traces = new Traces($("traces"), $("no-traces"));
 const running = new Running($("running"), $("no-running"));
+const timeline = new Timeline($("timeline"), $("timeline-span"));
 const figures = new Map();
 let isPaused = false;
 let timer = null;
@@ -47,12 +51,21 @@ function show(state) {
   figure("replays", count(state.replays));
   figure("failed", count(state.failed_choices), state.failed_choices > 0);
   showWire(prefill);
-  sides.prefill.show(prefill, speeds);
-  sides.decode.show(decode, speeds);
+  const models = new Set(state.workers.map(({ model }) => model));
+  sides.prefill.show(prefill, speeds, models);
+  sides.decode.show(decode, speeds, models);
+  timeline.add(state, speeds.sum(decode, "tokens"));
   running.show(state.running);
   say($("running-count"), state.running.length < state.active_requests ? `the oldest ${state.running.length} of ${count(state.active_requests)}` : "");
   traces.show(state.traces);
   showIncidents($("incidents"), $("no-incidents"), state.incidents);
+  filter();
+}
+
+/** Show only requests that have the words of the filter: ids, workers, endings. */
+function filter() {
+  const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+  for (const id of ["running", "traces"]) filterRows($(id), words);
 }
 
 function showWire(prefill) {
@@ -69,10 +82,12 @@ async function refresh() {
   try {
     show(await get("/mesh/state"));
     $("unlock").hidden = true;
+    $("mesh").classList.remove("locked");
     say($("fresh"), "live");
   } catch (error) {
     say($("fresh"), "not live");
     $("unlock").hidden = ![401, 403].includes(error.status);
+    $("mesh").classList.toggle("locked", !$("unlock").hidden);
     showVerdict({ level: "down", headline: error.status ? "The mesh cannot be shown" : "No answer", detail: error.message });
   }
 }
@@ -96,6 +111,7 @@ $("unlock").addEventListener("submit", (event) => {
   saveKey($("key").value.trim());
   run();
 });
+$("filter").addEventListener("input", filter);
 document.addEventListener("visibilitychange", run);
 
 $("legend").append(...PHASES.map(([phase, name]) => make("li", {}, make("i", { class: phase }), name)));

@@ -1,14 +1,6 @@
-// Tokens with their confidence: spans in a text, and a tooltip with the alternatives of a token.
+// A token's alternatives: a tip while it is pointed at, and a panel, once it is chosen, that can go on from another one.
 
 import { make } from "./dom.js";
-
-const STEPS = [0.9, 0.7, 0.4, 0.15];
-
-/** Confidence step of a token: 0 is the most confident, 4 the least. */
-export const step = (logprob) => {
-  const index = STEPS.findIndex((least) => Math.exp(logprob) >= least);
-  return index < 0 ? STEPS.length : index;
-};
 
 export const percent = (probability) =>
   probability >= 0.9995 ? "100 %" : `${(probability * 100).toFixed(probability < 0.0995 ? 2 : 1)} %`;
@@ -19,39 +11,16 @@ export const confidence = (tokens) =>
 
 const visible = (text) => (text === "" ? "(no text)" : text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣"));
 
-/** Shows one token at a time; `element` is the tooltip. */
-export class Tip {
-  constructor(element) {
-    this.element = element;
-    this.owner = null;
-    addEventListener("scroll", () => this.hide(), true);
-  }
-
-  show(span, token) {
-    this.hide();
-    this.owner = span;
-    span.setAttribute("aria-describedby", this.element.id);
-    this.element.replaceChildren(...describe(token));
-    this.element.hidden = false;
-    const spot = span.getClientRects()[0] ?? span.getBoundingClientRect();
-    const { width, height } = this.element.getBoundingClientRect();
-    const below = spot.bottom + 6 + height < innerHeight ? spot.bottom + 6 : Math.max(8, spot.top - 6 - height);
-    this.element.style.top = `${below}px`;
-    this.element.style.left = `${Math.max(8, Math.min(spot.left, innerWidth - width - 8))}px`;
-  }
-
-  hide() {
-    this.owner?.removeAttribute("aria-describedby");
-    this.owner = null;
-    this.element.hidden = true;
-  }
-}
-
-function describe(token) {
-  const listed = token.top.some((other) => other.text === token.text) ? token.top : [token, ...token.top];
+function describe(token, choose) {
+  const same = (other) => (token.id === undefined || other.id === undefined ? other.text === token.text : other.id === token.id);
+  const listed = token.top.some(same) ? token.top : [token, ...token.top];
+  const name = (each) =>
+    choose && !same(each) && each.text !== "" && each.id !== undefined
+      ? make("button", { type: "button", title: "Go on from this token instead", onclick: () => choose(each) }, visible(each.text))
+      : make("span", {}, visible(each.text));
   const row = (each) =>
-    make("tr", { class: each.text === token.text ? "chosen" : "" },
-      make("td", {}, visible(each.text)), make("td", {}, percent(Math.exp(each.logprob))), make("td", {}, each.logprob.toFixed(2)));
+    make("tr", { class: same(each) ? "chosen" : "" },
+      make("td", {}, name(each)), make("td", {}, percent(Math.exp(each.logprob))), make("td", {}, each.logprob.toFixed(2)));
   return [
     make("div", { class: "head" }, make("code", {}, visible(token.text)), make("span", {}, percent(Math.exp(token.logprob)))),
     make("table", {},
@@ -60,49 +29,112 @@ function describe(token) {
   ];
 }
 
-/** A text of tokens. It is one tab stop; arrow keys move from token to token. */
-export class TokenText {
-  constructor(element, tip) {
-    this.element = element;
-    this.tokens = [];
-    this.tip = tip;
-    this.spans = new Map();
+function place(element, span) {
+  const spot = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  const { width, height } = element.getBoundingClientRect();
+  const below = spot.bottom + 6 + height < innerHeight ? spot.bottom + 6 : Math.max(8, spot.top - 6 - height);
+  element.style.top = `${below}px`;
+  element.style.left = `${Math.max(8, Math.min(spot.left, innerWidth - width - 8))}px`;
+}
+
+/** Shows the alternatives of one token at a time. `tip` follows the pointer or focus; `panel` stays and has buttons. */
+export class Alternatives {
+  constructor(tip, panel) {
+    Object.assign(this, { tip, panel, owner: null, origin: null });
+    addEventListener("scroll", () => this.hide(), true);
+    panel.addEventListener("focusout", (event) => panel.contains(event.relatedTarget) || this.close());
+    panel.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      event.stopPropagation();
+      this.close(true);
+    });
+    document.addEventListener("pointerdown", (event) => panel.contains(event.target) || this.close());
+  }
+
+  show(span, token) {
+    this.hide();
+    if (!this.panel.hidden) return;
+    this.owner = span;
+    span.setAttribute("aria-describedby", this.tip.id);
+    this.tip.replaceChildren(...describe(token, null));
+    this.tip.hidden = false;
+    place(this.tip, span);
+  }
+
+  hide() {
+    this.owner?.removeAttribute("aria-describedby");
+    this.owner = null;
+    this.tip.hidden = true;
+  }
+
+  /** Open the panel; `choose` is called with the alternative from which to go on. */
+  open(span, token, choose) {
+    this.hide();
+    this.origin = span;
+    const pick = (other) => (this.close(), choose(other));
+    const hint = choose ? "Choose one to go on from there." : "While the model answers, they can only be looked at.";
+    this.panel.replaceChildren(...describe(token, choose && pick), make("p", {}, hint));
+    this.panel.hidden = false;
+    place(this.panel, span);
+    (this.panel.querySelector("button") ?? this.panel).focus({ preventScroll: true });
+  }
+
+  close(isBack = false) {
+    if (this.panel.hidden) return;
+    this.panel.hidden = true;
+    if (isBack) this.origin?.focus({ preventScroll: true });
+  }
+}
+
+/** Lets people go through the tokens of an element: one tab stop, arrow keys from token to token, Enter or a click to open. */
+export class TokenKeys {
+  constructor(element, alternatives, tokenOf, choose) {
+    Object.assign(this, { element, alternatives, tokenOf, choose });
     element.addEventListener("pointerover", (event) => this.#point(event.target));
-    element.addEventListener("pointerout", () => tip.hide());
+    element.addEventListener("pointerout", () => alternatives.hide());
     element.addEventListener("focusin", (event) => this.#point(event.target));
-    element.addEventListener("focusout", () => tip.hide());
-    element.addEventListener("keydown", (event) => this.#move(event));
+    element.addEventListener("focusout", () => alternatives.hide());
+    element.addEventListener("click", (event) => this.#open(event.target));
+    element.addEventListener("keydown", (event) => this.#press(event));
   }
 
-  get text() {
-    return this.element.textContent;
+  /** Make one of the tokens the tab stop. */
+  ready() {
+    if (!this.element.querySelector('.token[tabindex="0"]')) this.element.querySelector(".token")?.setAttribute("tabindex", 0);
   }
 
-  add(text, token) {
-    if (!token) {
-      this.element.append(text);
-      return;
-    }
-    this.tokens.push(token);
-    if (!text) return; // a part of a character, or of a stop string: the text comes with a later token
-    const span = make("span", { class: `token s${step(token.logprob)}`, tabindex: this.spans.size ? -1 : 0 }, text);
-    this.spans.set(span, token);
-    this.element.append(span);
+  #span(target) {
+    return target.closest?.(".token");
   }
 
   #point(target) {
-    const token = this.spans.get(target);
-    if (token) this.tip.show(target, token);
+    const span = this.#span(target);
+    if (span) this.alternatives.show(span, this.tokenOf(Number(span.dataset.t)));
   }
 
-  #move(event) {
-    const ways = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" };
-    const ends = { Home: "firstElementChild", End: "lastElementChild" };
-    const to = event.key in ways ? event.target[ways[event.key]] : event.key in ends ? this.element[ends[event.key]] : null;
-    if (event.key === "Escape") this.tip.hide();
-    if (!to) return;
+  #open(target) {
+    const span = this.#span(target);
+    if (!span || target.closest("a, button") || !getSelection().isCollapsed) return;
+    const number = Number(span.dataset.t);
+    const choose = this.choose(number);
+    this.alternatives.open(span, this.tokenOf(number), choose);
+  }
+
+  #press(event) {
+    if (event.key === "Escape") this.alternatives.hide();
+    const span = this.#span(event.target);
+    if (!span || event.target !== span) return;
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      this.#open(span);
+    }
+    const spans = ["ArrowRight", "ArrowLeft", "Home", "End"].includes(event.key) ? [...this.element.querySelectorAll(".token")] : [];
+    if (!spans.length) return;
+    const at = spans.indexOf(span);
+    const to = spans[{ ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: spans.length - 1 }[event.key]];
     event.preventDefault();
-    event.target.tabIndex = -1;
+    if (!to) return;
+    span.tabIndex = -1;
     to.tabIndex = 0;
     to.focus();
   }

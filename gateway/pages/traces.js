@@ -59,6 +59,14 @@ class Row {
   }
 }
 
+/** Hide the rows of a list whose text, or full request id, does not have the words. */
+export function filterRows(list, words) {
+  for (const row of list.children) {
+    const text = `${row.title || row.firstChild.title} ${row.textContent}`.toLowerCase();
+    row.hidden = !words.every((word) => text.includes(word));
+  }
+}
+
 /** The list, newest first; rows that are open stay open. */
 export class Traces {
   constructor(element, empty) {

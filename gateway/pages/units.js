@@ -8,13 +8,14 @@ export function bytes(count) {
 }
 
 export function duration(ms) {
-  if (ms < 10) return `${ms.toFixed(1)} ms`;
-  return ms < 10_000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`;
+  if (ms < 999.5) return `${ms < 10 ? ms.toFixed(1) : Math.round(ms)}\u00a0ms`;
+  if (ms < 90_000) return `${(ms / 1000).toFixed(1)}\u00a0s`;
+  return ms < 5_400_000 ? `${Math.round(ms / 60_000)}\u00a0min` : `${(ms / 3_600_000).toFixed(1)}\u00a0h`;
 }
 
 export function ago(seconds) {
-  if (seconds < 90) return `${Math.round(seconds)} s ago`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} min ago` : `${Math.round(seconds / 3600)} h ago`;
+  if (seconds < 90) return `${Math.round(seconds)}\u00a0s\u00a0ago`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)}\u00a0min\u00a0ago` : `${Math.round(seconds / 3600)}\u00a0h\u00a0ago`;
 }
 
 export const count = (number) => Math.round(number).toLocaleString("en");

@@ -25,7 +25,7 @@ class Card {
     this.element = make("article", { class: "worker card" }, make("div", { class: "name" }, this.name, this.state), this.meters, speed);
   }
 
-  show(worker, speed) {
+  show(worker, speed, isNamed) {
     const state = stateOf(worker);
     const isAway = state === "lost" || state === "stalled";
     say(this.name, worker.worker_id);
@@ -34,6 +34,7 @@ class Card {
     say(this.state, SIGNS[state] + (isAway ? `, last seen ${ago(worker.last_seen_s)}` : ""));
     this.state.dataset.state = state;
     this.element.classList.toggle("away", isAway);
+    this.#row("Model", isNamed ? worker.model : null);
     const load = state === "lost" ? { num_running: 0, num_waiting: 0, free_blocks: worker.num_blocks } : worker.load;
     const used = worker.num_blocks - load.free_blocks;
     this.#meter("KV memory", used, worker.num_blocks, percent(used, worker.num_blocks));
@@ -80,7 +81,9 @@ export class Side {
     this.cards = new Map();
   }
 
-  show(workers, speeds) {
+  /** Workers of one model stand together; `models` are all that the mesh serves. */
+  show(all, speeds, models) {
+    const workers = all.toSorted((one, other) => one.model.localeCompare(other.model) || one.worker_id.localeCompare(other.worker_id, "en", { numeric: true }));
     const there = new Set(workers.map((worker) => worker.incarnation));
     for (const [incarnation, card] of this.cards) {
       if (there.has(incarnation)) continue;
@@ -89,7 +92,7 @@ export class Side {
     }
     for (const worker of workers) {
       if (!this.cards.has(worker.incarnation)) this.cards.set(worker.incarnation, new Card());
-      this.cards.get(worker.incarnation).show(worker, speeds.of(worker));
+      this.cards.get(worker.incarnation).show(worker, speeds.of(worker), models.size > 1);
     }
     const inOrder = workers.map((worker) => this.cards.get(worker.incarnation).element);
     if (inOrder.some((element, index) => this.element.children[index] !== element)) this.element.replaceChildren(...inOrder);

@@ -1,37 +1,23 @@
 """The pages in a real browser: what a person types, sees and presses, against a real mesh. Skipped without Chromium."""
 
 import re
-import shutil
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
-from playwright.async_api import Page, async_playwright, expect
+from playwright.async_api import Page, expect
 
+from tests.e2e.browser import ask, browsing, ended, last_answer, needs_chromium, press, source
 from tests.e2e.mesh_process import mesh
+from tests.service.security.keys import KEYS, write_keys
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (apt-get install chromium)"),
-    pytest.mark.timeout(240),
-]
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+pytestmark = [needs_chromium, pytest.mark.timeout(300)]
 QUESTION = "Write the times table of 12."
+LONG = "Tell me a story about a lighthouse."
 # Presses Stop as soon as there are three tokens.
 STOP_SOON = """() => new MutationObserver((_, observer) => {
-  if (document.querySelectorAll(".answer:last-child .token").length < 3) return;
+  if (document.querySelectorAll("#turns > li:last-child .answer .token").length < 3) return;
   observer.disconnect();
   document.getElementById("stop").click();
 }).observe(document.getElementById("turns"), { childList: true, subtree: true })"""
@@ -42,49 +28,25 @@ COUNT_WORDS = """() => {
 }"""
 
 
-@asynccontextmanager
-async def browsing(url: str, **options: Any) -> AsyncIterator[Page]:
-    """A page at `url`; complaints of the browser, about the content policy too, fail the test."""
-    complaints: list[str] = []
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = await browser.new_page(**options)
-        page.set_default_timeout(30_000)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        await page.goto(url)
-        yield page
-        await browser.close()
-    assert complaints == []
-
-
-async def ask(page: Page, question: str) -> str:
-    """Type it, wait for the end, and return the answer."""
-    await page.get_by_label("Message").fill(question)
-    await page.keyboard.press("Enter")
-    return await ended(page)
-
-
-async def ended(page: Page) -> str:
-    """The last answer's text, once it has ended."""
-    answer = page.locator(".answer").last
-    await expect(answer.locator(".facts")).to_contain_text("Ended:", timeout=30_000)
-    return await answer.locator(".text").inner_text()
-
-
 async def test_chat(tmp_path: Path) -> None:
     async with mesh("tandem-small", tmp_path, "--http-port=0") as running, browsing(running.http) as page:
         await page.evaluate(COUNT_WORDS)
         assert "72" in await ask(page, "What is 27 + 45?")
+        await expect(page.locator("#announce")).to_contain_text("confidence")
         assert len(await page.evaluate("announced")) == 2, "that it answers, and the answer: not each token"
         await check_tokens(page)
         await check_continuing(page)
         await check_stopping(page)
+        await check_alternatives(page)
+        await check_versions(page)
+        await check_conversations(page)
+        await check_comparing(page)
         await page.get_by_role("button", name="New chat").click()
         await ask(page, "<img src=x onerror=alert(1)>")
         assert await page.locator("#turns img").count() == 0
-        await page.set_viewport_size({"width": 360, "height": 700})
-        assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+        for width in (390, 360):
+            await page.set_viewport_size({"width": width, "height": 844})
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 async def check_tokens(page: Page) -> None:
@@ -98,34 +60,170 @@ async def check_tokens(page: Page) -> None:
     await page.keyboard.press("ArrowRight")
     await expect(tokens.nth(1)).to_be_focused()
     await expect(tokens.nth(1)).to_have_attribute("aria-describedby", "tip")
-    await expect(page.locator(".answer .facts")).to_contain_text("Confidence")
-    await expect(page.locator(".answer .facts")).to_contain_text("complete")
+    facts = page.locator(".answer .facts")
+    await expect(facts.locator("dl")).to_be_hidden()
+    await facts.locator("summary").click()
+    for word in ("Confidence", "complete", "First token after", "tokens/s"):
+        await expect(facts).to_contain_text(word)
 
 
 async def check_continuing(page: Page) -> None:
     """Piece by piece it is the text that one long answer has."""
     await page.get_by_role("button", name="New chat").click()
-    whole = await ask(page, QUESTION)
+    shown = await ask(page, QUESTION)
+    whole = await source(page)
     await page.get_by_role("button", name="New chat").click()
-    await page.get_by_label("Max tokens").fill("40")
-    text = await ask(page, QUESTION)
+    await set_max_tokens(page, "40")
+    await ask(page, QUESTION)
+    text = await source(page)
     go_on = page.get_by_role("button", name="Continue")
     while await go_on.count():
         assert whole.startswith(text)
         await go_on.click()
-        before, text = text, await ended(page)
+        await ended(page)
+        before, text = text, await source(page)
         assert len(text) > len(before)
     assert text == whole
-    await page.get_by_label("Max tokens").fill("256")
+    assert await ended(page) == shown, "blocks go on, too"
+    await set_max_tokens(page, "")
+
+
+async def set_max_tokens(page: Page, number: str) -> None:
+    await page.get_by_role("button", name="Settings").click()
+    await page.get_by_label("Max tokens").fill(number)
+    await page.keyboard.press("Escape")
 
 
 async def check_stopping(page: Page) -> None:
     """The stop button ends the answer at once; the model has more to say."""
     await page.evaluate(STOP_SOON)
     text = await ask(page, QUESTION)
-    await expect(page.locator(".answer").last.locator(".facts")).to_contain_text("stopped by you")
+    await expect(last_answer(page).locator(".facts summary")).to_contain_text("stopped by you")
     assert 0 < len(text) < 60
     await expect(page.get_by_role("button", name="Send")).to_be_visible()
+
+
+async def check_alternatives(page: Page) -> None:
+    """From another token than the model chose a new version goes on, which is the same up to there."""
+    await page.get_by_role("button", name="New chat").click()
+    await ask(page, "What is 27 + 45?")
+    before = await source(page)
+    await page.locator(".answer .token").nth(3).click()
+    panel = page.get_by_role("dialog", name="What else the model considered")
+    other = panel.locator("td button").first
+    chosen = (await other.inner_text()).replace("␣", " ").replace("↵", "\n")
+    await other.click()
+    await ended(page)
+    after = await source(page)
+    same = next(at for at, (one, two) in enumerate(zip(before, after, strict=False)) if one != two)
+    assert after[:same] == before[:same]
+    assert chosen in after
+    await expect(page.locator(".answer .versions")).to_contain_text("2 / 2")
+    await page.get_by_role("button", name="Version before").click()
+    assert await source(page) == before
+
+
+async def check_versions(page: Page) -> None:
+    """An edited message and a regenerated answer stand beside the old ones."""
+    await page.locator(".user").last.hover()
+    await page.locator(".user").last.get_by_role("button", name="Edit").click()
+    await page.get_by_label("Edit the message").fill("What is 2 + 3?")
+    await page.keyboard.press("Enter")
+    await ended(page)
+    await expect(page.locator(".user .text")).to_have_text("What is 2 + 3?")
+    await expect(page.locator(".user .versions")).to_contain_text("2 / 2")
+    await press(page, "Regenerate")
+    await ended(page)
+    await expect(page.locator(".answer .versions")).to_contain_text("2 / 2")
+    await press(page, "Delete")
+    await expect(page.locator(".answer .versions")).to_have_count(0)
+
+
+async def check_conversations(page: Page) -> None:
+    """Conversations outlive the page; they can be found, renamed, saved and deleted."""
+    text = await source(page)
+    await page.reload()
+    await expect(last_answer(page).locator(".token").first).to_be_visible()
+    assert await source(page) == text
+    await page.get_by_role("button", name="Settings").click()
+    async with page.expect_download() as download:
+        await page.get_by_role("button", name="Export as Markdown").click()
+    saved = (await (await download.value).path()).read_text()
+    assert "## You\n\nWhat is 2 + 3?" in saved
+    assert text in saved
+    await page.keyboard.press("Escape")
+    names = page.locator("#chats .name")
+    all_chats = await names.count()
+    await page.keyboard.press("Control+k")
+    await page.keyboard.type("times table 12")
+    assert 0 < await names.count() < all_chats
+    await page.get_by_label("Search conversations").fill("")
+    first = page.locator(".chat-item").first
+    await first.hover()
+    await first.get_by_role("button", name="Rename").click()
+    await page.get_by_label("New title").fill("Sums")
+    await page.keyboard.press("Enter")
+    await expect(names.first).to_have_text("Sums")
+    await expect(page).to_have_title(re.compile("Sums"))
+    await page.locator(".chat-item").last.hover()
+    delete = page.locator(".chat-item").last.locator(".tools button").last
+    await delete.click()
+    await delete.click()
+    await expect(names).to_have_count(all_chats - 1)
+
+
+async def check_comparing(page: Page) -> None:
+    """Two answers side by side, one of which is kept."""
+    await page.get_by_role("button", name="New chat").click()
+    await page.get_by_role("button", name="Compare").click()
+    await page.get_by_label("Second temperature").fill("1.5")
+    await ask(page, "What is 27 + 45?")
+    pair = page.locator(".pair .answer")
+    await expect(pair).to_have_count(2)
+    for index in range(2):
+        await expect(pair.nth(index).locator(".facts summary")).to_contain_text("tokens/s")
+    await expect(pair.last.locator(".label")).to_contain_text("temperature 1.5")
+    await pair.last.get_by_role("button", name="Keep this one").click()
+    await expect(page.locator(".answer")).to_have_count(1)
+    await expect(page.locator(".answer .versions")).to_contain_text("2 / 2")
+    await page.get_by_role("button", name="Compare").click()
+
+
+async def test_chat_goes_on_when_a_worker_dies(tmp_path: Path) -> None:
+    flags = ("--http-port=0", "--decode", "2")
+    async with mesh("tandem-small", tmp_path, *flags) as running, browsing(running.http) as page:
+        whole = await ask(page, LONG)
+        await page.get_by_role("button", name="New chat").click()
+        await page.get_by_label("Message", exact=True).fill(LONG)
+        await page.keyboard.press("Enter")
+        await expect(last_answer(page).locator(".token").nth(2)).to_be_visible()
+        running.signal("decode_worker", signal.SIGKILL)
+        running.signal("decode_worker", signal.SIGKILL)
+        text = await ended(page)
+        while await page.get_by_role(
+            "button", name="Retry"
+        ).count():  # both were gone for too long: it goes on if asked
+            await expect(page.locator(".problem strong")).to_be_visible()
+            await press(page, "Retry")
+            text = await ended(page)
+        assert text == whole
+
+
+async def test_chat_asks_for_a_key(tmp_path: Path) -> None:
+    flags = ("--http-port=0", "--api-keys-file", str(write_keys(tmp_path)))
+    async with mesh("tandem-small", tmp_path, *flags) as running, browsing(running.http, expected="401") as page:
+        settings = page.get_by_role("dialog", name="Settings")
+        await expect(settings).to_be_visible()
+        await expect(page.get_by_label("API key")).to_be_focused()
+        await page.keyboard.press("Escape")
+        await ask(page, "What is 27 + 45?")
+        await expect(page.locator(".problem strong")).to_have_text("This mesh asks for an API key.")
+        await page.get_by_label("API key").fill(KEYS["alice"])
+        await page.keyboard.press("Tab")
+        await page.keyboard.press("Escape")
+        await press(page, "Retry")
+        assert "72" in await ended(page)
+        await expect(page.locator(".problem")).to_be_hidden()
 
 
 async def check_running(page: Page, url: str) -> None:
@@ -140,6 +238,20 @@ async def check_running(page: Page, url: str) -> None:
     await expect(page.locator(".trace .what").filter(has_text="CancelledError")).to_have_count(1)
 
 
+async def check_finding(page: Page) -> None:
+    """Requests are found by their whole id; figures over time are drawn from what has ended."""
+    rows = page.locator("#traces > .trace:visible")
+    title = await page.locator("#traces summary").first.get_attribute("title")
+    assert title
+    await page.get_by_label("Find requests").fill(title)
+    await expect(rows).to_have_count(1)
+    await page.get_by_label("Find requests").fill("no such request")
+    await expect(rows).to_have_count(0)
+    await page.get_by_label("Find requests").fill("")
+    await expect(page.locator("#timeline .chart", has_text="time to first token").locator("b")).to_contain_text("s")
+    await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M.*L"))
+
+
 async def test_mesh(tmp_path: Path) -> None:
     flags = ("--http-port=0", "--decode", "2")
     async with mesh("tandem-small", tmp_path, *flags) as running, browsing(f"{running.http}/mesh") as page:
@@ -151,6 +263,7 @@ async def test_mesh(tmp_path: Path) -> None:
         await page.locator(".trace summary").first.click()
         await expect(page.locator(".trace table").first).to_contain_text("prefill-0 → decode-")
         await check_running(page, running.http)
+        await check_finding(page)
         running.signal("decode_worker", signal.SIGKILL)
         incidents = page.locator("#incidents")
         await expect(incidents).to_contain_text("is gone", timeout=20_000)

@@ -72,6 +72,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/benchmarking.md",
         "docs/benchmarking-peers.md",
         "docs/capacity.md",
+        "docs/chat.md",
         "docs/glossary.md",
         "docs/gpu.md",
         "docs/http.md",

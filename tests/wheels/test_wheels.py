@@ -111,7 +111,7 @@ def test_wheels_hold_their_own_packages_only(wheels: dict[str, Path]) -> None:
     assert {"tandem/py.typed", "tandem/v1/mesh_pb2.pyi"} <= set(client)
     assert {name.split("/")[0] for name in serve} == SERVE_PACKAGES
     assert {"demo_model/tandem-small/model.safetensors", "demo_model/tandem-draft/tokenizer.json"} <= set(serve)
-    assert {"gateway/pages/chat.html", "mesh/v1/worker_pb2.py"} <= set(serve)
+    assert {"gateway/pages/chat.html", "gateway/pages/vendor/katex/katex.min.js", "mesh/v1/worker_pb2.py"} <= set(serve)
 
 
 def test_the_client_needs_only_what_it_declares(client_python: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The pages' files and headers; what they do in a browser is in tests/e2e/test_pages.py."""
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from tests.service.gateway.http import gateway_at, running_gateway
 from tests.service.security.keys import KEYS, write_keys
 
 FILES = sorted(path for path in PAGES.iterdir() if path.is_file())
+VENDOR = PAGES / "vendor"
+PROVENANCE = (VENDOR / "PROVENANCE.md").read_text()
+MAX_FILE_LINES = 400
 # Ways in which a text could become markup or code.
 SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|srcdoc|javascript:"
 
@@ -36,8 +40,52 @@ def test_files_load_nothing_foreign_and_make_no_markup_of_text(file: Path) -> No
         assert re.findall(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", text) == []
         for local in re.findall(r'(?:src|href)="/pages/([^"]+)"', text):
             assert (PAGES / local).is_file()
-    for local in re.findall(r'from "\./([^"]+)"', text):
+    for local in re.findall(r'(?:from |import\()"\./([^"]+)"', text):
         assert (PAGES / local).is_file()
+
+
+def test_our_files_stay_small() -> None:
+    lines = {file.name: file.read_text().count("\n") for file in FILES}
+    assert {name for name, number in lines.items() if number > MAX_FILE_LINES} == set()
+
+
+def test_files_of_other_projects_are_what_was_taken() -> None:
+    """Every file is named with its licence and its sum, is served, and is part of the wheel (pages/**)."""
+    rows = re.findall(r"^\| `([^`]+)` \| .* \| ([\d.]+) \| .* \| `([0-9a-f]{64})` \|$", PROVENANCE, re.M)
+    sums = {name: digest for name, _, digest in rows}
+    files = {str(path.relative_to(VENDOR)): path for path in VENDOR.rglob("*") if path.is_file()}
+    assert sums == {
+        name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for name, path in files.items()
+        if path.suffix not in (".txt", ".md")
+    }
+    assert set(re.findall(r"`([\w/.]+LICENSE\.txt)`", PROVENANCE)) == {name for name in files if name.endswith(".txt")}
+
+
+async def test_files_of_other_projects_are_served() -> None:
+    async with running_gateway() as gateway:
+        for name in ("marked.esm.js", "highlight.min.js", "katex/katex.min.js", "katex/katex.min.css"):
+            response = await gateway.http.get(f"/pages/vendor/{name}")
+            assert response.status_code == 200
+            assert "trusted-types 'none'" in response.headers["content-security-policy"]
+
+
+async def test_alternatives_have_ids_where_token_ids_are_requested() -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": True, "top_logprobs": 2}
+    plain = {"prompt": "hi", "max_tokens": 2, "logprobs": 2}
+    async with running_gateway() as gateway:
+        for ids in (True, False):
+            body = (await gateway.post("/v1/chat/completions", chat | {"return_token_ids": ids})).json()
+            first = body["choices"][0]["logprobs"]["content"][0]
+            assert first.get("token_id") == (ord("O") if ids else None)
+            assert [each.get("token_id") for each in first["top_logprobs"]] == ([0, 1] if ids else [None, None])
+            body = (await gateway.post("/v1/completions", plain | {"return_token_ids": ids})).json()
+            top = body["choices"][0]["logprobs"].get("top_tokens")
+            assert top == (
+                [[{"id": 0, "text": "A", "logprob": -0.5}, {"id": 1, "text": "B", "logprob": -1.5}]] * 2
+                if ids
+                else None
+            )
 
 
 async def test_the_state_of_the_mesh_needs_an_operators_key(make_mesh: Any, tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+// A conversation as a tree: editing a message, or answering it again, adds a branch beside what was there.
+
+export const newId = () => [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+
+export const newChat = () => ({ id: newId(), title: "", created: Date.now(), updated: Date.now(), nodes: {}, chosen: null });
+
+const byAge = (one, other) => one.order - other.order;
+
+/** The nodes below `parent` (null: the beginnings), oldest first. */
+export const childrenOf = (chat, parent) => Object.values(chat.nodes).filter((node) => node.parent === parent).sort(byAge);
+
+/** Append a node below `parent` and choose it. */
+export function add(chat, parent, node) {
+  const order = 1 + Math.max(0, ...Object.values(chat.nodes).map((each) => each.order));
+  const added = { id: newId(), parent, order, chosen: null, ...node };
+  chat.nodes[added.id] = added;
+  choose(chat, added);
+  return added;
+}
+
+/** Make the branch through `node` the one that is shown. */
+export function choose(chat, node) {
+  if (node.parent === null) chat.chosen = node.id;
+  else chat.nodes[node.parent].chosen = node.id;
+}
+
+/** The nodes that are shown, from the first message on. */
+export function path(chat) {
+  const nodes = [];
+  for (let id = chat.chosen; id && chat.nodes[id]; id = chat.nodes[id].chosen) nodes.push(chat.nodes[id]);
+  return nodes;
+}
+
+/** The nodes from the first message to `id`. */
+export function pathTo(chat, id) {
+  const nodes = [];
+  for (let node = chat.nodes[id]; node; node = chat.nodes[node.parent]) nodes.unshift(node);
+  return nodes;
+}
+
+/** Remove a node and all that follows it. Shows the nearest sibling. */
+export function remove(chat, node) {
+  const siblings = childrenOf(chat, node.parent);
+  const at = siblings.indexOf(node);
+  for (const child of childrenOf(chat, node.id)) remove(chat, child);
+  delete chat.nodes[node.id];
+  const next = siblings[at - 1] ?? siblings[at + 1] ?? null;
+  if (node.parent === null) chat.chosen = next?.id ?? null;
+  else if (chat.nodes[node.parent]) chat.nodes[node.parent].chosen = next?.id ?? null;
+}
+
+/** The two answers of a comparison that `node` belongs to, or null. */
+export function pairOf(chat, node) {
+  if (!node.pair) return null;
+  const pair = childrenOf(chat, node.parent).filter((each) => each.pair === node.pair);
+  return pair.length === 2 ? pair : null;
+}
+
+/** Messages as OpenAI has them. */
+export const messagesOf = (nodes, system) => [
+  ...(system ? [{ role: "system", content: system }] : []),
+  ...nodes.filter(({ role }) => role !== "system").map((node) =>
+    node.role === "user"
+      ? { role: "user", content: node.text }
+      : { role: "assistant", content: node.content.text, ...(node.thoughts.text ? { reasoning_content: node.thoughts.text } : {}) }),
+];
+
+/** A title from the first message. */
+export function titleOf(chat) {
+  const first = path(chat)[0]?.text ?? "";
+  const line = first.trim().split("\n")[0].replace(/\s+/g, " ");
+  return line.length > 60 ? `${line.slice(0, 58)}…` : line || "New chat";
+}
+
+export function toMarkdown(chat, nodes) {
+  const parts = nodes.map((node) => {
+    if (node.role === "user") return `## You\n\n${node.text}`;
+    const thoughts = node.thoughts.text ? `<details><summary>Thinking</summary>\n\n${node.thoughts.text}\n\n</details>\n\n` : "";
+    return `## ${node.model || "Model"}\n\n${thoughts}${node.content.text}`;
+  });
+  return [`# ${chat.title || titleOf(chat)}`, ...parts].join("\n\n") + "\n";
+}

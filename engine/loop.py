@@ -127,6 +127,7 @@ class Engine:
         self._in_flight.append(_Step(batch, self._runner.begin(batch, on_layers)))
 
     def _finish_oldest(self) -> tuple[ScheduledBatch, list[SequenceOutput]]:
+        self.num_step_tokens = sum(step.batch.num_tokens for step in self._in_flight)
         step = self._in_flight.popleft()
         outputs = step.finish()
         self._cores.end_step()

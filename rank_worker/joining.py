@@ -28,7 +28,7 @@ from engine.ranks.messages import read_settings
 from engine.ranks.remote import BlockCopy, KVCall, OwnMemoryRank, Step, answer_kv, require_remote
 from engine.runner_settings import RunnerSettings
 from mesh import wire
-from mesh.domain.errors import ConfigurationError, InvalidRequest, Replayable, Unauthenticated, WorkerLost
+from mesh.domain.errors import ConfigurationError, InvalidRequest, Overloaded, Replayable, Unauthenticated, WorkerLost
 from mesh.logs import flush_outputs
 from mesh.metrics import new_registry, serving_metrics
 from mesh.process import announce, keep_freed_memory, until_stopped
@@ -54,8 +54,8 @@ _ACTIONS: dict[int, Literal["read", "write", "clear"]] = {
 
 
 async def serve(settings: RankSettings) -> None:
-    """Join the leader and serve until one of the two ends. Returns if stopped before; else it ends the process. Raises
-    MeshError if the rank cannot join.
+    """Join the leader and serve until one of the two ends; then end the process. Raises MeshError if the rank cannot
+    join.
     """
     keep_freed_memory()
     async with serving_metrics(new_registry(), settings):
@@ -63,8 +63,8 @@ async def serve(settings: RankSettings) -> None:
         joining = asyncio.create_task(_dial(settings))
         await asyncio.wait([stopped, joining], return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():
-            joining.cancel()
-            return
+            flush_outputs()
+            os._exit(0)  # a thread may be downloading the model
         membership = joining.result()
         announce("joined", rank=settings.rank)
         status = await Member(membership, settings).serve(stopped)
@@ -91,7 +91,7 @@ async def _dial(settings: RankSettings) -> Membership:
     while True:
         try:
             return await _join(settings, model_dir)
-        except Replayable as error:
+        except (Replayable, Overloaded) as error:
             if clock() > give_up_s:
                 limit = f"leader_timeout_s {settings.leader_timeout_s:g}"
                 raise WorkerLost(

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
     about = "ranks that divide heads and weights of a worker (1, or those of a partitioned model)"
     parser.add_argument("--tensor-parallel", type=_positive_int, metavar="N", help=about)
-    about = "stages that divide the layers of a worker, each with as many ranks (1)"
+    about = "stages that divide the layers of a worker, each with as many ranks (1, or those of a partitioned model)"
     parser.add_argument("--pipeline-parallel", type=_positive_int, metavar="N", help=about)
     _add_device(parser)
     load = parser.add_argument_group("load")
@@ -195,7 +195,7 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
         if (args.device or _HERE) != _HERE:
             raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
         if degrees.pipeline > 1:
-            raise ConfigurationError("--measure runs one stage: leave --pipeline-parallel out")
+            raise ConfigurationError("--measure runs one stage: plan a model and degrees with one")
         if args.quantize not in ("none", "int8"):
             raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs none or int8")
         context = args.input_tokens + args.output_tokens // 2

@@ -36,12 +36,21 @@ class RankLink:
         self._answers: dict[int, Future[bytes]] = {}
         self._lock = threading.Lock()
         self._has_ended = False
+        self._holds_kv = False
 
     def messages(self) -> Iterator[rank_pb2.JoinResponse]:
         return iter(self._messages.get, None)
 
     def kv_requests(self) -> Iterator[rank_pb2.HoldKvResponse]:
         return iter(self._kv_requests.get, None)
+
+    def claim_kv(self) -> bool:
+        """True for the first call after the rank was admitted: its KV has one connection."""
+        with self._lock:
+            if self._holds_kv or not self.is_admitted:
+                return False
+            self._holds_kv = True
+        return True
 
     def send(self, message: rank_pb2.JoinResponse) -> None:
         self._messages.put(message)

@@ -40,6 +40,7 @@ RANK_KEEPALIVE_MS = 8_000
 for the one that is lost.
 """
 _STOP_GRACE_S = 2.0
+_GREETING_S = 60.0  # within which a rank must say what it is; it reads headers of its checkpoint
 
 
 def versions() -> str:
@@ -134,12 +135,16 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     ) -> Iterator[rank_pb2.JoinResponse]:
         """The conversation with one rank."""
         with self._answering(context):
+            impatience = threading.Timer(_GREETING_S, context.cancel)
+            impatience.daemon = True
+            impatience.start()
             link = self._greet(_next(request_iterator, "hello").hello, context.peer())
             if not context.add_callback(partial(self._end, link)):
                 self._end(link)
             try:
                 yield rank_pb2.JoinResponse(setup=self._setup)
                 self._admit(link, _next(request_iterator, "checked").checked)
+                impatience.cancel()
                 yield rank_pb2.JoinResponse(admitted=rank_pb2.RankAdmitted(host=link.host))
                 threading.Thread(target=self._read, args=(link, request_iterator), daemon=True).start()
                 yield from link.messages()
@@ -153,10 +158,14 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     ) -> Iterator[rank_pb2.HoldKvResponse]:
         """The leader's requests about the KV of one rank."""
         with self._answering(context):
-            first = next(request_iterator, rank_pb2.HoldKvRequest())
+            try:
+                first = next(request_iterator, rank_pb2.HoldKvRequest())
+            except grpc.RpcError:
+                raise WorkerLost("the rank has left") from None
             self._require_group(first.group)
-            if (link := self._links.get(first.rank)) is None:
-                raise InvalidRequest(f"rank {first.rank} has not joined")
+            link = self._links.get(first.rank)
+            if link is None or not link.claim_kv():
+                raise InvalidRequest(f"rank {first.rank} has not joined, or holds its KV already")
             if not context.add_callback(partial(self._end, link)):
                 self._end(link)
             threading.Thread(target=self._read_kv, args=(link, request_iterator), daemon=True).start()
@@ -280,14 +289,15 @@ class RankListener(rank_pb2_grpc.RanksServicer):
                 link.end()
                 return
             error = link.error or WorkerLost(f"rank {link.rank} ({link.host}) is lost: its connection has ended")
-            if self._is_gathered:
+            is_gathered = self._is_gathered
+            if is_gathered:
                 self._lost = error
             else:
                 del self._links[link.rank]
             self._changed.notify_all()
             on_lost, links = self._on_lost, list(self._links.values())
         link.end()
-        if not self._is_gathered:
+        if not is_gathered:
             if link.is_admitted:
                 log.warning("a rank has left before all have joined", rank=link.rank, reason=str(error))
             return

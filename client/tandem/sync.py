@@ -41,6 +41,7 @@ class _BackgroundLoop:
         # Held from "is it closed?" until work has started. Within, garbage collection may end an iterator: more work.
         self._open = threading.RLock()
         self._closed = False
+        self._finishing: set[asyncio.Task[object]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
         self._thread.start()
 
@@ -86,7 +87,9 @@ class _BackgroundLoop:
         abandoned iterators, runs on any thread, and the loop cannot wait for itself. Dropped after `stop`.
         """
         if threading.current_thread() is self._thread:
-            self._loop.create_task(coroutine)
+            task = self._loop.create_task(coroutine)
+            self._finishing.add(task)  # asyncio alone would not keep it alive
+            task.add_done_callback(self._finishing.discard)
             return
         with suppress(_Closed):
             self.run(coroutine)

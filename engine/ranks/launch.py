@@ -125,19 +125,26 @@ def _connect(leader: Rank, processes: "RankProcesses") -> None:
     wait for minutes.
     """
     failures: list[Exception] = []
+    is_over = threading.Event()
 
     def connect() -> None:
         try:
             leader.connect()
         except Exception as error:
+            if is_over.wait(_EXIT_WAIT_S):  # `wait` knows better why: another rank has ended
+                return
             failures.append(error)
+            processes.kill()  # they would wait for the leader
 
     connecting = threading.Thread(target=connect, name="rank-connect", daemon=True)
     connecting.start()
     try:
         processes.wait("ready")
     except BaseException:
+        is_over.set()
         processes.leave_store_open()  # the thread reads it until gloo gives up
+        if failures:
+            raise WorkerLost(f"the ranks cannot be connected: {failures[0]}") from failures[0]
         raise
     connecting.join()
     if failures:
@@ -277,7 +284,7 @@ class RankProcesses:
     def close(self) -> None:
         """End all ranks, and give the process its cores and threads back. For the thread that has started them."""
         self._is_closing = True
-        self._kill()
+        self.kill()
         if self._watcher is not None:
             self._watcher.join()
         for channel in (*self._sockets, *self._reports):
@@ -287,7 +294,8 @@ class RankProcesses:
         os.sched_setaffinity(0, self._cores)
         torch.set_num_threads(self._num_threads)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End all ranks at once."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -322,7 +330,7 @@ class RankProcesses:
             reason = f"rank {rank} sent a message that nobody expects: {sorted(self._receive(rank))}"
         except (MeshError, ValueError) as error:
             reason = str(error)
-        self._kill()
+        self.kill()
         on_lost(reason)
 
     def _ending(self, rank: int) -> str:

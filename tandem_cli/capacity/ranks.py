@@ -84,7 +84,7 @@ def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     reason = reason or why_not_compiled(config, layout)
     if reason is None:
         return "outputs"
-    if is_int8:
+    if is_int8 and degrees.tensor > 1:
         raise ConfigurationError(
             f"tensor_parallel {degrees.tensor} in int8 needs the compiled decoder, which cannot run here ({reason}): "
             "use 1"

@@ -197,6 +197,30 @@ async def test_requests_that_are_still_being_admitted_have_the_grace_too(
     mesh.assert_at_rest()
 
 
+async def test_a_request_admitted_after_the_grace_is_refused(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    encoder = mesh.model.service._text.encoder
+    encode, encoding, go_on = encoder.encode, asyncio.Event(), asyncio.Event()
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        encoding.set()
+        await go_on.wait()
+        return await encode(*arguments, **options)
+
+    monkeypatch.setattr(encoder, "encode", slow)
+    late = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=3))
+    await encoding.wait()
+    before = len(decode.started.items)
+    await mesh.router._services.drain(0.05)
+    go_on.set()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await late
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert len(decode.started.items) == before
+    mesh.assert_at_rest()
+
+
 async def test_a_request_that_cannot_be_started_gives_its_permits_back(
     make_mesh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

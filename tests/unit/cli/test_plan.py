@@ -204,6 +204,6 @@ def test_a_partition_says_its_degree_and_quantization(capsys: pytest.CaptureFixt
     assert found["partition"]["num_bytes"] == pytest.approx(by_formula, rel=0.1)  # which leaves out scales
     for flags in (["--tensor-parallel", "1"], ["--quantize", "none"]):
         assert main(["plan", *MACHINE, str(partition), *flags]) == 2
-        assert "is partitioned for tensor_parallel 2 and quantize int8" in capsys.readouterr().err
+        assert "is partitioned for tensor_parallel 2, pipeline_parallel 1 and quantize int8" in capsys.readouterr().err
     assert main(["plan", *MACHINE, str(partition)]) == 0
     assert "B in 2 files" in capsys.readouterr().out

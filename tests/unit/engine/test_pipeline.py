@@ -145,3 +145,25 @@ def test_an_old_sequence_waits_for_the_younger_one_that_it_preempts() -> None:
     results = [rig.step() for _ in range(60)]
     assert [each.request.request_id for result in results for each in result.preempted] == ["r1"]
     assert rig.answers["r0"] == fake_continuation([1] * 14, 26)
+
+
+def test_a_wait_for_a_batch_in_flight_counts_its_tokens() -> None:
+    """Limits for steps that are stuck grow with their tokens."""
+    rig, waited_for = Rig(2), []
+    begin = rig.runner.begin
+
+    def begin_and_note(batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
+        finish = begin(batch, on_layers)
+
+        def end() -> list:
+            waited_for.append(rig.engine.num_step_tokens)
+            return finish()
+
+        return end
+
+    rig.runner.begin = begin_and_note  # type: ignore[method-assign]
+    rig.add([1] * 6, 1)
+    rig.add([2] * 6, 1)
+    while not rig.step().is_idle:
+        rig.engine.num_step_tokens = 0  # as a command between two steps does
+    assert waited_for == [12, 6]

@@ -191,10 +191,10 @@ async def test_end_of_an_old_stream_does_not_lose_a_worker_that_is_back() -> Non
     server = await start_registry(membership)
     watch = Watch(membership)
     first = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address))
-    await watch.until(lambda view: view.load.num_running == 3)
+    await watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
     second = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address))
-    await watch.until(lambda view: view.load.num_running == 0)  # it has joined anew
-    await watch.until(lambda view: view.load.num_running == 3)
+    await watch.until(lambda view: not view.cached)  # it has joined anew
+    await watch.until(lambda view: view.cached == {b"a"})
     first.cancel()
     await asyncio.wait([first])
     await asyncio.sleep(0.2)

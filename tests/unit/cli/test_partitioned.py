@@ -10,6 +10,7 @@ from rich.console import Console
 from engine.kernels.cpu.machine import why_no_loops
 from engine.partition import read_partition
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 from tandem_cli.cores import CorePlan
 from tandem_cli.display import Display
 from tandem_cli.mesh_plan import BUNDLED_MODELS, MeshPlan, ModelPlan
@@ -47,12 +48,12 @@ def test_the_workers_degree_and_quantization_are_written_once(planned: Planned, 
         assert (model.name, model.folder) == ("m0", str(tmp_path / "out"))
     partition = read_partition(tmp_path / "out")
     assert partition is not None
-    partition.require(2, "int8")
+    partition.require(Degrees(2), "int8")
 
 
 def test_workers_that_differ_are_named(planned: Planned, tmp_path: Path) -> None:
     plan = planned(tmp_path, prefill={"tensor_parallel": "2"}, decode={"quantize": "int8"})
-    expected = "tensor_parallel 1 with quantize int8 and tensor_parallel 2 with quantize none"
+    expected = r"tensor_parallel 1, .* with quantize int8 and tensor_parallel 2, .* with quantize none"
     with pytest.raises(ConfigurationError, match=expected):
         with_partition(plan, {}, DISPLAY)
 

@@ -15,7 +15,7 @@ DEFAULT_PORT = 50060
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings(MemberSettings):
-    """What is the rank's own. All else comes from the leader."""
+    """The rank's own settings. All else comes from the leader."""
 
     leader: str = setting(
         ...,

@@ -1,4 +1,4 @@
-"""What Linux says of the ranks of a worker: whether each can run, and the CPU time that it gets.
+"""State and CPU time of a worker's ranks, as Linux tells them.
 
 A rank that is stopped, or that waits for a core, makes all others wait in the middle of a step, so from within no rank
 can tell which one is late.

@@ -112,7 +112,7 @@ class Decoder:
 
 
 class _Ends:
-    """What comes before the first layer and after the last one."""
+    """Embedding, final norm and output matrix."""
 
     def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
         self._config = config

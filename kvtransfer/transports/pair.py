@@ -168,7 +168,7 @@ class Pair:
 
     @property
     def told(self) -> futures.Future[dict[str, bytes]]:
-        """What the other side must be told. `host` is set when it is done. Raises TransferFailed."""
+        """The values that the other side must be told. `host` is set when it is done. Raises TransferFailed."""
         return self._meeting.told
 
     @property

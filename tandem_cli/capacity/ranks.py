@@ -27,7 +27,7 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What one rank holds. `cores`: its own ones; 0 if all ranks share fewer cores than ranks."""
+    """The memory of one rank. `cores`: its own ones; 0 if all ranks share fewer cores than ranks."""
 
     rank: int
     layers: Span
@@ -43,7 +43,7 @@ class RankMemory:
 
 
 def rank_memory(config: ModelConfig, precision: Precision, degrees: Degrees, num_cores: int) -> list[RankMemory]:
-    """What each rank of a worker holds that has `num_cores` cores. Raises ConfigurationError for degrees that the
+    """The memory of each rank of a worker with `num_cores` cores. Raises ConfigurationError for degrees that the
     engine refuses.
     """
     cut = _cut(config, precision, degrees)

@@ -44,7 +44,7 @@ _GREETING_S = 60.0  # within which a rank must say what it is; it reads headers 
 
 
 def versions() -> str:
-    """The versions that must be equal in all ranks: they divide the model by the same code, and gloo has no version of its own."""
+    """The versions that must be equal in all ranks. They divide the model by the same code, and gloo has no version."""
     return f"tandem {tandem.__version__}, protocol {PROTOCOL_VERSION}, torch {torch.__version__.partition('+')[0]}"
 
 

@@ -59,7 +59,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report of a later stage to rank 0: the KV of `count` layers of the step in `slot` is written, or, if `count` is 0,
+    """A report of a later stage to rank 0: the KV of `count` layers of the step in `slot` is written. If `count` is 0,
     the last stage has finished the step.
     """
 

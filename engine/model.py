@@ -100,8 +100,8 @@ class Model(Protocol):
         ...
 
     def begin(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> "Finish":
-        """Begin a forward pass, which writes the tokens' KV to the cache. As many may be in flight as the model has
-        pipeline stages; without stages the pass is complete when this returns.
+        """Begin a forward pass, which writes the tokens' KV to the cache. Each pipeline stage may compute another pass;
+        without stages the pass is complete when this returns.
 
         token_ids: [num_tokens] int64. The caller keeps `metadata` until the pass ends.
         """

@@ -16,6 +16,7 @@ TINY = {
 }
 
 
+@pytest.mark.soak  # seven processes
 def test_both_sources_are_loaded_and_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     loading.main(["--shape", "tiny", "--quantize", "int8", "--repeats", "1"])

@@ -17,6 +17,7 @@ from tests.waiting import LIMIT_S
 
 START_S = 200.0
 STOP_S = 90.0
+RESTART_S = 240.0  # a busy machine takes a minute for two workers of two ranks
 
 
 @dataclass
@@ -108,6 +109,16 @@ async def mesh(model: Path | str, log_dir: Path, *flags: str, prefix: Sequence[s
         running.process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(running.process.wait(), STOP_S) == 0
         assert [child for child in children if is_alive(child)] == []
+
+
+async def wait_serving(client: tandem.AsyncClient, role: str, without: int = 0, *, at_least: int = 1) -> None:
+    """Return once so many processes besides `without` serve in the role."""
+    async with asyncio.timeout(RESTART_S):
+        while True:
+            serving = [w for w in await client.workers() if w.role == role and w.serving and w.pid != without]
+            if len(serving) >= at_least:
+                return
+            await asyncio.sleep(0.2)
 
 
 async def pools_are_whole(client: tandem.AsyncClient, within_s: float = LIMIT_S) -> None:

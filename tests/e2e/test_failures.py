@@ -10,7 +10,7 @@ import pytest
 
 import tandem
 from tests.e2e.in_middle import stream_and_hit
-from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
+from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole, wait_serving
 from tests.e2e.reference import Reference
 
 NUM_STREAMS = 8
@@ -31,6 +31,11 @@ def requests() -> list[dict[str, object]]:
         }
         for i in range(NUM_STREAMS)
     ]
+
+
+async def undisturbed(client: tandem.AsyncClient) -> list[tandem.Result]:
+    """What all requests get while nothing happens."""
+    return await asyncio.gather(*(client.generate(**request) for request in requests()))
 
 
 async def run_and_signal(
@@ -55,26 +60,28 @@ def check_same(events: list[tandem.TokenEvent], expected: tandem.Result) -> None
 
 
 @pytest.mark.parametrize(
-    "number",
+    "numbers",
     [
-        signal.SIGKILL,
+        # Drained, so that running sequences finish where they are; then killed.
+        pytest.param((signal.SIGTERM, signal.SIGKILL), id="ended"),
         # Frozen, not dead: found out by its silence. In `make test` among all faults under load (tests/chaos).
-        pytest.param(signal.SIGSTOP, marks=pytest.mark.soak),
-        signal.SIGTERM,  # drained: running sequences finish where they are
+        pytest.param((signal.SIGSTOP,), id="frozen", marks=pytest.mark.soak),
     ],
 )
 async def test_lost_decode_worker_is_not_noticed(
-    number: signal.Signals, checkpoint: Callable[[str], Path], tmp_path: Path
+    numbers: tuple[signal.Signals, ...], checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     async with (
         mesh(checkpoint("llama-tied"), tmp_path, "--decode", "2") as running,
         tandem.AsyncClient(running.address) as client,
     ):
-        expected = [await client.generate(**request) for request in requests()]
-        hit = await run_and_signal(running, client, number)
-        for events, result in zip(hit, expected, strict=True):
-            check_same(events, result)
-        await pools_are_whole(client)
+        expected = await undisturbed(client)
+        for number in numbers:
+            await wait_serving(client, "decode", at_least=2)
+            hit = await run_and_signal(running, client, number)
+            for events, result in zip(hit, expected, strict=True):
+                check_same(events, result)
+            await pools_are_whole(client)
 
 
 async def test_lost_decode_worker_is_not_noticed_while_tokens_are_guessed(
@@ -85,7 +92,7 @@ async def test_lost_decode_worker_is_not_noticed_while_tokens_are_guessed(
         mesh(model, tmp_path, "--decode", "2", "--draft-model", str(model)) as running,
         tandem.AsyncClient(running.address) as client,
     ):
-        expected = [await client.generate(**request) for request in requests()]
+        expected = await undisturbed(client)
         hit = await run_and_signal(running, client, signal.SIGKILL)
         for events, result, request in zip(hit, expected, requests(), strict=True):
             check_same(events, result)
@@ -95,9 +102,10 @@ async def test_lost_decode_worker_is_not_noticed_while_tokens_are_guessed(
         assert any(worker.load.accepted_tokens for worker in await client.workers())
 
 
-async def test_prefill_worker_killed_while_prompts_are_on_their_way(
+async def test_lost_prefill_worker_is_not_noticed(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
+    """Killed while prompts are on their way; then its successor is frozen, found out by its silence."""
     async with (
         mesh(checkpoint("llama-tied"), tmp_path, "--set", "prefill.max_batch_prefill_tokens=64") as running,
         tandem.AsyncClient(running.address) as client,
@@ -106,27 +114,24 @@ async def test_prefill_worker_killed_while_prompts_are_on_their_way(
         tasks = [asyncio.create_task(client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True)) for p in prompts]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         assert not all(task.done() for task in tasks)
-        running.signal("prefill_worker", signal.SIGKILL)
+        killed = running.signal("prefill_worker", signal.SIGKILL)
         for prompt, result in zip(prompts, await asyncio.gather(*tasks), strict=True):
             assert len(result.tokens) == 8
             reference("llama-tied").check_greedy(prompt, result.tokens)
         await pools_are_whole(client)
+        await wait_serving(client, "prefill", killed)
+        await check_frozen_prefill_worker(running, client, reference("llama-tied"))
 
 
-async def test_frozen_prefill_worker_does_not_hold_up_prompts(
-    checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    async with (
-        mesh(checkpoint("llama-tied"), tmp_path) as running,
-        tandem.AsyncClient(running.address) as client,
-    ):
-        prompts = [[(11 * i + j) % 256 for j in range(100)] for i in range(4)]
-        expected = [await client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True, seed=1) for p in prompts]
-        pid = running.signal("prefill_worker", signal.SIGSTOP)
-        async with asyncio.timeout(60):  # found out by five seconds of silence, then prefilled by the decode worker
-            results = await asyncio.gather(
-                *(client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True, seed=1) for p in prompts)
-            )
-        os.kill(pid, signal.SIGCONT)
-        assert [r.text for r in results] == [r.text for r in expected]
-        await pools_are_whole(client)
+async def check_frozen_prefill_worker(running: MeshProcess, client: tandem.AsyncClient, theirs: Reference) -> None:
+    prompts = [[(13 * i + j) % 256 for j in range(100)] for i in range(4)]
+    pid = running.signal("prefill_worker", signal.SIGSTOP)
+    async with asyncio.timeout(60):  # found out by five seconds of silence, then prefilled by the decode worker
+        results = await asyncio.gather(
+            *(client.generate(token_ids=prompt, max_new_tokens=8, ignore_eos=True) for prompt in prompts)
+        )
+    os.kill(pid, signal.SIGCONT)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result.tokens) == 8
+        theirs.check_greedy(prompt, result.tokens)
+    await pools_are_whole(client)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import tandem
-from tests.e2e.mesh_process import pools_are_whole
-from tests.e2e.test_ranks import ONE, ask, long_prompts, ranked_mesh, requests, wait_serving
+from tests.e2e.mesh_process import pools_are_whole, wait_serving
+from tests.e2e.test_ranks import ONE, ask, long_prompts, ranked_mesh, requests
 
 GLOO = ("--set", "prefill.kv_transports=gloo", "--set", "decode.kv_transports=gloo", "--log-level", "debug")
 ASKED = [*requests(40), *long_prompts()]
@@ -23,8 +23,10 @@ def ids(answers: list[tuple[tandem.Token, ...]]) -> list[list[int]]:
     return [[token.id for token in tokens] for tokens in answers]
 
 
-@pytest.mark.timeout(600)
-async def test_kv_over_gloo(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+async def test_equal_to_shared_memory_to_the_bit(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """`make test` compares gloo with transformers, in test_parity.py."""
     model = checkpoint("llama-tied")
     async with ranked_mesh(model, tmp_path / "shm", ONE, ONE) as (_, client):
         expected = await ask_in_turn(client)

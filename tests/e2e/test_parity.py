@@ -1,6 +1,6 @@
 """Separated == colocated == transformers, token for token and log-prob for log-prob, through real processes.
 
-Three meshes: KV over shared memory, KV over gRPC, and colocated. All must agree with transformers
+Four meshes: KV over shared memory, gRPC and gloo, and colocated. All must agree with transformers
 on 64 prompts of 64 tokens, and on the edge cases. Passes are small, so that most prompts are computed in several
 chunks.
 """
@@ -22,6 +22,7 @@ FAMILIES = ["llama-tied", "llama-llama3", "mistral", "qwen2", "qwen3"]
 MODES = {
     "shm": ("--set", "prefill.kv_transports=shm"),
     "grpc": ("--set", "prefill.kv_transports=grpc"),
+    "gloo": ("--set", "prefill.kv_transports=gloo", "--set", "decode.kv_transports=gloo"),
     "colocated": ("--colocated",),
 }
 FLAGS = (
@@ -47,7 +48,7 @@ def prompts() -> list[list[int]]:
 
 def pairs() -> list[Any]:
     """Every way with one family; the others in `make chaos`, and all families in `make parity`."""
-    always = [("llama-tied", "shm"), ("qwen2", "grpc"), ("qwen3", "colocated")]
+    always = [("llama-tied", "shm"), ("qwen2", "grpc"), ("mistral", "gloo"), ("qwen3", "colocated")]
     others = [(family, mode) for family in FAMILIES for mode in MODES if (family, mode) not in always]
     return [*always, *(pytest.param(*pair, marks=pytest.mark.soak) for pair in others)]
 

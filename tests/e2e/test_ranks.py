@@ -16,14 +16,13 @@ import pytest
 import tandem
 from mesh.domain.kv import Degrees
 from tests.e2e.in_middle import stream_and_hit
-from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
+from tests.e2e.mesh_process import RESTART_S, MeshProcess, mesh, pools_are_whole, wait_serving
 from tests.evidence import Evidence
 from tests.waiting import until
 
 NUM_STREAMS = 6
 NUM_TOKENS = 420  # enough that no stream ends before all have begun
 NUM_KILLS = 40
-RESTART_S = 240.0  # a busy machine takes a minute for two workers of two ranks
 
 Request = dict[str, Any]
 Ranked = tuple[MeshProcess, tandem.AsyncClient]
@@ -89,13 +88,6 @@ def hit_rank(running: MeshProcess, role: str, number: signal.Signals = signal.SI
     parent = psutil.Process(pid).ppid()
     os.kill(pid, number)
     return parent
-
-
-async def wait_serving(client: tandem.AsyncClient, role: str, pid: int) -> None:
-    """Return once another process than `pid` serves in the role."""
-    async with asyncio.timeout(RESTART_S):
-        while not any(w.role == role and w.serving and w.pid != pid for w in await client.workers()):  # noqa: ASYNC110
-            await asyncio.sleep(0.2)
 
 
 async def wait_back(running: MeshProcess, client: tandem.AsyncClient, role: str, pid: int) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import tandem
-from tests.e2e.mesh_process import mesh, pools_are_whole
+from tests.e2e.mesh_process import RESTART_S, mesh, pools_are_whole
 from tests.e2e.reference import Reference
-from tests.e2e.test_ranks import RESTART_S, ask, long_prompts
+from tests.e2e.test_ranks import ask, long_prompts
 
 
 def free_port() -> int:

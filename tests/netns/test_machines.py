@@ -20,8 +20,8 @@ import pytest
 import tandem
 from tests.component.checkpoints import build_checkpoint
 from tests.e2e.in_middle import stream_and_hit
-from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
-from tests.e2e.test_ranks import RESTART_S, ask, requests
+from tests.e2e.mesh_process import RESTART_S, MeshProcess, mesh, pools_are_whole
+from tests.e2e.test_ranks import ask, requests
 from tests.waiting import until
 
 pytestmark = [

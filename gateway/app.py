@@ -89,6 +89,7 @@ def _web_routes() -> list[BaseRoute]:
         Route("/", web.root, methods=["GET"]),
         Route("/mesh", web.mesh_page, methods=["GET"]),
         Route("/mesh/state", Endpoint(OpenAIDialect(), web.mesh_state, is_polled=True), methods=["GET"]),
+        Route("/mesh/history", Endpoint(OpenAIDialect(), web.mesh_history, is_polled=True), methods=["GET"]),
         Mount("/pages", web.PageFiles(directory=web.PAGES)),
         Route("/health", web.health, methods=["GET"]),
         Route("/ping", web.ping, methods=["GET"]),

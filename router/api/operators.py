@@ -4,16 +4,19 @@ The messages of Mesh are not those of mesh.v1, so that the mesh can change witho
 capacity and load, and nothing of the mesh's own protocol.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import grpc
+from google.protobuf.duration_pb2 import Duration
 
 from mesh import wire
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from router.admission.in_flight import Transfers
 from router.admission.placement import InFlight, NoPlacement
 from router.api.generation_servicer import timing_to_proto
+from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
@@ -48,10 +51,16 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
     """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as that of Membership."""
 
     def __init__(
-        self, models: Sequence[ModelRouter], journal: Journal, callers: CallerDirectory, clock: Callable[[], float]
+        self,
+        models: Sequence[ModelRouter],
+        journal: Journal,
+        history: History,
+        callers: CallerDirectory,
+        clock: Callable[[], float],
     ) -> None:
         self._models = models
         self._journal = journal
+        self._history = history
         self._callers = callers
         self._clock = clock
 
@@ -72,6 +81,31 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             incidents=map(self._incident, journal.incidents),
             traces=map(self._trace, journal.traces),
             running=map(self._trace, journal.running),
+        )
+
+    async def GetHistory(
+        self, request: mesh_pb2.GetHistoryRequest, context: grpc.aio.ServicerContext
+    ) -> mesh_pb2.GetHistoryResponse:
+        """Return what this router has done over time."""
+        self._callers.tenant_of(context.invocation_metadata()).require_operator()
+        span_s = request.span.ToTimedelta().total_seconds() if request.HasField("span") else math.inf
+        return mesh_pb2.GetHistoryResponse(points=map(self._point, self._history.points(span_s)))
+
+    def _point(self, point: Point) -> mesh_pb2.HistoryPoint:
+        return mesh_pb2.HistoryPoint(
+            age=wire.duration_to_proto(self._age_s(point.at_s)),
+            length=wire.duration_to_proto(point.seconds),
+            generated_tokens=point.generated_tokens,
+            computed_tokens=point.computed_tokens,
+            replays=point.replays,
+            failed_choices=point.failed,
+            waiting=point.waiting,
+            running=point.running,
+            kv_used=point.kv_used,
+            first_token_p50=_optional_duration(point.first_token_s(0.5)),
+            first_token_p95=_optional_duration(point.first_token_s(0.95)),
+            gap_p50=_optional_duration(point.gap_s(0.5)),
+            gap_p99=_optional_duration(point.gap_s(0.99)),
         )
 
     def _shortage(self) -> mesh_pb2.Shortage:
@@ -143,6 +177,10 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
 
     def _age_s(self, at_s: float) -> float:
         return max(0.0, self._clock() - at_s)
+
+
+def _optional_duration(seconds: float | None) -> Duration | None:
+    return None if seconds is None else wire.duration_to_proto(seconds)
 
 
 def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:

@@ -248,8 +248,10 @@ async def check_finding(page: Page) -> None:
     await page.get_by_label("Find requests").fill("no such request")
     await expect(rows).to_have_count(0)
     await page.get_by_label("Find requests").fill("")
-    await expect(page.locator("#timeline .chart", has_text="time to first token").locator("b")).to_contain_text("s")
+    await expect(page.locator("#timeline .chart", has_text="first token").locator("b")).to_contain_text("s")
     await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M.*L"))
+    await page.get_by_label("How far back").select_option("a day")
+    await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M"))
 
 
 async def test_mesh(tmp_path: Path) -> None:

@@ -146,6 +146,12 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
             status.last_seen.FromMilliseconds(250)
         return response
 
+    async def GetHistory(self, request: Any, context: Any) -> mesh_pb2.GetHistoryResponse:
+        point = mesh_pb2.HistoryPoint(generated_tokens=50, replays=1, waiting=0.5)
+        point.length.CopyFrom(request.span)
+        point.gap_p50.FromMilliseconds(20)
+        return mesh_pb2.GetHistoryResponse(points=[point])
+
 
 def input_ids(request: Any) -> list[int]:
     """The prompt's tokens; a conversation is its turns, each on a line."""

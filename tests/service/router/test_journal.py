@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from mesh.domain.tokens import SequenceFailure
+from tandem._responses import history as history_values
 from tandem._responses import mesh as mesh_values
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_workers import DecodeScript
@@ -106,3 +107,21 @@ async def test_a_replay_that_does_not_happen_is_not_counted(make_mesh: Any) -> N
     view = await told(mesh)
     assert (view.failed_choices, view.replays) == (1, 2)
     assert [incident.kind for incident in view.incidents].count("replayed") == 2
+
+
+async def test_the_history_has_what_requests_took(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    await mesh.decode()
+    stub = mesh_pb2_grpc.MeshStub(mesh.channel)
+    mesh.router.history.add(mesh.router.reading())
+    await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    mesh.router.history.add(mesh.router.reading())
+    points = history_values(await stub.GetHistory(mesh_pb2.GetHistoryRequest(), timeout=5))
+    assert sum(point.failed_choices for point in points) == 0
+    (took,) = [point for point in points if point.first_token_p50_s is not None]
+    assert 0 < took.first_token_p50_s <= took.first_token_p95_s < 60
+    assert 0 < took.gap_p50_s <= took.gap_p99_s
+    recent = mesh_pb2.GetHistoryRequest()
+    recent.span.FromMicroseconds(1)
+    assert len((await stub.GetHistory(recent, timeout=5)).points) == 1

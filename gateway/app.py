@@ -90,6 +90,8 @@ def _web_routes() -> list[BaseRoute]:
         Route("/mesh", web.mesh_page, methods=["GET"]),
         Route("/mesh/state", Endpoint(OpenAIDialect(), web.mesh_state, is_polled=True), methods=["GET"]),
         Route("/mesh/history", Endpoint(OpenAIDialect(), web.mesh_history, is_polled=True), methods=["GET"]),
+        Route("/mesh/workers/{worker}/drain", Endpoint(OpenAIDialect(), web.drain), methods=["POST"]),
+        Route("/mesh/workers/{worker}/undrain", Endpoint(OpenAIDialect(), web.undrain), methods=["POST"]),
         Mount("/pages", web.PageFiles(directory=web.PAGES)),
         Route("/health", web.health, methods=["GET"]),
         Route("/ping", web.ping, methods=["GET"]),

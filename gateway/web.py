@@ -109,6 +109,20 @@ async def mesh_history(exchange: Exchange) -> Response:
     return JSONResponse({"points": [asdict(point) for point in points]}, headers={"cache-control": "no-store"})
 
 
+async def drain(exchange: Exchange) -> Response:
+    """Handle POST /mesh/workers/NAME/drain."""
+    worker_id = exchange.arrival.request.path_params["worker"]
+    await exchange.client.drain(worker_id, timeout=_MESH_TIMEOUT_S)
+    return JSONResponse({"worker_id": worker_id, "draining": True})
+
+
+async def undrain(exchange: Exchange) -> Response:
+    """Handle POST /mesh/workers/NAME/undrain."""
+    worker_id = exchange.arrival.request.path_params["worker"]
+    await exchange.client.undrain(worker_id, timeout=_MESH_TIMEOUT_S)
+    return JSONResponse({"worker_id": worker_id, "draining": False})
+
+
 def state_json(mesh: Mesh, *, at_s: float) -> Json:
     """The mesh under the SDK's names, plus `at_s` and the verdict."""
     return asdict(mesh) | {"at_s": at_s, "verdict": asdict(judge(mesh))}

@@ -24,7 +24,7 @@ from router.readiness import SERVICES, Readiness
 from router.service import GenerationServices
 from router.settings import RouterSettings
 from router.tenants import NoKeys
-from router.workers.connections import Caller, Channels
+from router.workers.connections import Caller, Channels, Drains
 from router.workers.coordination import coordinate
 from router.workers.decode_link import DecodeLinks
 from router.workers.membership import Membership
@@ -57,6 +57,7 @@ class RouterProcess:
         self.history = History()
         self.journal = Journal(time.monotonic, [self.metrics, self.history])
         self._channels = Channels(self.membership, caller.credentials.tls)
+        self._drains = Drains(self.membership, self._channels, caller)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         prefill_client = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
         self.model_routers = [
@@ -89,7 +90,9 @@ class RouterProcess:
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
         )
-        mesh_servicer = MeshServicer(self.model_routers, self.journal, self.history, self._callers, time.monotonic)
+        mesh_servicer = MeshServicer(
+            self.model_routers, self.journal, self.history, self._drains, self._callers, time.monotonic
+        )
         mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
         await asyncio.gather(*(model_router.start() for model_router in self.model_routers))
         await self.coordination.start()

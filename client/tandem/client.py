@@ -165,6 +165,21 @@ class AsyncClient:
         deadline = self._deadline(timeout)
         return history(await self._connection.unary(lambda stubs: stubs.mesh.GetHistory, request, deadline))
 
+    async def drain(self, worker_id: str, *, timeout: float | None = None) -> None:
+        """Take a worker out of service, for all routers: it finishes its sequences and gets no new ones.
+
+        Started again, it is in service again. Raises InvalidRequest if there is no such worker.
+        """
+        await self._set_draining(worker_id, draining=True, timeout=timeout)
+
+    async def undrain(self, worker_id: str, *, timeout: float | None = None) -> None:
+        """Take a drained worker back into service."""
+        await self._set_draining(worker_id, draining=False, timeout=timeout)
+
+    async def _set_draining(self, worker_id: str, *, draining: bool, timeout: float | None) -> None:
+        request = mesh_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)
+        await self._connection.unary(lambda stubs: stubs.mesh.SetDraining, request, self._deadline(timeout))
+
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Wait until a router serves. Routers need not be running yet. Raises DeadlineExceeded."""
         await self._connection.wait_serving(timeout)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import grpc
+import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from mesh import wire
@@ -20,8 +21,11 @@ from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
+from router.workers.connections import Drains
 from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
+
+log = structlog.get_logger(__name__)
 
 _SHORTAGES: Mapping[NoPlacement | None, mesh_pb2.Shortage] = MappingProxyType(
     {
@@ -55,12 +59,14 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         models: Sequence[ModelRouter],
         journal: Journal,
         history: History,
+        drains: Drains,
         callers: CallerDirectory,
         clock: Callable[[], float],
     ) -> None:
         self._models = models
         self._journal = journal
         self._history = history
+        self._drains = drains
         self._callers = callers
         self._clock = clock
 
@@ -90,6 +96,18 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         self._callers.tenant_of(context.invocation_metadata()).require_operator()
         span_s = request.span.ToTimedelta().total_seconds() if request.HasField("span") else math.inf
         return mesh_pb2.GetHistoryResponse(points=map(self._point, self._history.points(span_s)))
+
+    async def SetDraining(
+        self, request: mesh_pb2.SetDrainingRequest, context: grpc.aio.ServicerContext
+    ) -> mesh_pb2.SetDrainingResponse:
+        """Take a worker out of service, or back into it."""
+        tenant = self._callers.tenant_of(context.invocation_metadata())
+        tenant.require_operator()
+        log.warning(
+            "an operator changes a worker", operator=tenant.name, worker=request.worker_id, draining=request.draining
+        )
+        await self._drains.set_draining(request.worker_id, draining=request.draining)
+        return mesh_pb2.SetDrainingResponse()
 
     def _point(self, point: Point) -> mesh_pb2.HistoryPoint:
         return mesh_pb2.HistoryPoint(

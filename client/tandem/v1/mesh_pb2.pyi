@@ -94,6 +94,18 @@ class ListWorkersResponse(_message.Message):
     running: _containers.RepeatedCompositeFieldContainer[RequestTrace]
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
 
+class SetDrainingRequest(_message.Message):
+    __slots__ = ("worker_id", "draining")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    draining: bool
+    def __init__(self, worker_id: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class SetDrainingResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetHistoryRequest(_message.Message):
     __slots__ = ("span",)
     SPAN_FIELD_NUMBER: _ClassVar[int]

@@ -45,6 +45,11 @@ class MeshStub:
                 request_serializer=tandem_dot_v1_dot_mesh__pb2.GetHistoryRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_mesh__pb2.GetHistoryResponse.FromString,
                 _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/tandem.v1.Mesh/SetDraining',
+                request_serializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -65,6 +70,13 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetDraining(self, request, context):
+        """Takes a worker out of service without a stop, for all routers, or back into it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.GetHistory,
                     request_deserializer=tandem_dot_v1_dot_mesh__pb2.GetHistoryRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_mesh__pb2.GetHistoryResponse.SerializeToString,
+            ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class Mesh:
             '/tandem.v1.Mesh/GetHistory',
             tandem_dot_v1_dot_mesh__pb2.GetHistoryRequest.SerializeToString,
             tandem_dot_v1_dot_mesh__pb2.GetHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Mesh/SetDraining',
+            tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.SerializeToString,
+            tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,6 +11,7 @@ from tandem._responses import mesh as mesh_values
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_workers import DecodeScript
 from tests.service.router.conftest import make_request
+from tests.waiting import LIMIT_S
 
 
 async def told(mesh: Any) -> Any:
@@ -125,3 +126,22 @@ async def test_the_history_has_what_requests_took(make_mesh: Any) -> None:
     recent = mesh_pb2.GetHistoryRequest()
     recent.span.FromMicroseconds(1)
     assert len((await stub.GetHistory(recent, timeout=5)).points) == 1
+
+
+async def test_a_drained_worker_gets_nothing_until_it_is_taken_back(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    await mesh.decode()
+    await mesh.decode("decode-1")
+    stub = mesh_pb2_grpc.MeshStub(mesh.channel)
+    drained = mesh_pb2.SetDrainingRequest(worker_id="decode-0", draining=True)
+    await stub.SetDraining(drained, timeout=LIMIT_S)
+    await mesh.until(lambda: mesh.model.mesh.serving() == {"prefill-0-1", "decode-1-1"})
+    for _ in range(4):
+        await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    assert {trace.places[0].decode_worker for trace in (await told(mesh)).traces} == {"decode-1"}
+    drained.draining = False
+    await stub.SetDraining(drained, timeout=LIMIT_S)
+    await mesh.until(lambda: "decode-0-1" in mesh.model.mesh.serving())
+    with pytest.raises(grpc.aio.AioRpcError, match="there is no worker 'decode-7'"):
+        await stub.SetDraining(mesh_pb2.SetDrainingRequest(worker_id="decode-7"), timeout=LIMIT_S)

@@ -199,6 +199,12 @@ async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:
     assert (point.length_s, point.generated_tokens, point.gap_p50_s, point.kv_used) == (600, 50, 0.02, None)
 
 
+async def test_workers_are_drained(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    await client.drain("decode-0")
+    await client.undrain("decode-0")
+    assert router.mesh.drained == [("decode-0", True), ("decode-0", False)]
+
+
 async def test_one_connection_serves_many_callers(router: FakeRouter) -> None:
     async with tandem.AsyncClient(router.address, api_key="own") as client:
         for caller in (client.acting_for("alice"), client.acting_for(None), client):

@@ -23,10 +23,11 @@ from gateway.exchange import Exchange
 from gateway.schema import Json
 from gateway.verdict import judge
 from mesh.domain.host import is_loopback
-from tandem import Mesh, TandemError
+from tandem import InvalidRequest, Mesh, TandemError
 
 PAGES = Path(__file__).parent / "pages"
 _MESH_TIMEOUT_S = 5.0
+_DAY_S = 86_400
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 HEADERS: Mapping[str, str] = MappingProxyType(
@@ -93,6 +94,33 @@ async def mesh_state(exchange: Exchange) -> Response:
     """Handle GET /mesh/state. The page computes rates from the counters and `at_s` of two answers."""
     mesh = await exchange.client.mesh(timeout=_MESH_TIMEOUT_S)
     return JSONResponse(state_json(mesh, at_s=time.monotonic()), headers={"cache-control": "no-store"})
+
+
+async def mesh_history(exchange: Exchange) -> Response:
+    """Handle GET /mesh/history?span_s=SECONDS: points under the SDK's names, oldest first."""
+    text = exchange.arrival.request.query_params.get("span_s", str(_DAY_S))
+    try:
+        span_s = float(text)
+    except ValueError:
+        span_s = 0.0
+    if not 0 < span_s <= _DAY_S:
+        raise InvalidRequest(f"span_s must be a number of seconds up to {_DAY_S}, got {text!r}")
+    points = await exchange.client.history(span_s, timeout=_MESH_TIMEOUT_S)
+    return JSONResponse({"points": [asdict(point) for point in points]}, headers={"cache-control": "no-store"})
+
+
+async def drain(exchange: Exchange) -> Response:
+    """Handle POST /mesh/workers/NAME/drain."""
+    worker_id = exchange.arrival.request.path_params["worker"]
+    await exchange.client.drain(worker_id, timeout=_MESH_TIMEOUT_S)
+    return JSONResponse({"worker_id": worker_id, "draining": True})
+
+
+async def undrain(exchange: Exchange) -> Response:
+    """Handle POST /mesh/workers/NAME/undrain."""
+    worker_id = exchange.arrival.request.path_params["worker"]
+    await exchange.client.undrain(worker_id, timeout=_MESH_TIMEOUT_S)
+    return JSONResponse({"worker_id": worker_id, "draining": False})
 
 
 def state_json(mesh: Mesh, *, at_s: float) -> Json:

@@ -101,6 +101,11 @@ class Gaps(Collector):
         self._counts[bisect_left(self._bounds_s, gap_s)] += 1
         self._sum_s += gap_s
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Values so far, by upper bound; the last are those beyond all bounds."""
+        return tuple(self._counts)
+
     def collect(self) -> Iterator[Metric]:
         bounds = (*map(str, self._bounds_s), "+Inf")
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))

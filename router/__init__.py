@@ -12,7 +12,7 @@ The way of one request, in twelve files:
     choice.py                     tokens in order, text (text/text_stream.py), finish reason
     answer_stream.py              choices merged into one stream of messages to the client
 
-Beside it: workers/ knows which workers there are and which are healthy, timeline.py and journal.py record what
-happened, api/operators.py and metrics.py show it, tenants.py knows the callers, readiness.py tells whether the models
-can be served, model_router.py puts the parts of one model together.
+Beside it: workers/ knows which workers there are and which are healthy, timeline.py, journal.py and history.py record
+what happened, api/operators.py and metrics.py show it, tenants.py knows the callers, readiness.py tells whether the
+models can be served, model_router.py puts the parts of one model together.
 """

@@ -16,6 +16,7 @@ from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer
 from router.api.operators import MeshServicer
 from router.attempt import PrefillClient
+from router.history import History, Reading, take_reading
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.model_router import ModelRouter, require_served
@@ -23,7 +24,7 @@ from router.readiness import SERVICES, Readiness
 from router.service import GenerationServices
 from router.settings import RouterSettings
 from router.tenants import NoKeys
-from router.workers.connections import Caller, Channels
+from router.workers.connections import Caller, Channels, Drains
 from router.workers.coordination import coordinate
 from router.workers.decode_link import DecodeLinks
 from router.workers.membership import Membership
@@ -53,8 +54,10 @@ class RouterProcess:
         caller = Caller(mint_id(), settings.load_credentials())
         self.coordination = coordinate(settings, self.membership, caller)
         self.metrics = RouterMetrics()
-        self.journal = Journal(time.monotonic, [self.metrics])
+        self.history = History()
+        self.journal = Journal(time.monotonic, [self.metrics, self.history])
         self._channels = Channels(self.membership, caller.credentials.tls)
+        self._drains = Drains(self.membership, self._channels, caller)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         prefill_client = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
         self.model_routers = [
@@ -87,12 +90,15 @@ class RouterProcess:
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
         )
-        mesh_servicer = MeshServicer(self.model_routers, self.journal, self._callers, time.monotonic)
+        mesh_servicer = MeshServicer(
+            self.model_routers, self.journal, self.history, self._drains, self._callers, time.monotonic
+        )
         mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
         await asyncio.gather(*(model_router.start() for model_router in self.model_routers))
         await self.coordination.start()
         await self.public.start(SERVICES)
-        runs = (self._readiness.run(), *(model_router.run() for model_router in self.model_routers))
+        of_models = (model_router.run() for model_router in self.model_routers)
+        runs = (self._readiness.run(), self.history.run(self.reading), *of_models)
         self._tasks = [run_for_life(run) for run in runs]
 
     async def stop(self, grace_s: float) -> None:
@@ -111,6 +117,10 @@ class RouterProcess:
 
     def _require_served(self, info: WorkerInfo) -> None:
         require_served([model_router.model for model_router in self.model_routers], info)
+
+    def reading(self) -> Reading:
+        """The counters of this moment, for the history."""
+        return take_reading(time.monotonic(), self.model_routers, self.journal, self.metrics.gaps)
 
     def _mesh_changed(self) -> None:
         """A worker has joined, left, reported, been proven or tripped; or a link has come up or broken."""

@@ -6,6 +6,7 @@ looks dead.
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -210,14 +211,21 @@ def _is_final(error: MeshError) -> bool:
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """The Worker gRPC service: identity and load, for routers that get no heartbeats of this worker."""
+    """The Worker gRPC service: identity and load, for routers that get no heartbeats of this worker; and draining."""
 
-    def __init__(self, info: WorkerInfo, source: ReportSource) -> None:
+    def __init__(self, info: WorkerInfo, source: ReportSource, set_draining: Callable[[bool], Awaitable[None]]) -> None:
         self._info = info
         self._source = source
+        self._set_draining = set_draining
 
     async def GetWorker(
         self, request: worker_pb2.GetWorkerRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.GetWorkerResponse:
         load = await self._source.load()
         return worker_pb2.GetWorkerResponse(record=wire.worker_to_proto(self._info), load=wire.load_to_proto(load))
+
+    async def SetDraining(
+        self, request: worker_pb2.SetDrainingRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SetDrainingResponse:
+        await self._set_draining(request.draining)
+        return worker_pb2.SetDrainingResponse()

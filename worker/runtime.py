@@ -57,7 +57,8 @@ class WorkerRuntime:
         self.info = replace(info, address=f"{host}:{self.server.port}")
         self._agent = RegistryAgent(self.info, source, self.credentials)
         self._stay_registered = _registration(settings, self.credentials.key, self._agent)
-        servicer = WorkerServicer(self.info, source)
+        self._is_stopping = self._is_drained = self._is_stalled = False
+        servicer = WorkerServicer(self.info, source, self.set_draining)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
 
@@ -102,24 +103,27 @@ class WorkerRuntime:
                 task.cancel()
             await self.server.stop(_STOP_GRACE_S)
 
-    async def drain(self) -> None:
-        """Set NOT_SERVING and refuse new work from now on. A heartbeat tells the routers at once."""
-        await self._show(WorkerState.DRAINING)
+    async def set_draining(self, is_drained: bool) -> None:
+        """Finish running work and accept no new work, for an operator, or accept it again. Routers hear of it at once."""
+        log.warning("an operator changes this worker", draining=is_drained)
+        self._is_drained = is_drained
+        self._show()
 
-    async def _show(self, state: WorkerState) -> None:
-        """Report `state` in heartbeats and health checks. Ignored once the worker drains."""
-        if not self.is_draining():
-            self._agent.state = state
-            self._agent.heartbeat_now()
-            # set_serving takes effect before its first await, so heartbeat and health always agree.
-            self.server.set_serving(state is WorkerState.READY)
+    def _show(self) -> None:
+        """Report the state in heartbeats and health checks."""
+        is_draining = self._is_stopping or self._is_drained
+        healthy = WorkerState.STALLED if self._is_stalled else WorkerState.READY
+        self._agent.state = WorkerState.DRAINING if is_draining else healthy
+        self._agent.heartbeat_now()
+        self.server.set_serving(self._agent.state is WorkerState.READY)
 
     async def _watch(self, engine: "Watched") -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts
         it."""
 
         async def show(is_stalled: bool) -> None:
-            await self._show(WorkerState.STALLED if is_stalled else WorkerState.READY)
+            self._is_stalled = is_stalled
+            self._show()
             if is_stalled and self._rank_pids:
                 await log_ranks(self._rank_pids)
 
@@ -134,8 +138,9 @@ class WorkerRuntime:
     async def _drain(
         self, drained: Callable[[], Coroutine[object, object, None]], died: asyncio.Task[Literal[True]]
     ) -> None:
-        """Drain, and wait until running work is done, `drain_grace_s` ends, or the engine dies."""
-        await self.drain()
+        """Accept no new work, and wait until running work is done, `drain_grace_s` ends, or the engine dies."""
+        self._is_stopping = True
+        self._show()
         work_done = asyncio.create_task(drained())
         either: list[asyncio.Future[Any]] = [work_done, died]
         await asyncio.wait(either, timeout=self._settings.drain_grace_s, return_when=asyncio.FIRST_COMPLETED)

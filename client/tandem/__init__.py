@@ -27,7 +27,7 @@ from tandem.exceptions import (
     TandemError,
     Unauthenticated,
 )
-from tandem.mesh import AttemptPlace, Incident, Mesh, RequestTrace, Worker, WorkerLoad
+from tandem.mesh import AttemptPlace, HistoryPoint, Incident, Mesh, RequestTrace, Worker, WorkerLoad
 from tandem.models import (
     AttemptTiming,
     Choice,
@@ -56,6 +56,7 @@ __all__ = [
     "DeadlineExceeded",
     "FinishReason",
     "GenerateArguments",
+    "HistoryPoint",
     "Incident",
     "InternalError",
     "InvalidRequest",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.exceptions import ConnectionFailed, InternalError
-from tandem.mesh import AttemptPlace, Incident, Mesh, RequestTrace, Worker, WorkerLoad
+from tandem.mesh import AttemptPlace, HistoryPoint, Incident, Mesh, RequestTrace, Worker, WorkerLoad
 from tandem.models import (
     ATTEMPT_PHASES,
     AttemptTiming,
@@ -225,6 +225,32 @@ def mesh(message: mesh_pb2.ListWorkersResponse) -> Mesh:
         incidents=tuple(map(_incident, message.incidents)),
         traces=tuple(map(_trace, message.traces)),
         running=tuple(map(_trace, message.running)),
+    )
+
+
+def history(message: mesh_pb2.GetHistoryResponse) -> tuple[HistoryPoint, ...]:
+    """Convert a GetHistory response."""
+    return tuple(map(_point, message.points))
+
+
+def _point(message: mesh_pb2.HistoryPoint) -> HistoryPoint:
+    def seconds(name: str) -> float | None:
+        return getattr(message, name).ToNanoseconds() / 1e9 if message.HasField(name) else None
+
+    return HistoryPoint(
+        age_s=message.age.ToNanoseconds() / 1e9,
+        length_s=message.length.ToNanoseconds() / 1e9,
+        generated_tokens=message.generated_tokens,
+        computed_tokens=message.computed_tokens,
+        replays=message.replays,
+        failed_choices=message.failed_choices,
+        waiting=message.waiting,
+        running=message.running,
+        kv_used=message.kv_used if message.HasField("kv_used") else None,
+        first_token_p50_s=seconds("first_token_p50"),
+        first_token_p95_s=seconds("first_token_p95"),
+        gap_p50_s=seconds("gap_p50"),
+        gap_p99_s=seconds("gap_p99"),
     )
 
 

@@ -9,9 +9,9 @@ from tandem._calls import Deadline, RetryPolicy
 from tandem._connection import Connection, ResumableStream, make_repeatable
 from tandem._continuation import Bounds, continue_until_done
 from tandem._requests import GenerateArguments, TokenizeArguments, generate_request, tokenize_request
-from tandem._responses import EventReader, ResultBuilder, mesh, models, token
+from tandem._responses import EventReader, ResultBuilder, history, mesh, models, token
 from tandem._routers import ChannelFactory, Tls, channels_over, insecure_channel
-from tandem.mesh import Mesh, Worker
+from tandem.mesh import HistoryPoint, Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent
 from tandem.v1 import generation_pb2, mesh_pb2
 
@@ -152,6 +152,33 @@ class AsyncClient:
     async def workers(self, *, timeout: float | None = None) -> tuple[Worker, ...]:
         """All workers with their load."""
         return (await self.mesh(timeout=timeout)).workers
+
+    async def history(self, span_s: float | None = None, *, timeout: float | None = None) -> tuple[HistoryPoint, ...]:
+        """What the router has done in the last `span_s` seconds, oldest first; None: as far as it knows, a day at most.
+
+        The longer the span, the longer the stretches. Tokens are those of all routers' requests, all else is of this
+        one.
+        """
+        request = mesh_pb2.GetHistoryRequest()
+        if span_s is not None:
+            request.span.FromMicroseconds(round(span_s * 1_000_000))
+        deadline = self._deadline(timeout)
+        return history(await self._connection.unary(lambda stubs: stubs.mesh.GetHistory, request, deadline))
+
+    async def drain(self, worker_id: str, *, timeout: float | None = None) -> None:
+        """Take a worker out of service, for all routers: it finishes its sequences and gets no new ones.
+
+        Started again, it is in service again. Raises InvalidRequest if there is no such worker.
+        """
+        await self._set_draining(worker_id, draining=True, timeout=timeout)
+
+    async def undrain(self, worker_id: str, *, timeout: float | None = None) -> None:
+        """Take a drained worker back into service."""
+        await self._set_draining(worker_id, draining=False, timeout=timeout)
+
+    async def _set_draining(self, worker_id: str, *, draining: bool, timeout: float | None) -> None:
+        request = mesh_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)
+        await self._connection.unary(lambda stubs: stubs.mesh.SetDraining, request, self._deadline(timeout))
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Wait until a router serves. Routers need not be running yet. Raises DeadlineExceeded."""

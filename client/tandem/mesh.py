@@ -1,4 +1,4 @@
-"""The state of the mesh for operators: workers, recent incidents, recent and running requests."""
+"""The mesh for operators: workers, recent incidents, recent and running requests; what a router did over time."""
 
 from dataclasses import dataclass
 
@@ -120,3 +120,26 @@ class Mesh:
     incidents: tuple[Incident, ...] = ()
     traces: tuple[RequestTrace, ...] = ()
     running: tuple[RequestTrace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryPoint:
+    """A stretch of `length_s` seconds that ended `age_s` ago: tokens, replays and failed choices in it.
+
+    `waiting` and `running` choices and `kv_used`, the share of the decode workers' KV memory in use, are means. Times
+    to the first token and gaps between tokens are percentiles in seconds. None: nothing was measured.
+    """
+
+    age_s: float
+    length_s: float
+    generated_tokens: int
+    computed_tokens: int
+    replays: int
+    failed_choices: int
+    waiting: float
+    running: float
+    kv_used: float | None = None
+    first_token_p50_s: float | None = None
+    first_token_p95_s: float | None = None
+    gap_p50_s: float | None = None
+    gap_p99_s: float | None = None

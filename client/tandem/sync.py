@@ -12,7 +12,7 @@ from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem._routers import ChannelFactory, Tls
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
 from tandem.exceptions import Cancelled
-from tandem.mesh import Mesh, Worker
+from tandem.mesh import HistoryPoint, Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent
 
 T = TypeVar("T")
@@ -182,6 +182,18 @@ class Client:
 
     def mesh(self, *, timeout: float | None = None) -> Mesh:
         return self._background.run(self._client.mesh(timeout=timeout))
+
+    def drain(self, worker_id: str, *, timeout: float | None = None) -> None:
+        """See AsyncClient.drain."""
+        self._background.run(self._client.drain(worker_id, timeout=timeout))
+
+    def undrain(self, worker_id: str, *, timeout: float | None = None) -> None:
+        """See AsyncClient.undrain."""
+        self._background.run(self._client.undrain(worker_id, timeout=timeout))
+
+    def history(self, span_s: float | None = None, *, timeout: float | None = None) -> tuple[HistoryPoint, ...]:
+        """See AsyncClient.history."""
+        return self._background.run(self._client.history(span_s, timeout=timeout))
 
     def workers(self, *, timeout: float | None = None) -> tuple[Worker, ...]:
         return self._background.run(self._client.workers(timeout=timeout))

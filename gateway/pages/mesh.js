@@ -54,7 +54,6 @@ function show(state) {
   const models = new Set(state.workers.map(({ model }) => model));
   sides.prefill.show(prefill, speeds, models);
   sides.decode.show(decode, speeds, models);
-  timeline.add(state, speeds.sum(decode, "tokens"));
   running.show(state.running);
   say($("running-count"), state.running.length < state.active_requests ? `the oldest ${state.running.length} of ${count(state.active_requests)}` : "");
   traces.show(state.traces);
@@ -81,6 +80,7 @@ function showWire(prefill) {
 async function refresh() {
   try {
     show(await get("/mesh/state"));
+    await timeline.refresh();
     $("unlock").hidden = true;
     $("mesh").classList.remove("locked");
     say($("fresh"), "live");

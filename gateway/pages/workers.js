@@ -1,5 +1,6 @@
 // A card for each worker, updated in place so that focus and selection stay.
 
+import { post } from "./api.js";
 import { make, say } from "./dom.js";
 import { ago, bytes, count, percent, share } from "./units.js";
 
@@ -22,10 +23,31 @@ class Card {
     for (const [name, value] of [["fill", "none"], ["stroke", "currentColor"], ["stroke-width", "1.5"], ["vector-effect", "non-scaling-stroke"]]) this.line.setAttribute(name, value);
     svg.append(this.line);
     const speed = make("div", { class: "speed" }, make("span", {}, this.speed, " ", this.beside), svg);
-    this.element = make("article", { class: "worker card" }, make("div", { class: "name" }, this.name, this.state), this.meters, speed);
+    this.drain = make("button", { type: "button", class: "drain" });
+    this.drain.addEventListener("click", () => this.#toggle());
+    this.problem = make("span", { class: "problem", role: "status" });
+    this.element = make("article", { class: "worker card" }, make("div", { class: "name" }, this.name, this.state), this.meters, speed, this.drain, this.problem);
   }
 
-  show(worker, speed, isNamed) {
+  async #toggle() {
+    const { worker_id: id, state, role } = this.worker;
+    const wish = state === "draining" ? "undrain" : "drain";
+    if (wish === "drain" && this.isLast && !confirm(`${id} is the last ${role} worker in service. Drain it?`)) return;
+    this.drain.disabled = true;
+    try {
+      await post(`/mesh/workers/${encodeURIComponent(id)}/${wish}`);
+      say(this.problem, "");
+    } catch (error) {
+      say(this.problem, error.message);
+    }
+    this.drain.disabled = false;
+  }
+
+  show(worker, speed, isNamed, isLast) {
+    Object.assign(this, { worker, isLast });
+    say(this.drain, worker.state === "draining" ? "Undrain" : "Drain");
+    this.drain.title = worker.state === "draining" ? "Accept new requests again" : "Finish what runs, accept no new requests";
+    this.drain.hidden = worker.state === "lost";
     const state = stateOf(worker);
     const isAway = state === "lost" || state === "stalled";
     say(this.name, worker.worker_id);
@@ -92,7 +114,8 @@ export class Side {
     }
     for (const worker of workers) {
       if (!this.cards.has(worker.incarnation)) this.cards.set(worker.incarnation, new Card());
-      this.cards.get(worker.incarnation).show(worker, speeds.of(worker), models.size > 1);
+      const others = workers.filter((other) => other.serving && other.model === worker.model && other !== worker);
+      this.cards.get(worker.incarnation).show(worker, speeds.of(worker), models.size > 1, others.length === 0);
     }
     const inOrder = workers.map((worker) => this.cards.get(worker.incarnation).element);
     if (inOrder.some((element, index) => this.element.children[index] !== element)) this.element.replaceChildren(...inOrder);

@@ -159,6 +159,16 @@ class GetWorkerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SetDrainingRequest(_message.Message):
+    __slots__ = ("draining",)
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    def __init__(self, draining: _Optional[bool] = ...) -> None: ...
+
+class SetDrainingResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetWorkerResponse(_message.Message):
     __slots__ = ("record", "load")
     RECORD_FIELD_NUMBER: _ClassVar[int]

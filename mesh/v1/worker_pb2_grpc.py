@@ -102,7 +102,7 @@ class Registry:
 
 
 class WorkerStub:
-    """Router to worker: asks one worker directly, while its heartbeats do not come.
+    """Router to worker.
     """
 
     def __init__(self, channel):
@@ -116,14 +116,26 @@ class WorkerStub:
                 request_serializer=mesh_dot_v1_dot_worker__pb2.GetWorkerRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_worker__pb2.GetWorkerResponse.FromString,
                 _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/mesh.v1.Worker/SetDraining',
+                request_serializer=mesh_dot_v1_dot_worker__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_worker__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
-    """Router to worker: asks one worker directly, while its heartbeats do not come.
+    """Router to worker.
     """
 
     def GetWorker(self, request, context):
-        """Returns the worker's record and load.
+        """Returns the worker's record and load: asked for while its heartbeats do not come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDraining(self, request, context):
+        """Takes the worker out of service, or back into it, for an operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +149,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=mesh_dot_v1_dot_worker__pb2.GetWorkerRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_worker__pb2.GetWorkerResponse.SerializeToString,
             ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=mesh_dot_v1_dot_worker__pb2.SetDrainingRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_worker__pb2.SetDrainingResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'mesh.v1.Worker', rpc_method_handlers)
@@ -146,7 +163,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Router to worker: asks one worker directly, while its heartbeats do not come.
+    """Router to worker.
     """
 
     @staticmethod
@@ -166,6 +183,33 @@ class Worker:
             '/mesh.v1.Worker/GetWorker',
             mesh_dot_v1_dot_worker__pb2.GetWorkerRequest.SerializeToString,
             mesh_dot_v1_dot_worker__pb2.GetWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.Worker/SetDraining',
+            mesh_dot_v1_dot_worker__pb2.SetDrainingRequest.SerializeToString,
+            mesh_dot_v1_dot_worker__pb2.SetDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

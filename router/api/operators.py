@@ -4,21 +4,28 @@ The messages of Mesh are not those of mesh.v1, so that the mesh can change witho
 capacity and load, and nothing of the mesh's own protocol.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import grpc
+import structlog
+from google.protobuf.duration_pb2 import Duration
 
 from mesh import wire
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from router.admission.in_flight import Transfers
 from router.admission.placement import InFlight, NoPlacement
 from router.api.generation_servicer import timing_to_proto
+from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
+from router.workers.connections import Drains
 from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
+
+log = structlog.get_logger(__name__)
 
 _SHORTAGES: Mapping[NoPlacement | None, mesh_pb2.Shortage] = MappingProxyType(
     {
@@ -48,10 +55,18 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
     """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as that of Membership."""
 
     def __init__(
-        self, models: Sequence[ModelRouter], journal: Journal, callers: CallerDirectory, clock: Callable[[], float]
+        self,
+        models: Sequence[ModelRouter],
+        journal: Journal,
+        history: History,
+        drains: Drains,
+        callers: CallerDirectory,
+        clock: Callable[[], float],
     ) -> None:
         self._models = models
         self._journal = journal
+        self._history = history
+        self._drains = drains
         self._callers = callers
         self._clock = clock
 
@@ -72,6 +87,43 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             incidents=map(self._incident, journal.incidents),
             traces=map(self._trace, journal.traces),
             running=map(self._trace, journal.running),
+        )
+
+    async def GetHistory(
+        self, request: mesh_pb2.GetHistoryRequest, context: grpc.aio.ServicerContext
+    ) -> mesh_pb2.GetHistoryResponse:
+        """Return what this router has done over time."""
+        self._callers.tenant_of(context.invocation_metadata()).require_operator()
+        span_s = request.span.ToTimedelta().total_seconds() if request.HasField("span") else math.inf
+        return mesh_pb2.GetHistoryResponse(points=map(self._point, self._history.points(span_s)))
+
+    async def SetDraining(
+        self, request: mesh_pb2.SetDrainingRequest, context: grpc.aio.ServicerContext
+    ) -> mesh_pb2.SetDrainingResponse:
+        """Take a worker out of service, or back into it."""
+        tenant = self._callers.tenant_of(context.invocation_metadata())
+        tenant.require_operator()
+        log.warning(
+            "an operator changes a worker", operator=tenant.name, worker=request.worker_id, draining=request.draining
+        )
+        await self._drains.set_draining(request.worker_id, draining=request.draining)
+        return mesh_pb2.SetDrainingResponse()
+
+    def _point(self, point: Point) -> mesh_pb2.HistoryPoint:
+        return mesh_pb2.HistoryPoint(
+            age=wire.duration_to_proto(self._age_s(point.at_s)),
+            length=wire.duration_to_proto(point.seconds),
+            generated_tokens=point.generated_tokens,
+            computed_tokens=point.computed_tokens,
+            replays=point.replays,
+            failed_choices=point.failed,
+            waiting=point.waiting,
+            running=point.running,
+            kv_used=point.kv_used,
+            first_token_p50=_optional_duration(point.first_token_s(0.5)),
+            first_token_p95=_optional_duration(point.first_token_s(0.95)),
+            gap_p50=_optional_duration(point.gap_s(0.5)),
+            gap_p99=_optional_duration(point.gap_s(0.99)),
         )
 
     def _shortage(self) -> mesh_pb2.Shortage:
@@ -143,6 +195,10 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
 
     def _age_s(self, at_s: float) -> float:
         return max(0.0, self._clock() - at_s)
+
+
+def _optional_duration(seconds: float | None) -> Duration | None:
+    return None if seconds is None else wire.duration_to_proto(seconds)
 
 
 def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:

@@ -7,13 +7,16 @@ from typing import Any
 
 import grpc
 
-from mesh.domain.errors import WorkerLost
+from mesh.domain.errors import InvalidRequest, WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerState
 from mesh.retry import is_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
+from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.membership import WorkerTable
+
+_DRAIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,28 @@ class Channels:
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
+
+
+class Drains:
+    """Takes workers out of service and back into it. Several routers may ask; the worker's heartbeats tell them all."""
+
+    def __init__(self, table: WorkerTable, channels: Channels, caller: Caller) -> None:
+        self._table = table
+        self._channels = channels
+        self._caller = caller
+
+    async def set_draining(self, worker_id: str, *, draining: bool) -> None:
+        """Raises InvalidRequest if no worker has this name, WorkerLost if it does not answer."""
+        views = (view for view in self._table.workers() if view.info.worker_id == worker_id)
+        view = next((view for view in views if view.state is not WorkerState.LOST), None)
+        if view is None:
+            raise InvalidRequest(f"there is no worker {worker_id!r}")
+        stub = worker_pb2_grpc.WorkerStub(self._channels.get(view.info))
+        request = worker_pb2.SetDrainingRequest(draining=draining)
+        try:
+            await stub.SetDraining(request, timeout=_DRAIN_TIMEOUT_S, metadata=self._caller.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
 
 
 async def responses_of(call: Any) -> AsyncGenerator[Any, None]:

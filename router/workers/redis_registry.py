@@ -253,7 +253,7 @@ class DirectChecks:
         now = self._membership.find(view.info.worker_id)
         if now is None or now.last_seen_s != view.last_seen_s:
             return  # a heartbeat has arrived in the meantime
-        # A draining worker never serves again. The last heartbeat tells why a worker does not serve.
+        # The last heartbeat tells why a worker does not serve.
         state_if_not_serving = (
             now.state if now.state in (WorkerState.STALLED, WorkerState.DRAINING) else WorkerState.DRAINING
         )

@@ -248,8 +248,18 @@ async def check_finding(page: Page) -> None:
     await page.get_by_label("Find requests").fill("no such request")
     await expect(rows).to_have_count(0)
     await page.get_by_label("Find requests").fill("")
-    await expect(page.locator("#timeline .chart", has_text="time to first token").locator("b")).to_contain_text("s")
+    await expect(page.locator("#timeline .chart", has_text="first token").locator("b")).to_contain_text("s")
     await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M.*L"))
+    await page.get_by_label("How far back").select_option("a day")
+    await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M"))
+
+
+async def check_draining(page: Page) -> None:
+    worker = page.get_by_role("article", name="decode worker decode-1")
+    await worker.get_by_role("button", name="Drain", exact=True).click()
+    await expect(worker.locator(".state")).to_have_text("▲ draining")
+    await worker.get_by_role("button", name="Undrain").click()
+    await expect(worker.locator(".state")).to_have_text("● ready")
 
 
 async def test_mesh(tmp_path: Path) -> None:
@@ -264,10 +274,11 @@ async def test_mesh(tmp_path: Path) -> None:
         await expect(page.locator(".trace table").first).to_contain_text("prefill-0 → decode-")
         await check_running(page, running.http)
         await check_finding(page)
+        await check_draining(page)
         running.signal("decode_worker", signal.SIGKILL)
         incidents = page.locator("#incidents")
         await expect(incidents).to_contain_text("is gone", timeout=20_000)
-        await expect(incidents.locator("li")).to_have_count(5, timeout=60_000)
+        await expect(incidents.locator("li")).to_have_count(7, timeout=60_000)
         await expect(page.locator(".worker .state", has_text="● ready")).to_have_count(3, timeout=60_000)
         await page.get_by_role("button", name="Pause").click()
         await expect(page.locator("#fresh")).to_have_text("paused")

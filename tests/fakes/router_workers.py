@@ -151,7 +151,7 @@ class Journal:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}; noted: {self.items!r}") from None
 
 
-class FakeWorker:
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """A server with one worker's identity, registered with a router over the real Registry stream."""
 
     role: ClassVar[WorkerRole]
@@ -188,6 +188,7 @@ class FakeWorker:
 
     async def start(self) -> None:
         self._add_servicer()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.grpc)
         await self.server.start([])
 
     def _add_servicer(self) -> None:
@@ -208,6 +209,10 @@ class FakeWorker:
     def beat(self, state: WorkerState = WorkerState.READY) -> None:
         beat = worker_pb2.Heartbeat(load=wire.load_to_proto(self.load), state=wire.state_to_proto(state))
         self._beats.put_nowait(worker_pb2.RegisterRequest(heartbeat=beat))
+
+    async def SetDraining(self, request: worker_pb2.SetDrainingRequest, context: Any) -> worker_pb2.SetDrainingResponse:
+        self.beat(WorkerState.DRAINING if request.draining else WorkerState.READY)
+        return worker_pb2.SetDrainingResponse()
 
     async def _register(self, address: str) -> None:
         async with open_channel(address, self.credentials.tls) as channel:

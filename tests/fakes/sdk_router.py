@@ -133,6 +133,9 @@ TIMING = pb.Timing(
 
 
 class FakeMesh(mesh_pb2_grpc.MeshServicer):
+    def __init__(self) -> None:
+        self.drained: list[tuple[str, bool]] = []
+
     async def ListWorkers(self, request: Any, context: Any) -> mesh_pb2.ListWorkersResponse:
         response = mesh_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
         for role, name in ((mesh_pb2.WORKER_ROLE_PREFILL, "prefill-0"), (mesh_pb2.WORKER_ROLE_DECODE, "decode-0")):
@@ -145,6 +148,16 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
             status.load.MergeFrom(mesh_pb2.WorkerLoad(free_blocks=60, num_running=3, generated_tokens=9))
             status.last_seen.FromMilliseconds(250)
         return response
+
+    async def SetDraining(self, request: mesh_pb2.SetDrainingRequest, context: Any) -> mesh_pb2.SetDrainingResponse:
+        self.drained.append((request.worker_id, request.draining))
+        return mesh_pb2.SetDrainingResponse()
+
+    async def GetHistory(self, request: Any, context: Any) -> mesh_pb2.GetHistoryResponse:
+        point = mesh_pb2.HistoryPoint(generated_tokens=50, replays=1, waiting=0.5)
+        point.length.CopyFrom(request.span)
+        point.gap_p50.FromMilliseconds(20)
+        return mesh_pb2.GetHistoryResponse(points=[point])
 
 
 def input_ids(request: Any) -> list[int]:
@@ -231,7 +244,8 @@ class FakeRouter:
         self.health = FakeHealth()
         self._server = grpc.aio.server()
         generation_pb2_grpc.add_GenerationServicer_to_server(FakeGeneration(script), self._server)
-        mesh_pb2_grpc.add_MeshServicer_to_server(FakeMesh(), self._server)
+        self.mesh = FakeMesh()
+        mesh_pb2_grpc.add_MeshServicer_to_server(self.mesh, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         self.address = ""
 

@@ -94,6 +94,60 @@ class ListWorkersResponse(_message.Message):
     running: _containers.RepeatedCompositeFieldContainer[RequestTrace]
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ...) -> None: ...
 
+class SetDrainingRequest(_message.Message):
+    __slots__ = ("worker_id", "draining")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    draining: bool
+    def __init__(self, worker_id: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
+
+class SetDrainingResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetHistoryRequest(_message.Message):
+    __slots__ = ("span",)
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    span: _duration_pb2.Duration
+    def __init__(self, span: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetHistoryResponse(_message.Message):
+    __slots__ = ("points",)
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    points: _containers.RepeatedCompositeFieldContainer[HistoryPoint]
+    def __init__(self, points: _Optional[_Iterable[_Union[HistoryPoint, _Mapping]]] = ...) -> None: ...
+
+class HistoryPoint(_message.Message):
+    __slots__ = ("age", "length", "generated_tokens", "computed_tokens", "replays", "failed_choices", "waiting", "running", "kv_used", "first_token_p50", "first_token_p95", "gap_p50", "gap_p99")
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPLAYS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    KV_USED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_P50_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_P95_FIELD_NUMBER: _ClassVar[int]
+    GAP_P50_FIELD_NUMBER: _ClassVar[int]
+    GAP_P99_FIELD_NUMBER: _ClassVar[int]
+    age: _duration_pb2.Duration
+    length: _duration_pb2.Duration
+    generated_tokens: int
+    computed_tokens: int
+    replays: int
+    failed_choices: int
+    waiting: float
+    running: float
+    kv_used: float
+    first_token_p50: _duration_pb2.Duration
+    first_token_p95: _duration_pb2.Duration
+    gap_p50: _duration_pb2.Duration
+    gap_p99: _duration_pb2.Duration
+    def __init__(self, age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., length: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generated_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., replays: _Optional[int] = ..., failed_choices: _Optional[int] = ..., waiting: _Optional[float] = ..., running: _Optional[float] = ..., kv_used: _Optional[float] = ..., first_token_p50: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token_p95: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., gap_p50: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., gap_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
 class WorkerRecord(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "model", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "device", "pid", "speculative", "tensor_parallel", "pipeline_parallel")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

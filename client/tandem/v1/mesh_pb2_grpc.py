@@ -40,6 +40,16 @@ class MeshStub:
                 request_serializer=tandem_dot_v1_dot_mesh__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_mesh__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetHistory = channel.unary_unary(
+                '/tandem.v1.Mesh/GetHistory',
+                request_serializer=tandem_dot_v1_dot_mesh__pb2.GetHistoryRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_mesh__pb2.GetHistoryResponse.FromString,
+                _registered_method=True)
+        self.SetDraining = channel.unary_unary(
+                '/tandem.v1.Mesh/SetDraining',
+                request_serializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -53,6 +63,20 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetHistory(self, request, context):
+        """Returns what this router has done over time, at most over the last day.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDraining(self, request, context):
+        """Takes a worker out of service without a stop, for all routers, or back into it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +84,16 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=tandem_dot_v1_dot_mesh__pb2.ListWorkersRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_mesh__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'GetHistory': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHistory,
+                    request_deserializer=tandem_dot_v1_dot_mesh__pb2.GetHistoryRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_mesh__pb2.GetHistoryResponse.SerializeToString,
+            ),
+            'SetDraining': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDraining,
+                    request_deserializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +124,60 @@ class Mesh:
             '/tandem.v1.Mesh/ListWorkers',
             tandem_dot_v1_dot_mesh__pb2.ListWorkersRequest.SerializeToString,
             tandem_dot_v1_dot_mesh__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHistory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Mesh/GetHistory',
+            tandem_dot_v1_dot_mesh__pb2.GetHistoryRequest.SerializeToString,
+            tandem_dot_v1_dot_mesh__pb2.GetHistoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDraining(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Mesh/SetDraining',
+            tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.SerializeToString,
+            tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.FromString,
             options,
             channel_credentials,
             insecure,

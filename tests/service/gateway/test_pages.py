@@ -99,6 +99,29 @@ async def test_the_state_of_the_mesh_needs_an_operators_key(make_mesh: Any, tmp_
             assert ("workers" in response.json()) is (name == "ops")
         assert statuses == {"alice": 403, "mallory": 403, "ops": 200}
         assert (await http.get("/mesh/state")).status_code == 401
+        assert (await http.get("/mesh/history")).status_code == 401
+
+
+async def test_workers_are_drained_by_operators(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
+    await mesh.decode()
+    async with gateway_at(mesh.router.public.address) as (_, _, http):
+        for key, status in ((KEYS["alice"], 403), (KEYS["ops"], 200)):
+            headers = {"authorization": f"Bearer {key}"}
+            for wish in ("drain", "undrain"):
+                response = await http.post(f"/mesh/workers/decode-0/{wish}", headers=headers)
+                assert response.status_code == status
+        assert (await http.post("/mesh/workers/decode-7/drain", headers=headers)).status_code == 400
+
+
+async def test_the_history_of_the_mesh() -> None:
+    async with running_gateway() as gateway:
+        (point,) = (await gateway.http.get("/mesh/history?span_s=600")).json()["points"]
+        assert (point["length_s"], point["generated_tokens"], point["kv_used"]) == (600, 50, None)
+        for span in ("0", "-1", "nan", "a day", "86401"):
+            response = await gateway.http.get("/mesh/history", params={"span_s": span})
+            assert response.status_code == 400
+            assert "span_s must be a number of seconds up to 86400" in response.json()["error"]["message"]
 
 
 async def test_token_ids_of_a_streamed_chat_continue_it() -> None:

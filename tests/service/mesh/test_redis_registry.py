@@ -57,6 +57,10 @@ class Router:
         return view
 
 
+async def never_drained(draining: bool) -> None:
+    pytest.fail("nobody drains this worker")
+
+
 class Worker:
     """A worker's outside: its server and its registration."""
 
@@ -64,7 +68,7 @@ class Worker:
         self.server = Server(Listen("127.0.0.1", 0, KEY))
         self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address, **changes)
         self.agent = RegistryAgent(self.info, FakeEngine(), MEMBER)
-        servicer = WorkerServicer(self.info, FakeEngine())
+        servicer = WorkerServicer(self.info, FakeEngine(), never_drained)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         self._redis = RedisAgent(url, KEY, self.agent)
 

@@ -13,6 +13,8 @@ from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.sequence import SequenceState
 from mesh.domain.worker import WorkerState
 from mesh.rpc.channel import open_channel
+from mesh.rpc.credentials import Credentials
+from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.membership import Membership, WorkerView
 from tests.evidence import Evidence
 from tests.fakes.requests import make_request
@@ -135,7 +137,7 @@ async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall(monk
     async with worker(monkeypatch, stall_after_s=STALL_S) as (stuck, _):
         await stuck.stall()
         await stuck.seen_as(WorkerState.STALLED)
-        await stuck.runtime.drain()
+        await stuck.runtime.set_draining(True)
         await stuck.seen_as(WorkerState.DRAINING)
         stuck.rig.runner.gate.set()
         with capture_logs() as logs:
@@ -144,6 +146,26 @@ async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall(monk
                     await asyncio.sleep(0.01)
         assert await stuck.health() == NOT_SERVING
         assert stuck.runtime.is_draining()
+
+
+async def test_an_operator_takes_a_worker_out_of_service_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with worker(monkeypatch) as (drained, _), open_channel(drained.runtime.server.address) as channel:
+        credentials = Credentials(KEY).metadata()
+
+        async def set_draining(draining: bool) -> None:
+            request = worker_pb2.SetDrainingRequest(draining=draining)
+            await worker_pb2_grpc.WorkerStub(channel).SetDraining(request, timeout=WAIT_S, metadata=credentials)
+
+        await set_draining(True)
+        await drained.seen_as(WorkerState.DRAINING)
+        assert (await drained.health(), drained.runtime.is_draining()) == (NOT_SERVING, True)
+        await set_draining(False)
+        await drained.seen_as(WorkerState.READY)
+        assert (await drained.health(), drained.runtime.is_draining()) == (SERVING, False)
+        drained.told_to_stop.set()
+        await drained.draining.wait()
+        await set_draining(False)  # a worker that stops is not taken back
+        assert (await drained.health(), drained.runtime.is_draining()) == (NOT_SERVING, True)
 
 
 async def test_an_engine_that_never_comes_back_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

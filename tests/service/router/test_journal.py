@@ -6,10 +6,12 @@ import grpc
 import pytest
 
 from mesh.domain.tokens import SequenceFailure
+from tandem._responses import history as history_values
 from tandem._responses import mesh as mesh_values
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_workers import DecodeScript
 from tests.service.router.conftest import make_request
+from tests.waiting import LIMIT_S
 
 
 async def told(mesh: Any) -> Any:
@@ -106,3 +108,40 @@ async def test_a_replay_that_does_not_happen_is_not_counted(make_mesh: Any) -> N
     view = await told(mesh)
     assert (view.failed_choices, view.replays) == (1, 2)
     assert [incident.kind for incident in view.incidents].count("replayed") == 2
+
+
+async def test_the_history_has_what_requests_took(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    await mesh.decode()
+    stub = mesh_pb2_grpc.MeshStub(mesh.channel)
+    mesh.router.history.add(mesh.router.reading())
+    await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    mesh.router.history.add(mesh.router.reading())
+    points = history_values(await stub.GetHistory(mesh_pb2.GetHistoryRequest(), timeout=5))
+    assert sum(point.failed_choices for point in points) == 0
+    (took,) = [point for point in points if point.first_token_p50_s is not None]
+    assert 0 < took.first_token_p50_s <= took.first_token_p95_s < 60
+    assert 0 < took.gap_p50_s <= took.gap_p99_s
+    recent = mesh_pb2.GetHistoryRequest()
+    recent.span.FromMicroseconds(1)
+    assert len((await stub.GetHistory(recent, timeout=5)).points) == 1
+
+
+async def test_a_drained_worker_gets_nothing_until_it_is_taken_back(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill()
+    await mesh.decode()
+    await mesh.decode("decode-1")
+    stub = mesh_pb2_grpc.MeshStub(mesh.channel)
+    drained = mesh_pb2.SetDrainingRequest(worker_id="decode-0", draining=True)
+    await stub.SetDraining(drained, timeout=LIMIT_S)
+    await mesh.until(lambda: mesh.model.mesh.serving() == {"prefill-0-1", "decode-1-1"})
+    for _ in range(4):
+        await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    assert {trace.places[0].decode_worker for trace in (await told(mesh)).traces} == {"decode-1"}
+    drained.draining = False
+    await stub.SetDraining(drained, timeout=LIMIT_S)
+    await mesh.until(lambda: "decode-0-1" in mesh.model.mesh.serving())
+    with pytest.raises(grpc.aio.AioRpcError, match="there is no worker 'decode-7'"):
+        await stub.SetDraining(mesh_pb2.SetDrainingRequest(worker_id="decode-7"), timeout=LIMIT_S)

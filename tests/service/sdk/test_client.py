@@ -195,6 +195,14 @@ async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:
     assert [worker.degrees for worker in workers] == ["1x1", "2x3"]
     assert workers[0].last_seen_s == 0.25
     assert (await client.mesh()).queued_requests == 1
+    (point,) = await client.history(600)
+    assert (point.length_s, point.generated_tokens, point.gap_p50_s, point.kv_used) == (600, 50, 0.02, None)
+
+
+async def test_workers_are_drained(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    await client.drain("decode-0")
+    await client.undrain("decode-0")
+    assert router.mesh.drained == [("decode-0", True), ("decode-0", False)]
 
 
 async def test_one_connection_serves_many_callers(router: FakeRouter) -> None:

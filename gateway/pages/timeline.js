@@ -18,8 +18,8 @@ const line = (kind) => svg("path", { class: kind, fill: "none", stroke: "current
 
 /** One or two values of each point over time: the second, a high percentile, is drawn thinner. */
 class Chart {
-  constructor(name, format, value, high = null) {
-    Object.assign(this, { name, format, values: high ? [value, high] : [value] });
+  constructor(name, format, value, high = null, about = "") {
+    Object.assign(this, { name, format, about, values: high ? [value, high] : [value] });
     this.now = make("b");
     this.most = make("span", { class: "most" });
     this.lines = this.values.map((_, rank) => line(rank ? "high" : "usual"));
@@ -33,7 +33,7 @@ class Chart {
     const most = Math.max(0, ...rows.flat().map(([, number]) => number));
     rows.forEach((row, rank) => this.lines[rank].setAttribute("d", path(row, spanS, most || 1)));
     say(this.now, rows.map((row) => (row.length ? this.format(row.at(-1)[1]) : "–")).join(" · "));
-    say(this.most, most ? `at most ${this.format(most)}` : "");
+    say(this.most, [this.about, most ? `at most ${this.format(most)}` : ""].filter(Boolean).join(", "));
     this.box.setAttribute("aria-label", `${this.name} over time: now ${this.now.textContent}, ${this.most.textContent || "nothing yet"}`);
   }
 }
@@ -60,10 +60,10 @@ export class Timeline {
     this.charts = [
       new Chart("tokens/s", count, each("generated_tokens")),
       new Chart("prompt tokens/s", count, each("computed_tokens")),
-      new Chart("first token, p50 · p95", duration, inMs("first_token_p50_s"), inMs("first_token_p95_s")),
-      new Chart("gap, p50 · p99", duration, inMs("gap_p50_s"), inMs("gap_p99_s")),
+      new Chart("first token", duration, inMs("first_token_p50_s"), inMs("first_token_p95_s"), "p50 · p95"),
+      new Chart("gap", duration, inMs("gap_p50_s"), inMs("gap_p99_s"), "p50 · p99"),
       new Chart("running · waiting", count, ({ running }) => running, ({ waiting }) => waiting),
-      new Chart("KV memory of decode", (value) => `${Math.round(value)} %`, ({ kv_used: used }) => (used === null ? null : 100 * used)),
+      new Chart("decode's KV", (value) => `${value < 10 ? value.toFixed(1) : Math.round(value)} %`, ({ kv_used: used }) => (used === null ? null : 100 * used)),
       new Chart("replays · failed", count, ({ replays }) => replays, ({ failed_choices: failed }) => failed),
     ];
     element.append(...this.charts.map((chart) => chart.element));

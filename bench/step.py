@@ -24,7 +24,7 @@ from rich.table import Table
 
 from bench.shapes import write_shape
 from engine.models.read_config import load_decoder_config
-from tandem_cli.capacity.measurement import EngineSteps, StepPlan, read_bytes_per_s
+from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
 from tandem_cli.capacity.roofline import WEIGHT_BYTES, ModelSize, model_size
 
 _PROMPT_TOKENS = 256
@@ -63,7 +63,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_shape(options.shape, Path(folder))
         size = model_size(load_decoder_config(model_dir))
-        engines = {variant: EngineSteps(_plan(model_dir, variant, max(options.batch))) for variant in variants}
+        engines = {variant: EngineSteps(_workload(model_dir, variant, max(options.batch))) for variant in variants}
         for _ in range(options.repeats):
             for variant, steps in engines.items():
                 times.setdefault((variant, _PROMPT), []).append(steps.prompt_ms())
@@ -112,8 +112,8 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
     ]
 
 
-def _plan(model_dir: Path, variant: Variant, max_batch: int) -> StepPlan:
-    return StepPlan(
+def _workload(model_dir: Path, variant: Variant, max_batch: int) -> StepWorkload:
+    return StepWorkload(
         model_dir,
         variant.quantize,
         max_batch,

@@ -4,14 +4,14 @@ main.py                          entry point; each subcommand is the module of i
 up.py                            a mesh in the foreground
   up_settings.py                 its settings, and those of the services
   low_code.py, low_code_keys.py  settings from the configuration of LMI, SageMaker and TGI
-  mesh_plan.py, cores.py         models, workers, cores and flags of the services
+  deployment.py, cores.py        models, workers, cores and flags of the services
   supervisor.py, child.py        the services' processes
   display.py                     progress, the table of services, warnings
 generate.py, chat.py             answers in the terminal
 workers.py, models.py            what the mesh has
 keys.py                          API keys
 bench.py                         the load test (load_test/)
-plan.py                          capacity planning (capacity/)
+plan.py                          memory, speed and workers by formula (capacity/)
 breakdown.py                     the phases of sample requests
 connection.py, terminal.py       what commands share: arguments for a running mesh, output
 """

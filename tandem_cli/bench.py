@@ -20,6 +20,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from tandem.sync import ClientOptions
 from tandem_cli.connection import add_connection_arguments, connection_settings
+from tandem_cli.load_test.benchmark import PRESETS, Arm, Benchmark, Case, Kind, degree_arms
 from tandem_cli.load_test.endpoints import (
     OpenAIServer,
     OpenAISettings,
@@ -30,14 +31,13 @@ from tandem_cli.load_test.endpoints import (
 )
 from tandem_cli.load_test.figures import BURST, Outcome, Record, RunFailed
 from tandem_cli.load_test.jobs import Lengths, read_jobs
-from tandem_cli.load_test.plan import PRESETS, Arm, Case, Kind, Plan, degree_arms
 from tandem_cli.load_test.report import Report, describe_machine, num_cores, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
 from tandem_cli.terminal import wide_console
 
-_DEFAULTS = Plan()
-# Options that set fields of the plan, of its SLO and of its burst: option name to field name.
-_OF_PLAN = ("input_tokens", "output_tokens", "num_requests", "repeats", "warmup", "seed", "data", "price_per_hour")
+_DEFAULTS = Benchmark()
+# Options that set fields of the benchmark, of its SLO and of its burst: option name to field name.
+_OF_BENCHMARK = ("input_tokens", "output_tokens", "num_requests", "repeats", "warmup", "seed", "data", "price_per_hour")
 _OF_SLO = {"slo_ttft_ms": "ttft_ms", "slo_tpot_ms": "tpot_ms", "slo_share": "share"}
 _OF_BURST = {
     "streams": "num_streams",
@@ -49,7 +49,7 @@ _INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments. Plan options default to None, so that a preset's values stay in force."""
+    """Declare the arguments. Options of the benchmark default to None, so that a preset's values stay in force."""
     parser.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"one of: {', '.join(PRESETS)}")
     parser.add_argument("--list-presets", action="store_true", help="describe each preset and exit")
     _add_servers(parser)
@@ -162,14 +162,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> Report:
-    plan = plan_from(args)
-    if plan.data:
-        read_jobs(Path(plan.data), Lengths())  # reports a bad file before anything is started
-    report = Report(_settings(args, plan), describe_machine(), plan.slo, plan.price_per_hour)
+    benchmark = benchmark_from(args)
+    if benchmark.data:
+        read_jobs(Path(benchmark.data), Lengths())  # reports a bad file before anything is started
+    report = Report(_settings(args, benchmark), describe_machine(), benchmark.slo, benchmark.price_per_hour)
     arms = _arms(args, report)
     try:
-        with Progress(plan, len(arms), Console(stderr=True)) as progress:
-            asyncio.run(Sweep(plan, arms, report, progress).run(lambda: _save(args, report)))
+        with Progress(benchmark, len(arms), Console(stderr=True)) as progress:
+            asyncio.run(Sweep(benchmark, arms, report, progress).run(lambda: _save(args, report)))
         _save(args, report)  # with what is known when the last mesh stops
     except KeyboardInterrupt:
         if not report.points:
@@ -180,9 +180,9 @@ def _measure(args: argparse.Namespace) -> Report:
     return report
 
 
-def _settings(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
-    """The effective plan, after presets, flags and defaults are applied."""
-    return {"preset": args.preset, **asdict(plan)}
+def _settings(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, object]:
+    """The effective benchmark, after presets, flags and defaults are applied."""
+    return {"preset": args.preset, **asdict(benchmark)}
 
 
 def _save(args: argparse.Namespace, report: Report) -> None:
@@ -225,8 +225,8 @@ def _degrees(up_flags: Sequence[str], cores: int) -> list[int]:
     """The degrees of tensor parallelism to measure. Raises ConfigurationError if none above 1 fits."""
     # The engine is imported for this preset only.
     from tandem_cli.capacity.ranks import fitting_degrees
+    from tandem_cli.deployment import find_model, join_models
     from tandem_cli.main import parse_arguments
-    from tandem_cli.mesh_plan import find_model, join_models
     from tandem_cli.up_settings import UpSettings
 
     flags = parse_arguments(["up", *up_flags])
@@ -258,15 +258,15 @@ def _draw(report: Report, folder: Path) -> None:
         sys.stderr.write(f"plot: {path}\n")
 
 
-def plan_from(args: argparse.Namespace) -> Plan:
-    """The plan of the preset, or the default plan, with the options of `args` applied. Raises ConfigurationError."""
-    plan = PRESETS[args.preset].plan if args.preset else _DEFAULTS
+def benchmark_from(args: argparse.Namespace) -> Benchmark:
+    """The benchmark of the preset, or the default one, with the options of `args`. Raises ConfigurationError."""
+    benchmark = PRESETS[args.preset].benchmark if args.preset else _DEFAULTS
     if args.trace and args.data:
         raise ConfigurationError("a trace contains its own requests: use either --trace or --data")
-    changes = _load_fields(args) | _plan_fields(args, {name: name for name in _OF_PLAN})
-    changes["slo"] = replace(plan.slo, **_plan_fields(args, _OF_SLO))
-    changes["burst"] = replace(plan.burst, **_plan_fields(args, _OF_BURST))
-    return replace(plan, **changes)
+    changes = _load_fields(args) | _changed_fields(args, {name: name for name in _OF_BENCHMARK})
+    changes["slo"] = replace(benchmark.slo, **_changed_fields(args, _OF_SLO))
+    changes["burst"] = replace(benchmark.burst, **_changed_fields(args, _OF_BURST))
+    return replace(benchmark, **changes)
 
 
 def _load_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -279,7 +279,7 @@ def _load_fields(args: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
-def _plan_fields(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
+def _changed_fields(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
     """The options that `args` sets, by the name of the field that each of them sets."""
     values = {field: getattr(args, option) for option, field in names.items()}
     return {
@@ -302,10 +302,10 @@ def openai_server(args: argparse.Namespace) -> OpenAIServer:
 class Progress(Watcher):
     """Shows the progress of one sweep. Use it as a context manager."""
 
-    def __init__(self, plan: Plan, num_arms: int, console: Console) -> None:
-        self._plan = plan
+    def __init__(self, benchmark: Benchmark, num_arms: int, console: Console) -> None:
+        self._benchmark = benchmark
         self._console = console
-        self._total = plan.repeats * num_arms * sum(map(plan.num_jobs, plan.cases()))
+        self._total = benchmark.repeats * num_arms * sum(map(benchmark.num_jobs, benchmark.cases()))
         columns = (
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
@@ -328,7 +328,7 @@ class Progress(Watcher):
         self._say(f"{arm}: starting")
 
     def begins(self, arm: str, case: Case, repeat: int) -> None:
-        self._say(f"{arm}: {case.label}, {repeat + 1} of {self._plan.repeats}")
+        self._say(f"{arm}: {case.label}, {repeat + 1} of {self._benchmark.repeats}")
 
     def request_done(self, record: Record) -> None:
         """Advance the bar. Steady streams of a burst do not count, because their number is not known in advance."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from mesh.logs import escape_controls
 from mesh.process import handing_over
-from tandem_cli.mesh_plan import Service
+from tandem_cli.deployment import Service
 from tandem_cli.up_settings import split_secrets
 
 _MAX_LINE_BYTES = 1 << 20

@@ -17,7 +17,7 @@ _MANY_CORES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class CorePlan:
+class CoreAssignment:
     """The cores of each prefill and decode worker, by worker number, and of the router. No cores means all cores.
 
     A worker runs as many threads as it has cores.
@@ -38,11 +38,11 @@ class CorePlan:
         shares = [core for share in (*self.prefill, *self.decode, self.other_models) for core in share]
         return len(shares) == len(set(shares))
 
-    def split(self, counts: Sequence[tuple[int, int]]) -> list["CorePlan"]:
-        """One plan per model. `counts` has the numbers of prefill and decode workers per model, which add up to all
-        workers.
+    def split(self, counts: Sequence[tuple[int, int]]) -> list["CoreAssignment"]:
+        """One assignment per model. `counts` has the numbers of prefill and decode workers per model, which add up to
+        all workers.
         """
-        plans: list[CorePlan] = []
+        assignments: list[CoreAssignment] = []
         first_prefill = first_decode = 0
         for num_prefill, num_decode in counts:
             of_prefill = slice(first_prefill, first_prefill + num_prefill)
@@ -51,9 +51,9 @@ class CorePlan:
             remaining = Counter(core for share in (*self.prefill, *self.decode) for core in share)
             remaining.subtract(core for share in (*prefill, *decode) for core in share)
             ranks = self.prefill_ranks[of_prefill], self.decode_ranks[of_decode]
-            plans.append(CorePlan(prefill, decode, self.router, tuple(sorted(+remaining)), *ranks))
+            assignments.append(CoreAssignment(prefill, decode, self.router, tuple(sorted(+remaining)), *ranks))
             first_prefill, first_decode = of_prefill.stop, of_decode.stop
-        return plans
+        return assignments
 
     def lent_to(self, role: str, number: int) -> Cores:
         """Cores that the worker may borrow: those of its partner, the worker of the other role with the same number."""
@@ -95,7 +95,7 @@ def assign_cores(
     num_decode: int,
     ranks: Sequence[int] = (),
     max_per_worker: int | None = None,
-) -> CorePlan:
+) -> CoreAssignment:
     """Assign the cores in `available`, to prefill workers first. `ranks` are those of each worker, prefill first; by
     default 1.
 
@@ -112,7 +112,7 @@ def assign_cores(
     capped = tuple(share[:max_per_worker] for share in shares)
     prefill, decode = capped[:num_prefill], capped[num_prefill:]
     router_cores = tuple(core for core in available if not any(core in share for share in decode))
-    return CorePlan(
+    return CoreAssignment(
         prefill,
         decode,
         router=router_cores if len(available) > num_workers else (),

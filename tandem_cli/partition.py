@@ -16,7 +16,7 @@ from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from tandem_cli.mesh_plan import find_model
+from tandem_cli.deployment import find_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
-from tandem_cli.mesh_plan import MeshPlan
 
 
-def with_partition(plan: MeshPlan, environ: Mapping[str, str], display: Display) -> MeshPlan:
-    """The plan with the partition in place of the model's folder; the same plan if none is wanted.
+def with_partition(deployment: Deployment, environ: Mapping[str, str], display: Display) -> Deployment:
+    """The deployment with the partition in place of the model's folder; the same if none is wanted.
 
     Writing takes about as long as a worker takes to load the checkpoint. Raises ConfigurationError.
     """
-    folder = plan.settings.partition
+    folder = deployment.settings.partition
     if not folder:
-        return plan
-    if len(plan.models) > 1:
+        return deployment
+    if len(deployment.models) > 1:
         raise ConfigurationError("--partition is for a mesh with one model: run `tandem partition` for each")
-    [model] = plan.models
-    workers = [plan.resolve(worker, environ) for worker in plan.workers("127.0.0.1:1")]
+    [model] = deployment.models
+    workers = [deployment.resolve(worker, environ) for worker in deployment.workers("127.0.0.1:1")]
     wanted = {(worker.tensor_parallel, worker.degrees().pipeline, worker.quantize) for worker in workers}
     if len(wanted) > 1:
         listed = " and ".join(
@@ -34,7 +34,7 @@ def with_partition(plan: MeshPlan, environ: Mapping[str, str], display: Display)
     display.line(f"partition: {folder}")
     flags = ("--reuse", f"--tensor-parallel={tensor}", f"--pipeline-parallel={pipeline}", f"--quantize={quantize}")
     display.line(_run((*flags, "--", model.folder, folder), environ.get("PYTHONPATH", "")))
-    return replace(plan, models=(replace(model, folder=folder),))
+    return replace(deployment, models=(replace(model, folder=folder),))
 
 
 def _run(arguments: Sequence[str], python_path: str) -> str:

@@ -21,8 +21,8 @@ from engine.models.read_config import load_config
 from engine.partition import Partition, read_partition
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Degrees, Span
-from tandem_cli.capacity.measurement import EngineSteps, StepPlan, probe
-from tandem_cli.capacity.planning import (
+from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, probe
+from tandem_cli.capacity.prediction import (
     PREFILL,
     Load,
     PlanRequest,
@@ -34,7 +34,7 @@ from tandem_cli.capacity.planning import (
 )
 from tandem_cli.capacity.ranks import RankMemory, rank_memory, total
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device, model_size
-from tandem_cli.mesh_plan import find_model
+from tandem_cli.deployment import find_model
 from tandem_cli.terminal import wide_console
 
 _HERE = "here"
@@ -199,8 +199,10 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
         if args.quantize not in ("none", "int8"):
             raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs none or int8")
         context = args.input_tokens + args.output_tokens // 2
-        step_plan = StepPlan(model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args))
-        steps = EngineSteps(replace(step_plan, num_ranks=degrees.tensor))
+        workload = StepWorkload(
+            model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args)
+        )
+        steps = EngineSteps(replace(workload, num_ranks=degrees.tensor))
         steps.prompt_ms()  # warm-up: compiles kernels, touches memory
         times_ms[PREFILL] = min(steps.prompt_ms() for _ in range(3))
         times_ms |= {decode_name(batch): steps.decode_ms(batch) for batch in args.batch}

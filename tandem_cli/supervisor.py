@@ -20,8 +20,8 @@ from mesh.retry import Backoff
 from tandem import TandemError
 from tandem_cli.child import Child, ChildEvent, Launch, adopt_orphans
 from tandem_cli.cores import format_cores
+from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
-from tandem_cli.mesh_plan import MeshPlan, Service
 
 _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
@@ -64,8 +64,8 @@ _Event: TypeAlias = ChildEvent | _Signal | _StartTimedOut | _TrialEnded | _Resta
 class Supervisor:
     """Runs the services of one mesh from start to stop. Use it once."""
 
-    def __init__(self, plan: MeshPlan, launch: Launch, display: Display, trial: Trial) -> None:
-        self._plan = plan
+    def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial) -> None:
+        self._deployment = deployment
         self._display = display
         self._trial = trial
         self._queue: asyncio.Queue[_Event] = asyncio.Queue()
@@ -114,10 +114,10 @@ class Supervisor:
     async def _start(self) -> None:
         """Start all services. Returns after a successful trial request through each router."""
         timer = asyncio.get_running_loop().call_later(
-            self._plan.settings.model_loading_timeout, self._queue.put_nowait, _StartTimedOut()
+            self._deployment.settings.model_loading_timeout, self._queue.put_nowait, _StartTimedOut()
         )
         try:
-            for router in self._plan.routers():
+            for router in self._deployment.routers():
                 await self._spawn(router)
             await self._until_all_ready()
             self._display.loaded()
@@ -143,7 +143,7 @@ class Supervisor:
                 not_ready.discard(name)
             elif event.kind == "listening" and event.child.service.role == "router":
                 self._registries[name] = event.fields["registry_address"]
-                if len(self._registries) < self._plan.settings.routers:
+                if len(self._registries) < self._deployment.settings.routers:
                     continue
                 for service in self._services_behind_routers():
                     not_ready.add(service.name)
@@ -153,9 +153,9 @@ class Supervisor:
         """Workers and gateway, which need the addresses of the routers. With several routers, workers register in
         Redis.
         """
-        settings = self._plan.resolve(self._plan.router(), self._launch.environ)
-        gateway = self._plan.gateway(self._addresses("router"), settings)
-        workers = self._plan.workers(next(iter(self._registries.values())))
+        settings = self._deployment.resolve(self._deployment.router(), self._launch.environ)
+        gateway = self._deployment.gateway(self._addresses("router"), settings)
+        workers = self._deployment.workers(next(iter(self._registries.values())))
         return [*workers, *([gateway] if gateway else [])]
 
     def _addresses(self, role: str) -> list[str]:
@@ -206,7 +206,7 @@ class Supervisor:
         child.kill()  # also kills processes that it has started
         exit_text = _describe_exit(event.fields["status"])
         self._down.add(name)
-        if self._plan.settings.no_restart:
+        if self._deployment.settings.no_restart:
             if self._down.issuperset(self._registries):
                 raise MeshFailed(f"the {name} {exit_text}{_end_of_log(child)}")
             self._display.warning(name, f"{exit_text}; it is not restarted")
@@ -254,7 +254,7 @@ class Supervisor:
         self._is_stopping = True
         children = list(self._children.values())
         for some in ([child for child in children if child.service.role in ("gateway", "router")], children):
-            limits_s = [self._plan.stop_limit_s(child.service, self._launch.environ) for child in some]
+            limits_s = [self._deployment.stop_limit_s(child.service, self._launch.environ) for child in some]
             await asyncio.gather(*map(Child.stop, some, limits_s))
 
     @contextlib.contextmanager
@@ -285,7 +285,7 @@ class Supervisor:
         late = [child for name, child in self._children.items() if name in waiting_for]
         names = ", ".join(sorted(waiting_for))
         logs = "".join(map(_end_of_log, late))
-        return f"not ready after {self._plan.settings.model_loading_timeout:g} s: {names}{logs}"
+        return f"not ready after {self._deployment.settings.model_loading_timeout:g} s: {names}{logs}"
 
 
 def _row(child: Child) -> tuple[str, ...]:

@@ -28,9 +28,9 @@ from mesh.settings import load_settings
 from router.settings import RouterSettings
 from router.tenants import digest_of, new_key
 from tandem_cli.child import Launch, Programs, make_log_folder
+from tandem_cli.deployment import Deployment, Overrides, available_cores, find_draft, join_models, prepare_models
 from tandem_cli.display import Display
 from tandem_cli.low_code import LowCode, read_low_code
-from tandem_cli.mesh_plan import MeshPlan, Overrides, available_cores, find_draft, join_models, plan_models
 from tandem_cli.partitioned import with_partition
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up_settings import ROLES, HandlerChoice, UpSettings, check_names, passed_on, roles_of, split_by_role
@@ -117,22 +117,24 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
         core_table = Path(folder) / "table"
         make_core_table(core_table, max(available_cores()) + 1)
-        plan = replace(_plan(args, settings, low_code, display), core_table=core_table)
-        environ = _child_environ(settings, trial_key, _handler_properties(plan, low_code))
-        plan = _with_lmi_defaults(plan, low_code, environ, display)
-        plan = plan.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
-        trial = _check(plan, environ, trial_key)
-        plan = with_partition(plan, environ, display)
-        for model in plan.models if plan.pin else ():
-            display.line(model.cores.describe(model.name if len(plan.models) > 1 else ""))
-        return _serve(plan, display, trial, programs=args.programs, environ=environ)
+        deployment = replace(_prepare(args, settings, low_code, display), core_table=core_table)
+        environ = _child_environ(settings, trial_key, _handler_properties(deployment, low_code))
+        deployment = _with_lmi_defaults(deployment, low_code, environ, display)
+        deployment = deployment.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
+        trial = _check(deployment, environ, trial_key)
+        deployment = with_partition(deployment, environ, display)
+        for model in deployment.models if deployment.pin else ():
+            display.line(model.cores.describe(model.name if len(deployment.models) > 1 else ""))
+        return _serve(deployment, display, trial, programs=args.programs, environ=environ)
 
 
-def _serve(plan: MeshPlan, display: Display, trial: Trial, *, programs: Programs, environ: Mapping[str, str]) -> int:
+def _serve(
+    deployment: Deployment, display: Display, trial: Trial, *, programs: Programs, environ: Mapping[str, str]
+) -> int:
     with steady_output():
         try:
-            with _log_folder(plan.settings, display) as log_dir:
-                supervisor = Supervisor(plan, Launch(programs, environ, log_dir), display, trial)
+            with _log_folder(deployment.settings, display) as log_dir:
+                supervisor = Supervisor(deployment, Launch(programs, environ, log_dir), display, trial)
                 asyncio.run(supervisor.run(_announce_ready))
         except MeshFailed as error:
             sys.stderr.write(f"tandem: {error}\n")
@@ -176,20 +178,20 @@ def _model_beside(folder: Path, properties: str) -> str:
     return str(folder.resolve())
 
 
-def _handler_properties(plan: MeshPlan, low_code: LowCode) -> dict[str, str]:
+def _handler_properties(deployment: Deployment, low_code: LowCode) -> dict[str, str]:
     """The keys for a handler. `model_id` is the folder of the model, where the handler finds the tokenizer files."""
-    folder = {"model_id": plan.models[0].folder} if len(plan.models) == 1 else {}
+    folder = {"model_id": deployment.models[0].folder} if len(deployment.models) == 1 else {}
     return low_code.properties | folder
 
 
-def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, display: Display) -> MeshPlan:
-    """The plan of the mesh. Downloads the models, once, before any service starts."""
+def _prepare(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, display: Display) -> Deployment:
+    """The mesh to start. Downloads the models, once, before any service starts."""
     overrides = Overrides.read(args.set)
     flags_by_role = _flags_by_role(args)
     values = {role: low_code.of(role) | role_flags for role, role_flags in flags_by_role.items()}
     find_draft(values["decode"], settings)
     try:
-        models = plan_models(settings, overrides, lambda name: partial(display.loading, f"download {name}"))
+        models = prepare_models(settings, overrides, lambda name: partial(display.loading, f"download {name}"))
     finally:
         display.loaded()
     origins = {
@@ -200,7 +202,7 @@ def _plan(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, dis
         role, _, name = path.partition(".")
         origins.setdefault(role, {})[name.replace("-", "_")] = f"--set {path}"
     pin = hasattr(os, "sched_getaffinity")
-    return MeshPlan(settings, models, pin, config=args.config, values=values, value_origins=origins)
+    return Deployment(settings, models, pin, config=args.config, values=values, value_origins=origins)
 
 
 def _flags_by_role(args: argparse.Namespace) -> dict[str, dict[str, str]]:
@@ -215,32 +217,34 @@ def _has_handler(args: argparse.Namespace) -> bool:
     return bool(load_settings(HandlerChoice, flags, prog="gateway", names=names).values.handler)
 
 
-def _with_lmi_defaults(plan: MeshPlan, low_code: LowCode, environ: Mapping[str, str], display: Display) -> MeshPlan:
+def _with_lmi_defaults(
+    deployment: Deployment, low_code: LowCode, environ: Mapping[str, str], display: Display
+) -> Deployment:
     """Apply LMI's defaults to router settings that no flag, variable or settings file sets."""
-    origins = plan.origins(plan.router(), environ)
+    origins = deployment.origins(deployment.router(), environ)
     unset = {name: value for name, value in low_code.router_defaults.items() if origins[name] == "default"}
     for name, value in unset.items():
         display.line(f"job_queue_size={value} (LMI's default): router.{name} = {value}")
-    return replace(plan, values={**plan.values, "router": {**plan.values["router"], **unset}})
+    return replace(deployment, values={**deployment.values, "router": {**deployment.values["router"], **unset}})
 
 
-def _check(plan: MeshPlan, environ: Mapping[str, str], trial_key: str) -> Trial:
+def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -> Trial:
     """Check all settings and ports before the start. Raises ConfigurationError; returns the trial request to send."""
-    router: RouterSettings = plan.resolve(plan.router(), environ)
+    router: RouterSettings = deployment.resolve(deployment.router(), environ)
     _require_keys_file(router, environ)
-    _require_redis(plan.settings.routers, router.registry_url)
+    _require_redis(deployment.settings.routers, router.registry_url)
     identity = router.load_public_tls()
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
-    for worker in plan.workers("127.0.0.1:1"):
-        plan.resolve(worker, environ)
-    for number in range(plan.settings.routers if plan.settings.port else 1):
-        require_free(plan.settings.host, plan.settings.port + number)
-    gateway = plan.gateway(["127.0.0.1:1"], router)
+    for worker in deployment.workers("127.0.0.1:1"):
+        deployment.resolve(worker, environ)
+    for number in range(deployment.settings.routers if deployment.settings.port else 1):
+        require_free(deployment.settings.host, deployment.settings.port + number)
+    gateway = deployment.gateway(["127.0.0.1:1"], router)
     if gateway is not None:
-        http: GatewaySettings = plan.resolve(gateway, environ)
+        http: GatewaySettings = deployment.resolve(gateway, environ)
         _require_installed("uvicorn")
         require_free(http.host, http.port)
-    return Trial(router.prefill_threshold if plan.has_prefill else 0, trial_key, tls)
+    return Trial(router.prefill_threshold if deployment.has_prefill else 0, trial_key, tls)
 
 
 def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> None:

@@ -1,1 +1,1 @@
-"""The capacity planning of `tandem plan`: predictions for a model on a device, and measurements to compare with."""
+"""The calculations of `tandem plan`: predictions for a model on a device, and measurements to compare with."""

@@ -30,7 +30,7 @@ from engine.models.read_config import load_decoder_config
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
-from tandem_cli.mesh_plan import BUNDLED_MODELS
+from tandem_cli.deployment import BUNDLED_MODELS
 from worker.engine_host import EngineHost, EngineLimits, build_host, load_runner
 
 _NUM_STEPS = 16
@@ -58,7 +58,7 @@ def clock_for(num_threads: int) -> Callable[[], float]:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepWorkload:
     """The steps to measure: prompts of `prompt_tokens` tokens, and decode steps of up to `max_batch` sequences, each of
     which starts with `context_tokens` tokens. The engine has `num_threads` threads, in `num_ranks` ranks."""
 
@@ -100,27 +100,27 @@ class PhaseClock:
 class EngineSteps:
     """One engine, driven step by step. Times come from `clock_for` the number of threads."""
 
-    def __init__(self, plan: StepPlan) -> None:
-        self._plan = plan
-        has_weights = any(plan.model_dir.glob("*.safetensors"))
+    def __init__(self, workload: StepWorkload) -> None:
+        self._workload = workload
+        has_weights = any(workload.model_dir.glob("*.safetensors"))
         settings = DecodeSettings(
-            model=str(plan.model_dir),
+            model=str(workload.model_dir),
             registry_address="none",
             load_format="auto" if has_weights else "dummy",
-            quantize=plan.quantize,
+            quantize=workload.quantize,
             prefix_caching=False,
-            num_threads=plan.num_threads,
-            kv_dtype=plan.kv_dtype,
-            tensor_parallel=str(plan.num_ranks),
+            num_threads=workload.num_threads,
+            kv_dtype=workload.kv_dtype,
+            tensor_parallel=str(workload.num_ranks),
         )
-        kv_tokens = (plan.max_batch + 1) * (plan.max_context_tokens + 2 * settings.block_size)
-        max_batch_tokens = max(512, plan.prompt_tokens + plan.max_batch)
-        limits = EngineLimits(max_batch_tokens, plan.max_batch, kv_tokens)
+        kv_tokens = (workload.max_batch + 1) * (workload.max_context_tokens + 2 * settings.block_size)
+        max_batch_tokens = max(512, workload.prompt_tokens + workload.max_batch)
+        limits = EngineLimits(max_batch_tokens, workload.max_batch, kv_tokens)
         with threads_born_on(tuple(os.sched_getaffinity(0))):  # several ranks divide the process's cores
             self._host: EngineHost = build_host(settings, limits, load=load_runner)
             self._cores = tuple(os.sched_getaffinity(0))
         self._engine = self._host.engine()
-        self._clock = clock_for(plan.num_threads)
+        self._clock = clock_for(workload.num_threads)
         self._rng = random.Random(0)
         self._phases_ms: dict[str, float] = {}
         self._phase_clock = PhaseClock(self._host.runner)
@@ -141,7 +141,7 @@ class EngineSteps:
         return phases_ms
 
     def _prompt_ms(self) -> float:
-        self._add(1, self._plan.prompt_tokens, num_new=1)
+        self._add(1, self._workload.prompt_tokens, num_new=1)
         self._phase_clock.start()
         total = self._finish()
         self._phases_ms = self._phase_clock.phases_ms(total, 1)
@@ -149,7 +149,7 @@ class EngineSteps:
 
     def _decode_ms(self, batch: int) -> float:
         started: set[str] = set()
-        self._add(batch, self._plan.context_tokens, num_new=2 * _NUM_STEPS + batch)
+        self._add(batch, self._workload.context_tokens, num_new=2 * _NUM_STEPS + batch)
         while len(started) < batch:
             started |= {output.request_id for output in self._engine.step().outputs}
         self._phase_clock.start()
@@ -223,7 +223,7 @@ def read_bytes_per_s(num_threads: int) -> float:
 
 def engine_flops_per_s(model_dir: Path, quantize: str, num_threads: int) -> float:
     """Arithmetic of the engine in the prefill of a prompt: the best of several runs. The first run compiles kernels."""
-    steps = EngineSteps(StepPlan(model_dir, quantize, 1, _PROMPT_TOKENS, num_threads=num_threads))
+    steps = EngineSteps(StepWorkload(model_dir, quantize, 1, _PROMPT_TOKENS, num_threads=num_threads))
     times_ms = [steps.prompt_ms() for _ in range(1 + _REPEATS)]
     size = model_size(load_decoder_config(model_dir))
     flops = Capacity(size, Precision("float32", "float32"), DeviceRates(0, 1, 1, 1)).prefill_flops(_PROMPT_TOKENS)

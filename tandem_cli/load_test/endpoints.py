@@ -17,9 +17,9 @@ import tandem
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
 from tandem.sync import ClientOptions
+from tandem_cli.load_test.benchmark import Arm
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.load import Target, mesh_target
-from tandem_cli.load_test.plan import Arm
 
 PACE_ENV = "TANDEM_PACE"
 """The variable with the pace of workers that only simulate a model (paced.py): ms per step, ms per token in it."""

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
+from tandem_cli.load_test.benchmark import Kind
 from tandem_cli.load_test.figures import ARRIVED, BEGUN, disturbed_until_s, gaps_over_time
-from tandem_cli.load_test.plan import Kind
 from tandem_cli.load_test.report import Point, Report, Series
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -18,6 +18,7 @@ from rich.table import Table
 
 import tandem
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.load_test.benchmark import Case, Kind
 from tandem_cli.load_test.figures import (
     PERCENTS,
     Median,
@@ -33,7 +34,6 @@ from tandem_cli.load_test.figures import (
     medians,
     price_per_million,
 )
-from tandem_cli.load_test.plan import Case, Kind
 
 _FORMAT = "tandem-bench/1"
 _DIGITS = 6  # microseconds

@@ -6,13 +6,13 @@ import pytest
 
 from bench.shapes import BUNDLED
 from tandem_cli.capacity import measurement
-from tandem_cli.capacity.measurement import EngineSteps, StepPlan
+from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
 from tandem_cli.capacity.roofline import Precision
 from tandem_cli.main import main
 
 
 def test_steps_of_the_engine_alone() -> None:
-    steps = EngineSteps(StepPlan(BUNDLED, "none", max_batch=3, prompt_tokens=20, context_tokens=40))
+    steps = EngineSteps(StepWorkload(BUNDLED, "none", max_batch=3, prompt_tokens=20, context_tokens=40))
     for _ in range(2):  # what one run leaves behind must not disturb the next
         assert steps.prompt_ms() > 0
         assert steps.decode_ms(1) > 0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tandem_cli.load_test.benchmark import Arm
 from tandem_cli.load_test.endpoints import own_endpoint
 from tandem_cli.load_test.figures import Outcome, RunFailed
 from tandem_cli.load_test.jobs import Lengths, random_jobs
 from tandem_cli.load_test.load import LoadGenerator
-from tandem_cli.load_test.plan import Arm
 
 
 def test_it_starts_a_mesh_measures_and_stops_it(tmp_path: Path) -> None:

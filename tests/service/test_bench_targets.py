@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 import tandem
+from tandem_cli.load_test.benchmark import Benchmark, Kind
 from tandem_cli.load_test.endpoints import OpenAIServer, mesh_endpoint, openai_endpoint
 from tandem_cli.load_test.figures import (
     ARRIVED,
@@ -24,7 +25,6 @@ from tandem_cli.load_test.figures import (
 from tandem_cli.load_test.jobs import Job
 from tandem_cli.load_test.load import LoadGenerator, run_burst, run_threads
 from tandem_cli.load_test.openai import OpenAITarget
-from tandem_cli.load_test.plan import Kind, Plan
 from tandem_cli.load_test.report import Report
 from tandem_cli.load_test.sweep import Sweep, Watcher
 from tests.fakes.openai_server import (
@@ -152,11 +152,13 @@ async def test_a_burst_without_streams_is_no_measurement() -> None:
 
 async def test_a_sweep_measures_every_case_in_every_round() -> None:
     script = OpenAIScript()
-    plan = Plan(kind=Kind.RATE, values=(1000, 2000), input_tokens=(3, 5), output_tokens=2, num_requests=4, repeats=2)
+    benchmark = Benchmark(
+        kind=Kind.RATE, values=(1000, 2000), input_tokens=(3, 5), output_tokens=2, num_requests=4, repeats=2
+    )
     async with running_openai_server(script) as url:
         server = OpenAIServer(url, "m")
-        report = Report({}, {}, plan.slo)
-        await Sweep(plan, {"server": lambda: openai_endpoint(server)}, report, Watcher()).run()
+        report = Report({}, {}, benchmark.slo)
+        await Sweep(benchmark, {"server": lambda: openai_endpoint(server)}, report, Watcher()).run()
     assert [(point.case.value, point.case.input_tokens, len(point.runs)) for point in report.points] == [
         (1000, 3, 2),
         (2000, 3, 2),
@@ -164,4 +166,4 @@ async def test_a_sweep_measures_every_case_in_every_round() -> None:
         (2000, 5, 2),
     ]
     prompts = [tuple(body["prompt"]) for _, body in script.asked]
-    assert len(set(prompts)) == len(prompts) == plan.warmup + 2 * 2 * 2 * 4
+    assert len(set(prompts)) == len(prompts) == benchmark.warmup + 2 * 2 * 2 * 4

@@ -1,4 +1,4 @@
-"""What the load generator sends: random prompts, the user's files, plans."""
+"""What the load generator sends: random prompts, the user's files, benchmarks."""
 
 import json
 import statistics
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.load_test.benchmark import PRESETS, Benchmark, Case, Kind
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs, read_jobs, read_trace
 from tandem_cli.load_test.load import poisson_arrivals
-from tandem_cli.load_test.plan import PRESETS, Case, Kind, Plan
 
 LENGTHS = Lengths(4, 9, vocab_size=100)
 
@@ -92,8 +92,8 @@ def test_files_that_will_not_do(tmp_path: Path) -> None:
 
 
 def test_runs_of_a_plan_share_no_prompt() -> None:
-    plan = Plan(values=(1, 4), input_tokens=(8, 16))
-    runs = [plan.jobs(case, Lengths(8, 4), repeat) for case in plan.cases() for repeat in range(2)]
+    benchmark = Benchmark(values=(1, 4), input_tokens=(8, 16))
+    runs = [benchmark.jobs(case, Lengths(8, 4), repeat) for case in benchmark.cases() for repeat in range(2)]
     prompts = [job.token_ids for jobs in runs for job in jobs]
     assert len(set(prompts)) == len(prompts) == 2 * 2 * (2 + 8)
 
@@ -109,17 +109,17 @@ def test_runs_of_a_plan_share_no_prompt() -> None:
 )
 def test_wrong_plans(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        Plan(**wrong)  # type: ignore[arg-type]
+        Benchmark(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_preset_for_many_cores_keeps_a_pace_on_few() -> None:
     preset = PRESETS["replicas"]
     assert {arm.pace for arm in preset.arms_on(2)} == {preset.pace}
     assert {arm.pace for arm in preset.arms_on(preset.min_cores)} == {""}
-    assert all(preset.plan.num_jobs(case) >= 1 for preset in PRESETS.values() for case in preset.plan.cases())
+    assert all(preset.benchmark.num_jobs(case) >= 1 for preset in PRESETS.values() for case in preset.benchmark.cases())
 
 
 def test_an_open_loop_lasts_half_a_minute_unless_told_otherwise() -> None:
     case = Case(Kind.RATE, 4, 8, 8)
-    assert Plan().num_jobs(case) == 120
-    assert Plan(num_requests=7).num_jobs(case) == 7
+    assert Benchmark().num_jobs(case) == 120
+    assert Benchmark(num_requests=7).num_jobs(case) == 7

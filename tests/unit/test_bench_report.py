@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.load_test.benchmark import Case, Kind
 from tandem_cli.load_test.figures import (
     ARRIVED,
     BEGUN,
@@ -18,7 +19,6 @@ from tandem_cli.load_test.figures import (
     burst_figures,
     disturbed_until_s,
 )
-from tandem_cli.load_test.plan import Case, Kind
 from tandem_cli.load_test.plots import draw
 from tandem_cli.load_test.report import Point, Report
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bench.shapes import BUNDLED
 from engine.models.read_config import load_config
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.capacity.planning import (
+from tandem_cli.capacity.prediction import (
     Load,
     PassTimes,
     PlanRequest,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tandem_cli.child import Child, ChildEvent, Launch, adopt_orphans
-from tandem_cli.mesh_plan import Service
+from tandem_cli.deployment import Service
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Prints the process id of a grandchild, which ignores the end of its parent, and is killed.

@@ -5,23 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.host import Cores
-from tandem_cli.cores import CorePlan, assign_cores
+from tandem_cli.cores import CoreAssignment, assign_cores
 
 
 @pytest.mark.parametrize(
-    ("available", "num_prefill", "num_decode", "plan"),
+    ("available", "num_prefill", "num_decode", "cores"),
     [
-        ([0, 1], 1, 1, CorePlan(((0,),), ((1,),))),
-        ([0, 1], 0, 1, CorePlan((), ((0, 1),))),
-        ([4, 5, 6], 1, 1, CorePlan(((4, 5),), ((6,),), router=(4, 5))),
-        ([0, 1, 2, 3], 1, 2, CorePlan(((0, 1),), ((2,), (3,)), router=(0, 1))),
-        ([0, 1, 2, 3], 0, 1, CorePlan((), ((1, 2, 3),), router=(0,))),
-        ([0, 1], 1, 2, CorePlan(((0,),), ((1,), (0,)))),
-        ([3], 1, 1, CorePlan(((3,),), ((3,),))),
+        ([0, 1], 1, 1, CoreAssignment(((0,),), ((1,),))),
+        ([0, 1], 0, 1, CoreAssignment((), ((0, 1),))),
+        ([4, 5, 6], 1, 1, CoreAssignment(((4, 5),), ((6,),), router=(4, 5))),
+        ([0, 1, 2, 3], 1, 2, CoreAssignment(((0, 1),), ((2,), (3,)), router=(0, 1))),
+        ([0, 1, 2, 3], 0, 1, CoreAssignment((), ((1, 2, 3),), router=(0,))),
+        ([0, 1], 1, 2, CoreAssignment(((0,),), ((1,), (0,)))),
+        ([3], 1, 1, CoreAssignment(((3,),), ((3,),))),
     ],
 )
-def test_plans(available: list[int], num_prefill: int, num_decode: int, plan: CorePlan) -> None:
-    assert assign_cores(available, num_prefill=num_prefill, num_decode=num_decode) == plan
+def test_assignments(available: list[int], num_prefill: int, num_decode: int, cores: CoreAssignment) -> None:
+    assert assign_cores(available, num_prefill=num_prefill, num_decode=num_decode) == cores
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_plans(available: list[int], num_prefill: int, num_decode: int, plan: Co
 def test_a_worker_of_several_ranks_has_cores_for_each(
     num_cores: int, num_prefill: int, ranks: list[int], prefill: list[Cores], decode: list[Cores]
 ) -> None:
-    plan = assign_cores(range(num_cores), num_prefill=num_prefill, num_decode=len(ranks) - num_prefill, ranks=ranks)
-    assert (list(plan.prefill), list(plan.decode)) == (prefill, decode)
+    cores = assign_cores(range(num_cores), num_prefill=num_prefill, num_decode=len(ranks) - num_prefill, ranks=ranks)
+    assert (list(cores.prefill), list(cores.decode)) == (prefill, decode)
 
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 4), max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -50,12 +50,12 @@ def test_ranks_have_as_many_cores_as_other_ranks_or_one_more(
     num_cores: int, prefill: list[int], decode: list[int]
 ) -> None:
     ranks = [*prefill, *decode]
-    plan = assign_cores(range(num_cores), num_prefill=len(prefill), num_decode=len(decode), ranks=ranks)
-    shares = [*plan.prefill, *plan.decode]
+    cores = assign_cores(range(num_cores), num_prefill=len(prefill), num_decode=len(decode), ranks=ranks)
+    shares = [*cores.prefill, *cores.decode]
     assert all(shares)
     assert all(core in range(num_cores) for share in shares for core in share)
     if num_cores >= sum(ranks):
-        assert plan.is_exclusive
+        assert cores.is_exclusive
         per_rank = [divmod(len(share), num_ranks) for share, num_ranks in zip(shares, ranks, strict=True)]
         assert {unused for _, unused in per_rank} == {0}
         assert max(cores for cores, _ in per_rank) - min(cores for cores, _ in per_rank) <= 1
@@ -64,42 +64,42 @@ def test_ranks_have_as_many_cores_as_other_ranks_or_one_more(
 
 
 def test_workers_of_several_ranks_neither_lend_nor_borrow() -> None:
-    plan = assign_cores(range(8), num_prefill=2, num_decode=2, ranks=[1, 1, 2, 1])
-    assert [plan.lent_to(role, 0) for role in ("prefill", "decode")] == [(), ()]
-    assert [plan.lent_to(role, 1) for role in ("prefill", "decode")] == [plan.decode[1], plan.prefill[1]]
-    first, second = plan.split([(1, 1), (1, 1)])
-    assert (first.lent_to("prefill", 0), second.lent_to("prefill", 0)) == ((), plan.decode[1])
-    assert "decode-0 on 4,5 (2 ranks)" in plan.describe()
+    cores = assign_cores(range(8), num_prefill=2, num_decode=2, ranks=[1, 1, 2, 1])
+    assert [cores.lent_to(role, 0) for role in ("prefill", "decode")] == [(), ()]
+    assert [cores.lent_to(role, 1) for role in ("prefill", "decode")] == [cores.decode[1], cores.prefill[1]]
+    first, second = cores.split([(1, 1), (1, 1)])
+    assert (first.lent_to("prefill", 0), second.lent_to("prefill", 0)) == ((), cores.decode[1])
+    assert "decode-0 on 4,5 (2 ranks)" in cores.describe()
     assert "lend" not in first.describe()
 
 
 def test_a_worker_takes_no_more_than_it_may() -> None:
-    plan = assign_cores(range(8), num_prefill=1, num_decode=1, max_per_worker=2)
-    assert plan == CorePlan(((0, 1),), ((4, 5),), router=(0, 1, 2, 3, 6, 7))
+    cores = assign_cores(range(8), num_prefill=1, num_decode=1, max_per_worker=2)
+    assert cores == CoreAssignment(((0, 1),), ((4, 5),), router=(0, 1, 2, 3, 6, 7))
 
 
 @given(st.integers(1, 64), st.integers(0, 8), st.integers(1, 8))
 def test_every_worker_has_cores_and_shares_only_if_it_must(num_cores: int, num_prefill: int, num_decode: int) -> None:
-    plan = assign_cores(range(num_cores), num_prefill=num_prefill, num_decode=num_decode)
-    shares = [*plan.prefill, *plan.decode]
+    cores = assign_cores(range(num_cores), num_prefill=num_prefill, num_decode=num_decode)
+    shares = [*cores.prefill, *cores.decode]
     assert len(shares) == num_prefill + num_decode
     assert all(shares)
-    assert plan.is_exclusive == (num_cores >= len(shares))
+    assert cores.is_exclusive == (num_cores >= len(shares))
     if num_prefill and num_cores >= len(shares):
         assert sorted(core for share in shares for core in share) == list(range(num_cores))
 
 
 @given(st.integers(1, 64), st.integers(0, 8), st.integers(1, 8))
 def test_the_router_stays_off_decode_cores_if_it_can(num_cores: int, num_prefill: int, num_decode: int) -> None:
-    plan = assign_cores(range(num_cores), num_prefill=num_prefill, num_decode=num_decode)
-    assert not {core for share in plan.decode for core in share} & set(plan.router)
+    cores = assign_cores(range(num_cores), num_prefill=num_prefill, num_decode=num_decode)
+    assert not {core for share in cores.decode for core in share} & set(cores.router)
     if num_cores > num_prefill + num_decode and (num_prefill or num_cores >= 4):
-        assert plan.router
+        assert cores.router
 
 
 def test_partners_lend_each_other_their_cores_unless_they_share_them() -> None:
-    plan = assign_cores(range(4), num_prefill=1, num_decode=2)
-    assert (plan.lent_to("prefill", 0), plan.lent_to("decode", 0), plan.lent_to("decode", 1)) == ((2,), (0, 1), ())
+    cores = assign_cores(range(4), num_prefill=1, num_decode=2)
+    assert (cores.lent_to("prefill", 0), cores.lent_to("decode", 0), cores.lent_to("decode", 1)) == ((2,), (0, 1), ())
     assert assign_cores([0], num_prefill=1, num_decode=1).lent_to("decode", 0) == ()
 
 

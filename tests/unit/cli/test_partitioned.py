@@ -11,61 +11,61 @@ from engine.kernels.cpu.machine import why_no_loops
 from engine.partition import read_partition
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from tandem_cli.cores import CorePlan
+from tandem_cli.cores import CoreAssignment
+from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment
 from tandem_cli.display import Display
-from tandem_cli.mesh_plan import BUNDLED_MODELS, MeshPlan, ModelPlan
 from tandem_cli.partitioned import with_partition
 from tandem_cli.up_settings import UpSettings
 
-Planned = Callable[..., MeshPlan]
+Prepared = Callable[..., Deployment]
 DISPLAY = Display(Console(quiet=True))
 
 
 @pytest.fixture
-def planned(tmp_path: Path) -> Planned:
-    """A plan for models with a partition below `tmp_path`."""
+def prepared(tmp_path: Path) -> Prepared:
+    """A deployment for models with a partition below `tmp_path`."""
 
-    def plan(*folders: Path, **values: dict[str, str]) -> MeshPlan:
-        cores = CorePlan(((0,),), ((0,),))
-        models = tuple(ModelPlan(f"m{number}", str(folder), cores) for number, folder in enumerate(folders))
-        return MeshPlan(UpSettings(partition=str(tmp_path / "out")), models, pin=False, values=values)
+    def deployment(*folders: Path, **values: dict[str, str]) -> Deployment:
+        cores = CoreAssignment(((0,),), ((0,),))
+        models = tuple(ModelDeployment(f"m{number}", str(folder), cores) for number, folder in enumerate(folders))
+        return Deployment(UpSettings(partition=str(tmp_path / "out")), models, pin=False, values=values)
 
-    return plan
+    return deployment
 
 
 def test_a_plan_without_a_partition_stays(tmp_path: Path) -> None:
-    plan = MeshPlan(UpSettings(), (ModelPlan("m", str(tmp_path), CorePlan(((0,),), ((0,),))),))
-    assert with_partition(plan, {}, DISPLAY) is plan
+    deployment = Deployment(UpSettings(), (ModelDeployment("m", str(tmp_path), CoreAssignment(((0,),), ((0,),))),))
+    assert with_partition(deployment, {}, DISPLAY) is deployment
 
 
-def test_the_workers_degree_and_quantization_are_written_once(planned: Planned, tmp_path: Path) -> None:
+def test_the_workers_degree_and_quantization_are_written_once(prepared: Prepared, tmp_path: Path) -> None:
     if reason := why_no_loops():
         pytest.skip(reason)
     values = {role: {"tensor_parallel": "2", "quantize": "int8"} for role in ("prefill", "decode")}
-    plan = planned(BUNDLED_MODELS / "tandem-small", **values)
+    deployment = prepared(BUNDLED_MODELS / "tandem-small", **values)
     for _ in range(2):
-        [model] = with_partition(plan, {}, DISPLAY).models
+        [model] = with_partition(deployment, {}, DISPLAY).models
         assert (model.name, model.folder) == ("m0", str(tmp_path / "out"))
     partition = read_partition(tmp_path / "out")
     assert partition is not None
     partition.require(Degrees(2), "int8")
 
 
-def test_workers_that_differ_are_named(planned: Planned, tmp_path: Path) -> None:
-    plan = planned(tmp_path, prefill={"tensor_parallel": "2"}, decode={"quantize": "int8"})
+def test_workers_that_differ_are_named(prepared: Prepared, tmp_path: Path) -> None:
+    deployment = prepared(tmp_path, prefill={"tensor_parallel": "2"}, decode={"quantize": "int8"})
     expected = r"tensor_parallel 1, .* with quantize int8 and tensor_parallel 2, .* with quantize none"
     with pytest.raises(ConfigurationError, match=expected):
-        with_partition(plan, {}, DISPLAY)
+        with_partition(deployment, {}, DISPLAY)
 
 
-def test_several_models_are_refused(planned: Planned, tmp_path: Path) -> None:
+def test_several_models_are_refused(prepared: Prepared, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--partition is for a mesh with one model"):
-        with_partition(planned(tmp_path, tmp_path), {}, DISPLAY)
+        with_partition(prepared(tmp_path, tmp_path), {}, DISPLAY)
 
 
-def test_the_reason_of_a_failure_is_told(planned: Planned, tmp_path: Path) -> None:
+def test_the_reason_of_a_failure_is_told(prepared: Prepared, tmp_path: Path) -> None:
     config = {"architectures": ["T5ForConditionalGeneration"], "d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2}
     config |= {"num_layers": 1, "vocab_size": 32, "feed_forward_proj": "relu"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigurationError, match=r"^an encoder-decoder model cannot be partitioned"):
-        with_partition(planned(tmp_path), {}, DISPLAY)
+        with_partition(prepared(tmp_path), {}, DISPLAY)

@@ -11,8 +11,8 @@ from engine.kernels.cpu.machine import why_no_loops
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from tandem_cli.capacity import ranks
+from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.main import main
-from tandem_cli.mesh_plan import BUNDLED_MODELS
 
 ON_H100 = ("plan", "--device", "h100-sxm")
 

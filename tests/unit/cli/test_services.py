@@ -6,8 +6,8 @@ import pytest
 
 from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.cores import CorePlan, assign_cores
-from tandem_cli.mesh_plan import MeshPlan, ModelPlan, Overrides, Service, find_model, plan_models
+from tandem_cli.cores import CoreAssignment, assign_cores
+from tandem_cli.deployment import Deployment, ModelDeployment, Overrides, Service, find_model, prepare_models
 from tandem_cli.up_settings import UpSettings, passed_on, split_by_role
 
 
@@ -15,14 +15,14 @@ def flags_of(service: Service) -> dict[str, str]:
     return dict(flag.removeprefix("--").partition("=")[::2] for flag in service.flags)
 
 
-def plan_of(settings: UpSettings, model: str, **values: dict[str, str]) -> MeshPlan:
-    models = (ModelPlan(settings.name or "m", model, CorePlan(((0,),), ((1, 2),))),)
-    return MeshPlan(settings, models, values=values)
+def deployment_of(settings: UpSettings, model: str, **values: dict[str, str]) -> Deployment:
+    models = (ModelDeployment(settings.name or "m", model, CoreAssignment(((0,),), ((1, 2),))),)
+    return Deployment(settings, models, values=values)
 
 
 def test_flags_of_all_services(tmp_path: Path) -> None:
-    plan = plan_of(UpSettings(name="n", port=7), str(tmp_path), decode={"block_size": "8"})
-    router = flags_of(plan.router())
+    deployment = deployment_of(UpSettings(name="n", port=7), str(tmp_path), decode={"block_size": "8"})
+    router = flags_of(deployment.router())
     assert router == {
         "model": str(tmp_path),
         "revision": "",
@@ -34,7 +34,7 @@ def test_flags_of_all_services(tmp_path: Path) -> None:
         "expect-decode": "1",
         "follow-stdin": "",
     }
-    prefill, decode = plan.workers("127.0.0.1:9")
+    prefill, decode = deployment.workers("127.0.0.1:9")
     assert (prefill.name, decode.name) == ("prefill-0", "decode-0")
     assert (prefill.cores, decode.cores) == ((0,), (1, 2))
     assert flags_of(decode) == {
@@ -54,54 +54,57 @@ def test_flags_of_all_services(tmp_path: Path) -> None:
 
 
 def test_workers_and_router_hear_of_their_cores(tmp_path: Path) -> None:
-    cores = CorePlan(((0,),), ((1, 2),), router=(0,))
-    plan = MeshPlan(UpSettings(), (ModelPlan("m", str(tmp_path), cores),), core_table=tmp_path / "table")
-    prefill, decode = map(flags_of, plan.workers("127.0.0.1:9"))
+    cores = CoreAssignment(((0,),), ((1, 2),), router=(0,))
+    deployment = Deployment(UpSettings(), (ModelDeployment("m", str(tmp_path), cores),), core_table=tmp_path / "table")
+    prefill, decode = map(flags_of, deployment.workers("127.0.0.1:9"))
     assert (prefill["lent-cores"], decode["lent-cores"]) == ("1,2", "0")
     assert prefill["core-table"] == decode["core-table"] == str(tmp_path / "table")
-    assert flags_of(plan.router())["cpu-list"] == "0"
+    assert flags_of(deployment.router())["cpu-list"] == "0"
 
 
 @pytest.mark.parametrize(("first", "ports"), [(None, [None] * 3), (0, ["0"] * 3), (9464, ["9464", "9465", "9466"])])
 def test_each_service_has_a_port_for_its_figures(tmp_path: Path, first: int | None, ports: list[str | None]) -> None:
-    plan = plan_of(UpSettings(metrics_port=first), str(tmp_path))
-    services = [plan.router(), *plan.workers("127.0.0.1:9")]
+    deployment = deployment_of(UpSettings(metrics_port=first), str(tmp_path))
+    services = [deployment.router(), *deployment.workers("127.0.0.1:9")]
     assert [flags_of(service).get("metrics-port") for service in services] == ports
 
 
 def test_services_accept_their_flags(tmp_path: Path) -> None:
-    plan = plan_of(UpSettings(), str(tmp_path))
+    deployment = deployment_of(UpSettings(), str(tmp_path))
     environ = {"TANDEM_PREFILL_THRESHOLD": "5", "TANDEM_MESH_KEY": "k" * 32}
-    assert plan.resolve(plan.router(), environ).prefill_threshold == 5
-    for worker in plan.workers("127.0.0.1:9"):
-        settings = plan.resolve(worker, environ)
+    assert deployment.resolve(deployment.router(), environ).prefill_threshold == 5
+    for worker in deployment.workers("127.0.0.1:9"):
+        settings = deployment.resolve(worker, environ)
         assert (settings.worker_id, settings.follow_stdin) == (worker.name, True)
 
 
 def test_the_gateway_knows_where_its_router_is(tmp_path: Path) -> None:
-    plan = plan_of(UpSettings(http_port=0), str(tmp_path), gateway={"grace_s": "3"})
-    router = plan.resolve(plan.router(), {})
-    gateway = plan.gateway(["0.0.0.0:7"], router)
+    deployment = deployment_of(UpSettings(http_port=0), str(tmp_path), gateway={"grace_s": "3"})
+    router = deployment.resolve(deployment.router(), {})
+    gateway = deployment.gateway(["0.0.0.0:7"], router)
     assert gateway is not None
-    settings = plan.resolve(gateway, {"PORT": "9"})
+    settings = deployment.resolve(gateway, {"PORT": "9"})
     assert (settings.router, settings.host, settings.port, settings.grace_s) == ("127.0.0.1:7", "127.0.0.1", 0, 3.0)
-    assert plan_of(UpSettings(), str(tmp_path)).gateway(["0.0.0.0:7"], router) is None
+    assert deployment_of(UpSettings(), str(tmp_path)).gateway(["0.0.0.0:7"], router) is None
 
 
 def test_services_are_not_killed_while_running_work_may_still_end(tmp_path: Path) -> None:
     settings = {"router": {"grace_s": "100"}, "gateway": {"grace_s": "200"}, "decode": {"drain_grace_s": "300"}}
-    plan = plan_of(UpSettings(http_port=0), str(tmp_path), **settings)
-    gateway = plan.gateway(["h:7"], plan.resolve(plan.router(), {}))
+    deployment = deployment_of(UpSettings(http_port=0), str(tmp_path), **settings)
+    gateway = deployment.gateway(["h:7"], deployment.resolve(deployment.router(), {}))
     assert gateway is not None
-    services = [plan.router(), gateway, plan.workers("h:1")[-1]]
+    services = [deployment.router(), gateway, deployment.workers("h:1")[-1]]
     assert [
-        plan.stop_limit_s(service, {}) - grace_s for service, grace_s in zip(services, (100, 200, 300), strict=True)
+        deployment.stop_limit_s(service, {}) - grace_s
+        for service, grace_s in zip(services, (100, 200, 300), strict=True)
     ] == [50] * 3
 
 
 def test_where_cores_cannot_be_had_workers_are_not_pinned(tmp_path: Path) -> None:
-    plan = MeshPlan(UpSettings(), (ModelPlan("m", str(tmp_path), CorePlan(((0,),), ((1,),))),), pin=False)
-    for worker in plan.workers("h:1"):
+    deployment = Deployment(
+        UpSettings(), (ModelDeployment("m", str(tmp_path), CoreAssignment(((0,),), ((1,),))),), pin=False
+    )
+    for worker in deployment.workers("h:1"):
         assert worker.cores == ()
         assert "cpu-list" not in flags_of(worker)
 
@@ -148,18 +151,18 @@ def test_colocated_starts_no_prefill_workers() -> None:
 
 
 def test_each_model_has_workers_and_cores_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem_cli.mesh_plan.available_cores", lambda: range(8))
+    monkeypatch.setattr("tandem_cli.deployment.available_cores", lambda: range(8))
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")
     settings = UpSettings(model=f"a={tmp_path}/x,b={tmp_path}/y")
     overrides = Overrides.read(["b/up.decode=2", "b/decode.device=cuda:1", "router.grace-s=3"])
     assert overrides.for_all == ["router.grace-s=3"]
-    plan = MeshPlan(settings, plan_models(settings, overrides, lambda name: lambda fraction: None))
-    router = flags_of(plan.router())
+    deployment = Deployment(settings, prepare_models(settings, overrides, lambda name: lambda fraction: None))
+    router = flags_of(deployment.router())
     assert (router["model"], router["name"]) == (f"a={tmp_path}/x,b={tmp_path}/y", "")
     assert (router["expect-prefill"], router["expect-decode"]) == ("2", "3")
-    workers = {worker.name: worker for worker in plan.workers("127.0.0.1:9")}
+    workers = {worker.name: worker for worker in deployment.workers("127.0.0.1:9")}
     assert list(workers) == ["a-prefill-0", "a-decode-0", "b-prefill-0", "b-decode-0", "b-decode-1"]
     assert flags_of(workers["b-decode-1"])["model"] == f"{tmp_path}/y"
     assert [flags_of(worker)["name"] for worker in workers.values()] == ["a", "a", "b", "b", "b"]
@@ -170,10 +173,10 @@ def test_each_model_has_workers_and_cores_of_its_own(tmp_path: Path, monkeypatch
 
 
 def test_models_that_share_cores_lend_none() -> None:
-    plans = assign_cores(range(2), num_prefill=2, num_decode=2).split([(1, 1), (1, 1)])
-    assert [plan.lent_to("prefill", 0) for plan in plans] == [(), ()]
+    assigned = assign_cores(range(2), num_prefill=2, num_decode=2).split([(1, 1), (1, 1)])
+    assert [cores.lent_to("prefill", 0) for cores in assigned] == [(), ()]
     alone = assign_cores(range(4), num_prefill=2, num_decode=2).split([(1, 1), (1, 1)])
-    assert [plan.lent_to("prefill", 0) for plan in alone] == [alone[0].decode[0], alone[1].decode[0]]
+    assert [cores.lent_to("prefill", 0) for cores in alone] == [alone[0].decode[0], alone[1].decode[0]]
 
 
 @pytest.mark.parametrize(
@@ -189,4 +192,4 @@ def test_models_that_share_cores_lend_none() -> None:
 )
 def test_wrong_settings_of_models(settings: dict[str, str], override: list[str], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        plan_models(UpSettings(**settings), Overrides.read(override), lambda name: lambda fraction: None)  # type: ignore[arg-type]
+        prepare_models(UpSettings(**settings), Overrides.read(override), lambda name: lambda fraction: None)  # type: ignore[arg-type]

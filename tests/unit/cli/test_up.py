@@ -16,32 +16,32 @@ from mesh.domain.errors import ConfigurationError
 from mesh.rpc.probe import ProbeSettings
 from mesh.settings import near_name
 from tandem_cli.child import Launch
+from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
 from tandem_cli.main import main
-from tandem_cli.mesh_plan import MeshPlan
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up import Trial
 from tandem_cli.up_settings import UpSettings, all_names, check_names
 from tests.defects import Repaired
 
-Planned = Callable[..., tuple[MeshPlan, Launch]]
+Prepared = Callable[..., tuple[Deployment, Launch]]
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
-    """The plan and the launch of `tandem up` with these flags."""
-    found: list[tuple[MeshPlan, Launch]] = []
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    """The deployment and the launch of `tandem up` with these flags."""
+    found: list[tuple[Deployment, Launch]] = []
 
     class Recorder:
-        def __init__(self, plan: MeshPlan, launch: Launch, display: Display, trial: Trial) -> None:
-            found.append((plan, launch))
+        def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial) -> None:
+            found.append((deployment, launch))
 
         async def run(self, on_ready: Callable[[str, str], None]) -> None:
             """Start nothing."""
 
     monkeypatch.setattr("tandem_cli.up.Supervisor", Recorder)
 
-    def run(*flags: str) -> tuple[MeshPlan, Launch]:
+    def run(*flags: str) -> tuple[Deployment, Launch]:
         assert main(["up", "--port", "0", *flags]) == 0
         return found[-1]
 
@@ -64,29 +64,29 @@ SEED = "engine=MPI\noption.rolling_batch=auto\noption.max_rolling_batch_size=4\n
 
 
 def test_properties_without_a_model_mean_their_own_folder(
-    tmp_path: Path, planned: Planned, capsys: pytest.CaptureFixture[str], repaired: Repaired
+    tmp_path: Path, prepared: Prepared, capsys: pytest.CaptureFixture[str], repaired: Repaired
 ) -> None:
     path = write_properties(tmp_path / "flan", SEED)
     assert "flan/serving.properties names no model: set option.model_id" in refusal(
         capsys, "--serving-properties", path, "--http-port", "0"
     )
     (tmp_path / "flan" / "config.json").write_text("{}")
-    plan, _ = planned("--serving-properties", path, "--http-port", "0")
-    assert plan.models[0].folder == str(tmp_path / "flan")
-    assert plan.models[0].name == "flan"
+    deployment, _ = prepared("--serving-properties", path, "--http-port", "0")
+    assert deployment.models[0].folder == str(tmp_path / "flan")
+    assert deployment.models[0].name == "flan"
     repaired("M1", "the checkpoint beside it, else refused in words")
 
 
 @pytest.mark.parametrize("key", ["option.model_id", "option.s3url"])
-def test_a_model_that_a_key_names_wins_over_the_folder(tmp_path: Path, planned: Planned, key: str) -> None:
+def test_a_model_that_a_key_names_wins_over_the_folder(tmp_path: Path, prepared: Prepared, key: str) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
     path = write_properties(tmp_path / "flan", f"{SEED}{key}={tmp_path}/other\n")
     (tmp_path / "flan" / "config.json").write_text("{}")
-    plan, _ = planned("--serving-properties", path, "--http-port", "0")
-    assert plan.models[0].folder == f"{tmp_path}/other"
-    plan, _ = planned("--serving-properties", path, "--http-port", "0", "--model", f"{tmp_path}/flan")
-    assert plan.models[0].folder == f"{tmp_path}/flan"
+    deployment, _ = prepared("--serving-properties", path, "--http-port", "0")
+    assert deployment.models[0].folder == f"{tmp_path}/other"
+    deployment, _ = prepared("--serving-properties", path, "--http-port", "0", "--model", f"{tmp_path}/flan")
+    assert deployment.models[0].folder == f"{tmp_path}/flan"
 
 
 def test_two_names_of_the_model_that_differ_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,30 +94,30 @@ def test_two_names_of_the_model_that_differ_are_refused(tmp_path: Path, capsys: 
     assert "contradict each other" in refusal(capsys, "--serving-properties", path)
 
 
-def test_a_settings_file_names_the_model(tmp_path: Path, planned: Planned) -> None:
+def test_a_settings_file_names_the_model(tmp_path: Path, prepared: Prepared) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "own.toml").write_text('model = "tandem-small"\n')
     path = write_properties(tmp_path, SEED)
-    plan, _ = planned("--serving-properties", path, "--http-port", "0", "--config", str(tmp_path / "own.toml"))
-    assert plan.models[0].name == "tandem-small"
+    deployment, _ = prepared("--serving-properties", path, "--http-port", "0", "--config", str(tmp_path / "own.toml"))
+    assert deployment.models[0].name == "tandem-small"
 
 
 def test_options_without_a_model_say_what_is_served(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OPTION_MAX_ROLLING_BATCH_SIZE", "9")
-    planned()
+    prepared()
     assert "serving the bundled tandem-small" in capsys.readouterr().err
 
 
-def test_a_handler_finds_the_models_files(tmp_path: Path, planned: Planned, repaired: Repaired) -> None:
+def test_a_handler_finds_the_models_files(tmp_path: Path, prepared: Prepared, repaired: Repaired) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.py").write_text("def handle(inputs): ...")
     path = write_properties(tmp_path, "option.entryPoint=model.py\noption.model_id=tandem-small\noption.mine=1\n")
-    plan, launch = planned("--serving-properties", path, "--http-port", "0")
+    deployment, launch = prepared("--serving-properties", path, "--http-port", "0")
     properties = json.loads(launch.environ["TANDEM_HANDLER_PROPERTIES"])
     assert properties["mine"] == "1"
-    assert properties["model_id"] == plan.models[0].folder
+    assert properties["model_id"] == deployment.models[0].folder
     assert (Path(properties["model_id"]) / "tokenizer.json").is_file()
     repaired("M16", "a handler's model_id is the model's folder, with its tokenizer")
 
@@ -142,12 +142,12 @@ def test_typing_errors_of_a_settings_file(
     assert said in refusal(capsys, "--config", str(tmp_path / "own.toml"))
 
 
-def test_tables_may_have_the_names_of_roles(tmp_path: Path, planned: Planned, repaired: Repaired) -> None:
+def test_tables_may_have_the_names_of_roles(tmp_path: Path, prepared: Prepared, repaired: Repaired) -> None:
     (tmp_path / "own.toml").write_text(
         'prefill = 2\nlog_level = "error"\n[decode]\nmax_rolling_batch_size = 5\n[prefill_worker]\nblock_size = 8\n'
     )
-    plan, launch = planned("--config", str(tmp_path / "own.toml"))
-    workers = [plan.resolve(worker, launch.environ) for worker in plan.workers("127.0.0.1:1")]
+    deployment, launch = prepared("--config", str(tmp_path / "own.toml"))
+    workers = [deployment.resolve(worker, launch.environ) for worker in deployment.workers("127.0.0.1:1")]
     assert [worker.block_size for worker in workers] == [8, 8, 16]
     assert workers[-1].max_rolling_batch_size == 5
     assert {worker.log_level for worker in workers} == {"error"}
@@ -216,10 +216,10 @@ def test_a_flag_that_wins_is_blamed_itself(monkeypatch: pytest.MonkeyPatch, caps
     ],
 )
 def test_workers_are_told_with_how_many_they_share_memory(
-    planned: Planned, flags: tuple[str, ...], shares: set[str]
+    prepared: Prepared, flags: tuple[str, ...], shares: set[str]
 ) -> None:
-    plan, launch = planned(*flags)
-    workers: list[Any] = [plan.resolve(worker, launch.environ) for worker in plan.workers("127.0.0.1:1")]
+    deployment, launch = prepared(*flags)
+    workers: list[Any] = [deployment.resolve(worker, launch.environ) for worker in deployment.workers("127.0.0.1:1")]
     assert {str(worker.kv_memory_shares) for worker in workers} == shares
 
 
@@ -245,7 +245,7 @@ def test_workers_are_told_with_how_many_they_share_memory(
     ],
 )
 def test_workers_have_ranks_and_cores_for_them(
-    planned: Planned,
+    prepared: Prepared,
     flags: tuple[str, ...],
     environ: dict[str, str],
     ranks: list[str],
@@ -253,14 +253,14 @@ def test_workers_have_ranks_and_cores_for_them(
     monkeypatch: pytest.MonkeyPatch,
     repaired: Repaired,
 ) -> None:
-    for module in ("up", "mesh_plan"):
+    for module in ("up", "deployment"):
         monkeypatch.setattr(f"tandem_cli.{module}.available_cores", lambda: range(8))
     monkeypatch.setattr("worker.settings.num_numa_nodes", lambda: 2)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    plan, launch = planned(*flags)
-    workers = plan.workers("127.0.0.1:1")
-    settings: list[Any] = [plan.resolve(worker, launch.environ) for worker in workers]
+    deployment, launch = prepared(*flags)
+    workers = deployment.workers("127.0.0.1:1")
+    settings: list[Any] = [deployment.resolve(worker, launch.environ) for worker in workers]
     assert [each.tensor_parallel for each in settings] == ranks
     assert [len(worker.cores) for worker in workers] == [each.num_threads for each in settings] == cores
     pairs = zip(ranks[::2], ranks[1::2], strict=True)
@@ -294,7 +294,7 @@ def test_a_wrong_degree_is_refused(
 
 
 def test_rope_of_tgi_and_lmi_reaches_workers_and_router(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repaired: Repaired
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repaired: Repaired
 ) -> None:
     monkeypatch.setenv("ROPE_SCALING", "dynamic")
     monkeypatch.setenv("ROPE_FACTOR", "2.0")
@@ -306,9 +306,9 @@ def test_rope_of_tgi_and_lmi_reaches_workers_and_router(
             1e6,
         ),
     ):
-        plan, launch = planned(*flags)
-        for service in (plan.router(), *plan.workers("127.0.0.1:1")):
-            settings = plan.resolve(service, launch.environ)
+        deployment, launch = prepared(*flags)
+        for service in (deployment.router(), *deployment.workers("127.0.0.1:1")):
+            settings = deployment.resolve(service, launch.environ)
             assert json.loads(settings.rope_scaling) == scaling
             assert settings.rope_theta == theta
     repaired("M5", "option.rope_scaling and rope_theta, ROPE_SCALING and ROPE_FACTOR reach the router and all workers")
@@ -345,7 +345,7 @@ def test_logs_are_kept_only_if_something_went_wrong(
     repaired: Repaired,
 ) -> None:
     class Mesh:
-        def __init__(self, plan: MeshPlan, launch: Launch, display: Display, trial: Trial) -> None:
+        def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial) -> None:
             self._launch = launch
             self._display = display
 
@@ -366,8 +366,8 @@ def test_logs_are_kept_only_if_something_went_wrong(
     repaired("F14", "temporary logs are removed after a clean end, else kept and named")
 
 
-def test_a_named_log_folder_stays(tmp_path: Path, planned: Planned) -> None:
-    planned("--log-dir", str(tmp_path / "logs"))
+def test_a_named_log_folder_stays(tmp_path: Path, prepared: Prepared) -> None:
+    prepared("--log-dir", str(tmp_path / "logs"))
     assert (tmp_path / "logs").is_dir()
 
 
@@ -378,15 +378,15 @@ def test_ports_of_several_routers_end_where_ports_end(name: str) -> None:
     assert UpSettings(**{name: 65534}, routers=2).routers == 2
 
 
-def test_a_trial_that_breaks_ends_the_start_at_once(planned: Planned) -> None:
+def test_a_trial_that_breaks_ends_the_start_at_once(prepared: Prepared) -> None:
     class Broken:
         async def __call__(self, address: str) -> None:
             raise LookupError("unforeseen")
 
-    plan, launch = planned()
+    deployment, launch = prepared()
 
     async def run() -> None:
-        supervisor = Supervisor(plan, launch, Display(Console()), Broken())
+        supervisor = Supervisor(deployment, launch, Display(Console()), Broken())
         await asyncio.wait_for(supervisor._run_trial("127.0.0.1:1"), 60)
 
     with pytest.raises(LookupError):

@@ -1,6 +1,6 @@
-"""The plan of a mesh: its models with their folders, workers and cores, and the services with their flags.
+"""A deployment of a mesh: its models with their folders, workers and cores, and the services with their flags.
 
-Nothing is started here. `plan_models` downloads models, once, before any service starts.
+Nothing is started here. `prepare_models` downloads models, once, before any service starts.
 """
 
 import os
@@ -16,7 +16,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import Cores
 from mesh.settings import Resolved, load_settings
 from router.settings import RouterSettings
-from tandem_cli.cores import CorePlan, assign_cores, format_cores
+from tandem_cli.cores import CoreAssignment, assign_cores, format_cores
 from tandem_cli.low_code_keys import flag
 from tandem_cli.up_settings import ROLES, UpSettings, split_by_role
 
@@ -55,12 +55,12 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPlan:
+class ModelDeployment:
     """Folder and workers of one model. `values` are settings for the workers of this model only."""
 
     name: str
     folder: str
-    cores: CorePlan
+    cores: CoreAssignment
     values: Values = field(default_factory=dict)
 
     @property
@@ -74,13 +74,13 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class MeshPlan:
+class Deployment:
     """All services of one mesh. Flags of workers contain the registry address, which is known once the router
     listens.
     """
 
     settings: UpSettings
-    models: tuple[ModelPlan, ...]
+    models: tuple[ModelDeployment, ...]
     pin: bool = True
     core_table: Path | None = None
     config: str | None = None
@@ -143,9 +143,9 @@ class MeshPlan:
         flags = _flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
         return Service("gateway", "gateway", (*flags, "--follow-stdin"))
 
-    def with_cores_for_ranks(self, environ: Mapping[str, str], available: Sequence[int]) -> "MeshPlan":
-        """The same plan, in which a worker of several ranks has as many times the cores of a worker with one, if there
-        are enough in `available`.
+    def with_cores_for_ranks(self, environ: Mapping[str, str], available: Sequence[int]) -> "Deployment":
+        """The same deployment, in which a worker of several ranks has as many times the cores of a worker with one, if
+        there are enough in `available`.
 
         Raises ConfigurationError as `resolve` does.
         """
@@ -164,11 +164,11 @@ class MeshPlan:
             ranks=[*prefill, *decode],
             max_per_worker=self.settings.threads_per_worker,
         ).split([(len(model.cores.prefill), len(model.cores.decode)) for model in self.models])
-        models = (replace(model, cores=plan) for model, plan in zip(self.models, cores, strict=True))
+        models = (replace(model, cores=assigned) for model, assigned in zip(self.models, cores, strict=True))
         return replace(self, models=tuple(models))
 
-    def sharing_memory(self, environ: Mapping[str, str]) -> "MeshPlan":
-        """The same plan, in which workers on one device share its KV memory equally, unless their settings say
+    def sharing_memory(self, environ: Mapping[str, str]) -> "Deployment":
+        """The same deployment, in which workers on one device share its KV memory equally, unless their settings say
         otherwise.
 
         Raises ConfigurationError as `resolve` does.
@@ -204,7 +204,7 @@ class MeshPlan:
         origins = self.value_origins.get(service.role, {})
         return load_settings(settings, service.flags, prog=module, environ=environ, flag_origins=origins)
 
-    def _worker(self, model: ModelPlan, assignment: tuple[str, int, Cores], registry_address: str) -> Service:
+    def _worker(self, model: ModelDeployment, assignment: tuple[str, int, Cores], registry_address: str) -> Service:
         role, number, cores = assignment
         name = f"{role}-{number}" if len(self.models) == 1 else f"{model.name}-{role}-{number}"
         worker_settings = {"worker_id": name, "registry_address": registry_address, "host": "127.0.0.1", "port": 0}
@@ -273,9 +273,9 @@ class Overrides:
         return cls(for_all, by_model)
 
 
-def plan_models(
+def prepare_models(
     settings: UpSettings, overrides: Overrides, on_progress: Callable[[str], Progress]
-) -> tuple[ModelPlan, ...]:
+) -> tuple[ModelDeployment, ...]:
     """Find or download all models, and divide the cores among their workers. Raises ConfigurationError.
 
     `on_progress(model name)` returns the callback for the progress of that model's download.
@@ -287,8 +287,8 @@ def plan_models(
     settings_by_model = {name: _model_settings(settings, overrides.by_model.get(name, ())) for name in sources}
     cores = _share_cores(settings, [counts for counts, _ in settings_by_model.values()])
     return tuple(
-        ModelPlan(name, str(find_model(source, on_progress(name))), plan, settings_by_model[name][1])
-        for (name, source), plan in zip(sources.items(), cores, strict=True)
+        ModelDeployment(name, str(find_model(source, on_progress(name))), assigned, settings_by_model[name][1])
+        for (name, source), assigned in zip(sources.items(), cores, strict=True)
     )
 
 
@@ -351,7 +351,7 @@ def _count(override: str) -> tuple[str, int | bool]:
     return name, int(value)
 
 
-def _share_cores(settings: UpSettings, settings_of_models: Sequence[UpSettings]) -> list[CorePlan]:
+def _share_cores(settings: UpSettings, settings_of_models: Sequence[UpSettings]) -> list[CoreAssignment]:
     counts = [(model.num_prefill, model.decode) for model in settings_of_models]
     all_cores = assign_cores(
         available_cores(),

@@ -1,6 +1,6 @@
-"""The plan of a benchmark: loads, lengths, number of runs, and the latency targets.
+"""A benchmark: loads, lengths, number of runs, and the latency targets.
 
-`PRESETS` is the table of ready-made plans for `tandem bench --preset NAME`. docs/benchmarking.md shows their results.
+`PRESETS` are ready-made benchmarks, for `tandem bench --preset NAME`. docs/benchmarking.md shows their results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ class Case:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Benchmark:
     """A benchmark: all points to measure, each `repeats` times. The constructor raises ConfigurationError.
 
     The file `data` replaces random prompts; a trace also provides the arrival times.
@@ -146,13 +146,14 @@ _COLOCATED = Arm("colocated", ("--colocated",))
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Meshes to measure with one plan. On machines with fewer than `min_cores` cores, workers only simulate `pace`.
+    """Meshes to measure with one benchmark. On machines with fewer than `min_cores` cores, workers only simulate
+    `pace`.
     `with_degrees` adds meshes for each degree of tensor parallelism that fits: see `degree_arms`.
     """
 
     about: str
     arms: tuple[Arm, ...]
-    plan: Plan
+    benchmark: Benchmark
     min_cores: int = 1
     pace: str = ""
     with_degrees: bool = False
@@ -182,54 +183,54 @@ PRESETS: Mapping[str, Preset] = {
     "concurrency": Preset(
         "latency and throughput by concurrency, 256 tokens in and out",
         (Arm("separated", _HIGH_LIMITS),),
-        Plan(values=(1, 2, 4, 8, 16, 32, 64), output_tokens=256),
+        Benchmark(values=(1, 2, 4, 8, 16, 32, 64), output_tokens=256),
     ),
     "context": Preset(
         "latency and throughput by concurrency and context length, to the longest prompts",
         (Arm("separated", _HIGH_LIMITS),),
-        Plan(values=(1, 4, 16), input_tokens=(256, 512, 1024, 1792)),
+        Benchmark(values=(1, 4, 16), input_tokens=(256, 512, 1024, 1792)),
     ),
     "goodput": Preset(
         "the highest rate within the latency targets, separated against colocated on the same cores",
         (_SEPARATED, _COLOCATED),
-        Plan(kind=Kind.RATE, values=(1, 2, 3, 4, 6, 8), input_tokens=(512,)),
+        Benchmark(kind=Kind.RATE, values=(1, 2, 3, 4, 6, 8), input_tokens=(512,)),
     ),
     "burst": Preset(
         "a burst of long prompts into steady streams, separated against colocated on the same cores",
         (_SEPARATED, _COLOCATED),
-        Plan(kind=Kind.BURST, values=(8,), output_tokens=32, burst=BurstShape(tokens=1536, lead_s=3.0)),
+        Benchmark(kind=Kind.BURST, values=(8,), output_tokens=32, burst=BurstShape(tokens=1536, lead_s=3.0)),
     ),
     "replicas": Preset(
         "throughput of one, two and three decode workers",
         tuple(Arm(f"{number} decode", (f"--decode={number}", "--max-rolling-batch-size=8")) for number in (1, 2, 3)),
-        Plan(values=(48,), input_tokens=(64,), output_tokens=32, num_requests=96),
+        Benchmark(values=(48,), input_tokens=(64,), output_tokens=32, num_requests=96),
         min_cores=8,
         pace="40,0.05",
     ),
     "tensor-parallel": Preset(
         "ranks of one worker against as many workers on the same cores, for each degree that fits",
         (Arm("1 worker", ("--colocated",)),),
-        Plan(values=(1, 8), input_tokens=(128,), output_tokens=32, repeats=2),
+        Benchmark(values=(1, 8), input_tokens=(128,), output_tokens=32, repeats=2),
         with_degrees=True,
     ),
     "threads": Preset(
         "1,000 short payloads from 128 threads of the synchronous SDK",
         (Arm("separated", _HIGH_LIMITS),),
-        Plan(kind=Kind.THREADS, values=(128,), input_tokens=(32,), output_tokens=16, num_requests=1000),
+        Benchmark(kind=Kind.THREADS, values=(128,), input_tokens=(32,), output_tokens=16, num_requests=1000),
     ),
     "min-latency": Preset(
         "fastest answers for one user: every core in one worker, int8",
         (Arm("min-latency", ("--colocated", "--quantize=int8", "--max-rolling-batch-size=4")),),
-        Plan(values=(1,), num_requests=8),
+        Benchmark(values=(1,), num_requests=8),
     ),
     "max-throughput": Preset(
         "most tokens per second: every core in one worker, int8, a large batch",
         (Arm("max-throughput", ("--colocated", "--quantize=int8", "--max-rolling-batch-size=128", *_HIGH_LIMITS)),),
-        Plan(values=(128,), num_requests=256),
+        Benchmark(values=(128,), num_requests=256),
     ),
     "min-cost": Preset(
         "cheapest tokens within the latency targets, three tokens in for one out: prefill apart, int8",
         (Arm("min-cost", ("--quantize=int8", *_HIGH_LIMITS)),),
-        Plan(kind=Kind.RATE, values=(1, 2, 4, 8, 12), input_tokens=(192,)),
+        Benchmark(kind=Kind.RATE, values=(1, 2, 4, 8, 12), input_tokens=(192,)),
     ),
 }

@@ -1,16 +1,12 @@
-"""Input and output of one engine step: ScheduledBatch and RunnerOutput, and the contract of the Runner between them.
+"""The work of one engine step: ScheduledBatch, which the scheduler plans and a Runner executes.
 
 A batch is in flight from `schedule` to `update`. There may be as many as the model has pipeline stages.
 """
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.sequence import SequenceKey, SequenceState
-from mesh.domain.errors import MeshError
-from mesh.domain.tokens import PromptLogprob, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,73 +58,6 @@ class ScheduledBatch:
     def num_decodes(self) -> int:
         """Number of leading items with exactly one token."""
         return next((i for i, item in enumerate(self.items) if item.num_tokens > 1), len(self.items))
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerOutput:
-    """The result of a step for one item of the batch.
-
-    `tokens` is empty unless the item needs sampling; then it has one token, plus one for each draft that was right. It
-    has none if the drafts have spoiled the step: the KV of the item is cleared, and is computed again without drafts.
-    `prompt_logprobs`, only if requested, has one entry for each prompt token at positions `start + 1 .. end`; the first
-    prompt token has none. With a `failure` the sequence ends and its tokens are invalid: InvalidRequest if the grammar
-    of its structure fails, ModelFailed if the model computed NaN or infinity.
-    """
-
-    tokens: tuple[SampledToken, ...] = ()
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()
-    failure: MeshError | None = None
-
-
-LayerHook = Callable[[ScheduledBatch, int, int], None]
-"""Called as `hook(batch, first_layer, num_layers)` once the step has written the KV of those layers to the cache."""
-
-
-FinishBatch = Callable[[], list[RunnerOutput]]
-"""Waits for the end of a step; returns one output per item of its batch, in order."""
-
-
-class Runner(Protocol):
-    """Executes batches. Plug point: ModelRunner, and fakes in tests."""
-
-    def prepare(self, sequence: SequenceState) -> "Future[None] | None":
-        """Start to prepare what the sequence needs besides the model, such as a compiled grammar, on another thread.
-
-        Returns None if nothing is needed. The future fails with InvalidRequest. Called by any thread, before the
-        sequence is added to the scheduler.
-        """
-        ...
-
-    @property
-    def borrows_cores(self) -> bool:
-        """True if steps are computed on cores that `use_cores` has lent."""
-        ...
-
-    def use_cores(self, lent: tuple[int, ...]) -> None:
-        """Set the cores that the next `begin` may use besides the worker's own. Called before each, by its thread.
-
-        The cores may change from step to step. Threads that compute on them are started in
-        `engine.cores.threads_born_on`.
-        """
-        ...
-
-    def clear_blocks(self, block_ids: list[int]) -> None:
-        """Fill blocks with zeros. They must have a single holder. Called by the same thread as `begin`."""
-        ...
-
-    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
-        """Begin to compute a step. Steps in flight are finished in the order in which they began, by the same thread.
-        Does not modify sequences.
-        """
-        ...
-
-    def forget(self, sequence: SequenceState) -> None:
-        """Drop all state of `sequence`; unknown sequences are ignored."""
-        ...
-
-    def close(self) -> None:
-        """End the processes that compute for this runner. Called after the last step, on the thread that loaded it."""
-        ...
 
 
 class BatchesInFlight:

@@ -16,7 +16,6 @@ from checkpoint.tensors import open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
-from engine.batch import Runner
 from engine.kernels.cpu.machine import KEYS, why_no_loops
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
@@ -33,11 +32,12 @@ from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, pack_decoder
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
+from engine.models.share import ALONE, RankShare, rank_share, share_specs
 from engine.partition import read_partition
-from engine.ranks.cache import AnyKVCache
-from engine.ranks.share import ALONE, RankShare, rank_share, share_specs
+from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.settings import Speculation
+from engine.sharded_kv_cache import AnyKVCache
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
-from engine.batch import FinishBatch, LayerHook, Runner, ScheduledBatch
+from engine.batch import ScheduledBatch
 from engine.cores import ComputeCores, OwnCores
+from engine.runner import FinishBatch, LayerHook, Runner
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
 from engine.speculation.speculator import Speculator

@@ -13,15 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import FinishBatch, LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.finite import items_not_finite, scores_are_finite
 from engine.kv_cache import clear_tail
 from engine.masks import TokenMasks
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
-from engine.ranks.cache import AnyKVCache
+from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.sampler import Sampler, score
 from engine.sequence import SequenceState
+from engine.sharded_kv_cache import AnyKVCache
 from engine.step_input import StepInput, StepInputBuilder, to_device
 from mesh.domain.errors import InvalidRequest, ModelFailed
 from mesh.domain.host import Cores
@@ -33,7 +34,7 @@ _MAX_LOGITS = 2**24
 
 
 class ModelRunner:
-    """Runs the model over a batch, then samples; implements `engine.batch.Runner`.
+    """Runs the model over a batch, then samples; implements `engine.runner.Runner`.
 
     Each call of the layer hook announces the KV of `layers_per_group` layers, or of more layers if these have fewer
     than `group_bytes`; the last group may be smaller. The number of threads is torch's setting at construction.

@@ -30,8 +30,9 @@ Prompts that an encoder reads (`whole_prompts`) are never cut: such a prompt may
 
 from dataclasses import dataclass, field
 
-from engine.batch import BatchesInFlight, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence
 from engine.block_pool import BlockPool, Forks, PrefixCache
+from engine.runner import RunnerOutput
 from engine.sequence import SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy

@@ -25,7 +25,6 @@ import structlog
 import torch
 
 from checkpoint.model_files import tokenizer_fingerprint
-from engine.batch import LayerHook, Runner
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemorySettings
 from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
@@ -34,12 +33,13 @@ from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
-from engine.ranks.cache import AnyKVCache
 from engine.ranks.launch import fitting_ranks, fitting_stages, load_ranked_runner
 from engine.ranks.remote import load_remote_runner
+from engine.runner import LayerHook, Runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
+from engine.sharded_kv_cache import AnyKVCache
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 
-from engine.batch import LayerHook
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
+from engine.runner import LayerHook
 from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import keep_freed_memory

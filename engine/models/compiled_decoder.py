@@ -26,9 +26,9 @@ from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, qkv_width
+from engine.models.rank_group import Alone, RankGroup
 from engine.models.rope import RotaryEmbedding
-from engine.ranks.group import Alone, RankGroup
-from engine.ranks.share import rank_share
+from engine.models.share import rank_share
 from mesh.domain.host import Cores
 from mesh.domain.kv import KVLayout
 

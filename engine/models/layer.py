@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Parameters, Rows, make_linear
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.share import rank_share
 from engine.ranks.collectives import SummingGroup
-from engine.ranks.share import rank_share
 
 
 class Mlp(Protocol):

@@ -20,7 +20,7 @@ from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.load_times import load_phase
 from engine.models.linear import LinearParameters, Parameters
 from engine.models.model_config import ModelConfig
-from engine.ranks.share import RankShare
+from engine.models.share import RankShare
 from mesh.domain.errors import ConfigurationError
 
 _MATRIX_NAMES = ("qkv", "o", "gate_up", "down")

@@ -29,11 +29,11 @@ from engine.load_times import load_phase
 from engine.model_runner import ModelRunner
 from engine.models.linear import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
+from engine.models.share import ALONE, rank_share
 from engine.partition import read_partition
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
-from engine.ranks.share import ALONE, rank_share
 from engine.ranks.shared import Command, Report, SharedGroup, decode_report, encode_command, step_memory
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress

@@ -18,11 +18,11 @@ from engine.models.decoder import Decoder
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
-from engine.ranks.cache import KVShard, ShardedKVCache
+from engine.models.share import rank_share, share_specs
 from engine.ranks.collectives import SummingGroup, gloo
-from engine.ranks.share import rank_share, share_specs
 from engine.ranks.shared import Command, Forward, SharedGroup
 from engine.runner_settings import RunnerSettings
+from engine.sharded_kv_cache import KVShard, ShardedKVCache
 from engine.weights import Progress
 from mesh.domain.kv import KVSpan, kv_spans
 

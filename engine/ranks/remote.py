@@ -25,9 +25,9 @@ from engine.model_runner import ModelRunner
 from engine.models.linear import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
+from engine.models.share import rank_share, share_specs
 from engine.ranks.launch import OnLost, max_sequence_blocks
 from engine.ranks.rank import Execute, Rank
-from engine.ranks.share import rank_share, share_specs
 from engine.ranks.shared import Command, Forward, SharedGroup, StepMemory, decode_command, encode_command
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress

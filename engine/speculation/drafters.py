@@ -17,7 +17,8 @@ from typing import Protocol
 
 import structlog
 
-from engine.batch import Runner, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.runner import Runner
 from engine.sequence import SequenceKey, SequenceState
 from engine.speculation.cost import CostFit, StepCost
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceKey, SequenceState
 from engine.speculation.cost import Acceptance, CostFit, Prices, plan_lengths

@@ -1,6 +1,6 @@
 """Memory and cores of each rank of a worker (docs/parallel.md), by formula.
 
-A rank holds what `engine.ranks.share` gives it: in each stage of a pipeline some layers, of them some heads and a part
+A rank holds what `engine.models.share` gives it: in each stage of a pipeline some layers, of them some heads and a part
 of every matrix. Embedding and output matrix belong to the first stage. Scales and padding are left out, as in
 `roofline.py`.
 """
@@ -17,7 +17,7 @@ from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
-from engine.ranks.share import Cut, RankShare, rank_share, share_specs
+from engine.models.share import Cut, RankShare, rank_share, share_specs
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, KVLayout, Span
 from tandem_cli.capacity.roofline import Precision

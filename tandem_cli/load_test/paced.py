@@ -14,10 +14,11 @@ from functools import partial
 
 import torch
 
-from engine.batch import FinishBatch, LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kv_cache import KVCache
 from engine.load import kv_layout
 from engine.models.read_config import load_config
+from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.weights import Progress

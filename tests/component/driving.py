@@ -3,8 +3,9 @@
 import random
 from dataclasses import dataclass, field
 
-from engine.batch import FinishBatch, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.model_runner import ModelRunner
+from engine.runner import FinishBatch, RunnerOutput
 from engine.sequence import SequenceState
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import PromptLogprob, SampledToken

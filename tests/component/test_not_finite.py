@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import RunnerOutput
 from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
+from engine.runner import RunnerOutput
 from mesh.domain.errors import InvalidRequest, ModelFailed
 from tests.component.arms import embedding, load_arm, settings
 from tests.component.driving import Driver, Run

@@ -12,8 +12,8 @@ import pytest
 
 from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
+from engine.models.share import ALONE
 from engine.partition import MANIFEST, read_partition
-from engine.ranks.share import ALONE
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.batch import FinishBatch, ScheduledBatch
+from engine.batch import ScheduledBatch
 from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
+from engine.runner import FinishBatch
 from mesh.domain.kv import Degrees, KVSpan, Span
 from tests.component.arms import load_arm, settings
 from tests.component.driving import Driver, Run

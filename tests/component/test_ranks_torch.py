@@ -12,8 +12,8 @@ import torch
 from engine.load import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
+from engine.models.share import rank_share
 from engine.ranks.launch import load_ranked_runner
-from engine.ranks.share import rank_share
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tests.component.arms import settings

@@ -11,7 +11,8 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from engine.batch import FinishBatch, LayerHook, RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.sequence import SequenceState
 from mesh.domain.errors import InvalidRequest, MeshError, ModelFailed
 from mesh.domain.kv import KVLayout, KVSpan
@@ -62,7 +63,7 @@ class FakeKVStore:
 
 
 class FakeRunner:
-    """Implements engine.batch.Runner over a FakeKVStore. `gate`, when closed, stops the engine in a step."""
+    """Implements engine.runner.Runner over a FakeKVStore. `gate`, when closed, stops the engine in a step."""
 
     borrows_cores = True
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.batch import FinishBatch, LayerHook, ScheduledBatch
+from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
 from engine.loop import Engine, StepResult
+from engine.runner import FinishBatch, LayerHook
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceKey, SequenceState
 from engine.settings import SchedulerConfig

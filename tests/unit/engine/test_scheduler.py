@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from engine.batch import RunnerOutput, ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.block_pool import BlockPool
+from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig

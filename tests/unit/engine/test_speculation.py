@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.settings import DecodeSettings
-from engine.batch import FinishBatch, LayerHook, ScheduledBatch
+from engine.batch import ScheduledBatch
+from engine.runner import FinishBatch, LayerHook
 from engine.sequence import SequenceState
 from engine.settings import Speculation
 from engine.speculation.cost import Acceptance, CostFit, Prices, StepCost, plan_lengths

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec

@@ -52,5 +52,5 @@ class RunnerSettings:
 
     @property
     def scheme(self) -> str:
-        """The scheme of the weights, a key of engine.models.linear.SCHEMES."""
+        """The scheme of the weights, a key of engine.models.schemes.SCHEMES."""
         return "float" if self.quantize == "none" else self.quantize

@@ -25,8 +25,8 @@ from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
 from engine.finite import is_finite
 from engine.load_times import load_phase
 from engine.memory import release_pages
-from engine.models.linear import Parameters, Values
 from engine.models.parameters import ParameterSpec, Source
+from engine.models.schemes import Parameters, Values
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)

@@ -22,10 +22,11 @@ import structlog
 import torch
 
 from engine.kv_cache import KVCache
-from engine.load import kv_layout, resolve
 from engine.ranks.collectives import NoteStore
 from engine.ranks.messages import read_settings
-from engine.ranks.remote import BlockCopy, KVCall, OwnMemoryRank, Step, answer_kv, require_remote
+from engine.ranks.remote import OwnMemoryRank, answer_kv, require_remote
+from engine.ranks.remote_messages import BlockCopy, KVCall, Step
+from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from mesh import wire
 from mesh.domain.errors import ConfigurationError, InvalidRequest, Overloaded, Replayable, Unauthenticated, WorkerLost
@@ -37,7 +38,7 @@ from mesh.rpc.channel import open_channel
 from mesh.rpc.status import error_from_rpc
 from mesh.v1 import rank_pb2, rank_pb2_grpc
 from rank_worker.settings import RankSettings
-from worker.rank_listener import RANK_KEEPALIVE_MS, versions
+from worker.rank_protocol import RANK_KEEPALIVE_MS, versions
 
 T = TypeVar("T")
 

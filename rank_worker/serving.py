@@ -8,13 +8,13 @@ from functools import partial
 import structlog
 import torch
 
-from engine.load import resolve
 from engine.load_times import load_phase, measured_load, rounded
 from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message, send_message
 from engine.ranks.rank import Execute, Rank, map_kv
 from engine.ranks.shared import Command, Report, SharedGroup, decode_command, encode_command, encode_report, step_memory
+from engine.resolve import resolve
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import configure_logging, flush_outputs
 

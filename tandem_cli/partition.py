@@ -7,11 +7,12 @@ from pathlib import Path
 
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
-from engine.load import kv_layout, load_packed, resolve, weights_digest, why_eager
+from engine.load import load_packed
 from engine.models.model_config import ModelConfig
 from engine.models.share import rank_share
 from engine.partition import read_partition, write_partition
 from engine.ranks.launch import fitting_ranks
+from engine.resolve import kv_layout, resolve, weights_digest, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError

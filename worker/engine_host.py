@@ -6,7 +6,7 @@ A model is loaded by these functions, from the outside in:
       build_host               settings of the runner; then the runner, the drafter, the scheduler    -> EngineHost
         load_runner            ends the process when a rank ends; load tests pass another `Load` instead
           load_ranked_runner   engine/ranks/launch.py: starts the other ranks; with one rank goes straight on
-            load_model_runner  engine/load.py: weights, KV cache and attention of one rank            -> ModelRunner
+            load_model_runner  engine/load_runner.py: weights, KV cache, attention of one rank            -> ModelRunner
 """
 
 import os
@@ -27,7 +27,7 @@ import torch
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.block_pool import BlockPool
 from engine.kv_memory import KVMemorySettings
-from engine.load import draft_block_bytes, kv_layout, load_model_runner, load_speculator
+from engine.load_runner import draft_block_bytes, load_model_runner, load_speculator
 from engine.load_times import measured_load, rounded
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
@@ -35,6 +35,7 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
 from engine.ranks.launch import fitting_ranks, fitting_stages, load_ranked_runner
 from engine.ranks.remote import load_remote_runner
+from engine.resolve import kv_layout
 from engine.runner import LayerHook, Runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from urllib.parse import unquote
 
-from engine.ranks.remote import KVCall
+from engine.ranks.remote_messages import KVCall
 from mesh import wire
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 from mesh.v1 import rank_pb2

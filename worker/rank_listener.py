@@ -17,39 +17,27 @@ from typing import Any
 
 import grpc
 import structlog
-import torch
 
-import tandem
 from engine.ranks.collectives import NoteStore
-from engine.ranks.launch import OnLost
-from engine.ranks.messages import plain_settings
-from engine.ranks.remote import BlockCopy, KVCall, Step
+from engine.ranks.messages import OnLost, plain_settings
+from engine.ranks.remote_messages import BlockCopy, KVCall, Step
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
 from mesh.domain.request import mint_id
-from mesh.domain.worker import PROTOCOL_VERSION
 from mesh.rpc.server import MAX_MESSAGE_BYTES, Listen, require_listenable
 from mesh.rpc.status import status_of
 from mesh.v1 import rank_pb2, rank_pb2_grpc
 from worker.rank_link import RankLink, host_of, own_address
+from worker.rank_protocol import RANK_KEEPALIVE_MS, versions
 
 log = structlog.get_logger(__name__)
 
-RANK_KEEPALIVE_MS = 8_000
-"""A machine that vanishes is noticed within 1.5 times this time. Shorter than in the rest of the mesh: all ranks wait
-for the one that is lost.
-"""
 _STOP_GRACE_S = 2.0
 _GREETING_S = 60.0  # within which a rank must say what it is; it reads headers of its checkpoint
 
 
-def versions() -> str:
-    """The versions that must be equal in all ranks. They divide the model by the same code, and gloo has no version."""
-    return f"tandem {tandem.__version__}, protocol {PROTOCOL_VERSION}, torch {torch.__version__.partition('+')[0]}"
-
-
 class RankListener(rank_pb2_grpc.RanksServicer):
-    """The ranks from 1 to `num_ranks` - 1. Implements engine.ranks.remote.RemoteRanks.
+    """The ranks from 1 to `num_ranks` - 1. Implements engine.ranks.remote_messages.RemoteRanks.
 
     The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop.
     """

@@ -10,27 +10,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Batch, Floats, HeadShape, Queries, Share
+from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Batch, Floats, HeadShape, Part, Queries
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.buffers import Buffers
-from engine.kernels.cpu.machine import KEYS, LOG2_E, QUERY_TILE_ROWS, why_no_loops
+from engine.kernels.cpu.machine import KEYS, LOG2_E, QUERY_TILE_ROWS
 from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
-from mesh.domain.kv import KVLayout
 
 _NOTHING: Floats = np.empty((0, 0), np.float32)
-_CACHE_DTYPES = ("float32", "float16", "int8")
-
-
-def why_not_paged(layout: KVLayout) -> str | None:
-    """The reason why the attention kernels cannot read a cache of this layout, or None if they can."""
-    if layout.dtype not in _CACHE_DTYPES:
-        return f"KV in {layout.dtype}, not {', '.join(_CACHE_DTYPES)}"
-    if layout.head_dim % KEYS:
-        return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
-    if layout.block_size % KEYS:
-        return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"
-    return why_no_loops()
 
 
 def kernel_batch(metadata: ForwardMetadata, block_size: int, rotation: tuple[Tensor, Tensor] | None = None) -> Batch:
@@ -104,10 +91,10 @@ class CpuAttention:
         visible = NO_WINDOW if window is None else window
         work = [Attending(flat, shape, batch, buffers.attention(shape, batch)) for buffers in self._buffers]
         if self._threads is None:
-            attend(work[0], cache, 0, visible, Share(0, 1))
+            attend(work[0], cache, 0, visible, Part(0, 1))
             return out
         running = [
-            self._threads.submit(attend, attending, cache, 0, visible, Share(thread, self._num_threads))
+            self._threads.submit(attend, attending, cache, 0, visible, Part(thread, self._num_threads))
             for thread, attending in enumerate(work)
         ]
         for future in running:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.attention.backend import AttentionBackend, AttentionShape
-from engine.attention.cpu import CpuAttention, why_not_paged
+from engine.attention.cpu import CpuAttention
 from engine.attention.flash import MAX_HEAD_DIM, PAGE_TOKENS, FlashAttention, flash_available
 from engine.attention.torch_sdpa import TorchAttention
+from engine.models.cpu_support import why_not_paged
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata, attention_shape, one_token
-from engine.attention.cpu import head_shape, kernel_batch, why_not_paged
+from engine.attention.cpu import head_shape, kernel_batch
 from engine.cores import threads_born_on
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range
 from engine.kernels.cpu.buffers import Buffers
-from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx, why_no_loops
+from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
@@ -30,7 +30,6 @@ from engine.models.rank_group import Alone, RankGroup
 from engine.models.rope import RotaryEmbedding
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
-from mesh.domain.kv import KVLayout
 
 
 class LoopThreads:
@@ -98,36 +97,6 @@ class LoopThreads:
 
 
 _NO_AMX: Bytes = np.empty(0, np.uint8)
-_REQUIRED_FACTS = {
-    "activation": "silu",
-    "norm": "rms",
-    "block": "sequential",
-    "positions": "rotary",
-    "window_rope": None,
-    "gated": True,
-    "experts": None,
-    "attention_scale": None,
-    "attention_softcap": None,
-    "embed_norm": False,
-    "embed_scale": 1.0,
-    "lm_head_bias": False,
-    "logit_scale": 1.0,
-    "logit_softcap": None,
-}
-"""Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
-
-
-def why_not_compiled(config: ModelConfig, layout: KVLayout) -> str | None:
-    """The reason why the loop cannot run this model, or None if it can."""
-    if (missing := why_no_loops()) is not None:
-        return missing
-    for name, value in _REQUIRED_FACTS.items():
-        if getattr(config, name) != value:
-            return f"{name} {getattr(config, name)}"
-    for name in ("hidden_size", "intermediate_size"):
-        if getattr(config, name) % PANEL:
-            return f"{name} {getattr(config, name)}, not a multiple of {PANEL}"
-    return why_not_paged(layout)
 
 
 class CompiledDecoder:

@@ -1,16 +1,15 @@
-"""Matrices of weights: how each scheme stores and multiplies them, and the norms and activations that feed them.
+"""Linear layers: how each scheme multiplies with a matrix, and the norms and activations that feed it.
 
-A scheme defines the encoding of a matrix: float or int8. LinearParameters is a matrix as it is loaded. Every memory
-layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each scheme is stored in
-one way. A LinearLayer multiplies with a matrix; the Ops of its scheme make its input rows, so that a norm or an
-activation needs no separate pass over memory. On CPU the scheme "int8" has weights scaled per output, activations
-scaled per row, and integer products by oneDNN. Integer sums are exact, so a row's result does not depend on its batch.
+A LinearLayer multiplies with a matrix; the Ops of its scheme (`engine/models/schemes.py`) make its input rows, so that
+a norm or an activation needs no separate pass over memory. On CPU the scheme "int8" has weights scaled per output,
+activations scaled per row, and integer products by oneDNN. Integer sums are exact, so a row's result does not depend on
+its batch.
 
 CONTRIBUTING.md has the recipe for a new scheme.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -22,105 +21,13 @@ from torch.nn import functional as F
 from engine.kernels.cpu.byte_matrix import ByteMatrix
 from engine.kernels.cpu.machine import why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
-from engine.load_times import load_phase
-from engine.models.rounding import round_to_int8
+from engine.models.schemes import LinearParameters
 from mesh.domain.errors import ConfigurationError
 
 # oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
 _PACKED_FOR_ROWS = 64
 # Smaller weights are not packed: a oneDNN call costs 40 microseconds.
 _MIN_PACKED_ELEMENTS = 2**19
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearParameters:
-    """A matrix [outputs, inputs] and its bias [outputs].
-
-    Scheme "float": `weight` is the matrix. Scheme "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-127, 127] and fp32 scales.
-    """
-
-    weight: Tensor
-    scheme: str = "float"
-    scales: Tensor | None = None
-    bias: Tensor | None = None
-
-
-def _keep(weight: Tensor) -> LinearParameters:
-    return LinearParameters(weight)
-
-
-def _round_to_int8(weight: Tensor) -> LinearParameters:
-    rounded, scales = round_to_int8(weight)
-    return LinearParameters(rounded, "int8", scales)
-
-
-SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {"float": _keep, "int8": _round_to_int8}
-"""Conversions of floating-point weights [outputs, inputs] to each scheme."""
-CUT_BY_INPUTS = frozenset({"float"})
-"""Schemes in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are made
-from whole rows, of weights and of activations.
-"""
-
-
-Values = tuple[str, Tensor, bool]
-"""Name and values of a parameter, and if it is a matrix."""
-
-
-class Parameters:
-    """The parameters of a model by name, with all matrices converted to one scheme.
-
-    `source` yields the parameters `names`. It is read as far as a taken parameter demands, so that a model that copies
-    each parameter to its own layout never holds all of them twice. A parameter can be taken once.
-    """
-
-    def __init__(self, scheme: str = "float", names: Iterable[str] = (), source: Iterable[Values] = ()) -> None:
-        self.scheme = scheme
-        self._source = iter(source)
-        self._unread = set(names)
-        self._tensors: dict[str, Tensor] = {}
-        self._linears: dict[str, LinearParameters] = {}
-
-    def put(self, name: str, values: Tensor, *, is_matrix: bool = False) -> None:
-        """Add a parameter. A matrix is converted to the scheme."""
-        self._unread.discard(name)
-        if is_matrix:
-            with load_phase("convert"):
-                self._linears[name] = SCHEMES[self.scheme](values)
-        else:
-            self._tensors[name] = values
-
-    def read_all(self) -> None:
-        """Read what is left of the source. Raises ConfigurationError."""
-        for name, values, is_matrix in self._source:
-            self.put(name, values, is_matrix=is_matrix)
-
-    def _read(self, name: str) -> None:
-        while name in self._unread:
-            found, values, is_matrix = next(self._source)
-            self.put(found, values, is_matrix=is_matrix)
-
-    def take(self, name: str) -> Tensor:
-        """Remove and return a parameter that is not a matrix. Raises KeyError if it does not exist."""
-        self._read(name)
-        return self._tensors.pop(name)
-
-    def take_optional(self, name: str) -> Tensor | None:
-        """As `take`, but returns None if the parameter does not exist."""
-        self._read(name)
-        return self._tensors.pop(name, None)
-
-    def take_linear(self, name: str) -> LinearParameters:
-        """Remove and return a matrix with its bias, `{name}_bias`, if any. Raises KeyError if it does not exist."""
-        self._read(name)
-        return replace(self._linears.pop(name), bias=self.take_optional(f"{name}_bias"))
-
-    def take_output(self, embedding: Tensor) -> LinearParameters:
-        """Remove and return the output matrix "lm_head"; if absent, it is `embedding` [vocab_size, hidden_size]."""
-        self._read("lm_head")
-        if "lm_head" not in self._linears:
-            self.put("lm_head", embedding, is_matrix=True)
-        return self.take_linear("lm_head")
 
 
 Activation = Callable[[Tensor], Tensor]

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape, attention_shape
-from engine.kernels.cpu.arguments import Floats
+from engine.kernels.cpu.arguments import Floats, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES
-from engine.kernels.cpu.matmul import Weights
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.load_times import load_phase
-from engine.models.linear import LinearParameters, Parameters
 from engine.models.model_config import ModelConfig
+from engine.models.schemes import LinearParameters, Parameters
 from engine.models.share import RankShare
 from mesh.domain.errors import ConfigurationError
 

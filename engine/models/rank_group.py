@@ -1,15 +1,18 @@
-"""The contract between a model and the ranks that compute its steps together."""
+"""The contracts between a model and the ranks that compute its steps together: RankGroup of the compiled decoder,
+SummingGroup of the eager one.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import Buffers
-from engine.model import LayerGroups
+from engine.model import Finish, LayerGroups
 from mesh.domain.kv import Degrees
 
 
@@ -77,3 +80,40 @@ class Alone:
 
     def begin_logits(self, num_rows: int) -> None:
         pass
+
+
+class SummingGroup(Protocol):
+    """Plug point: `engine.ranks.collectives.GlooGroup`. The ranks of a stage each compute a part of every sum."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    @property
+    def degrees(self) -> Degrees:
+        """Number of ranks in each stage, and number of stages."""
+        ...
+
+    @property
+    def sums(self) -> bool:
+        """False if the rank has its stage to itself."""
+        ...
+
+    def send_step(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> None:
+        """In rank 0: let the stage's other ranks compute this step, too."""
+        ...
+
+    def residual(self, like: Tensor, num_tokens: int) -> Tensor:
+        """The residual that stages hand over, [num_tokens, width of `like`]."""
+        ...
+
+    def end_forward(self, residual: Tensor, layer_groups: LayerGroups) -> Finish:
+        """In rank 0: let the next stages compute the step that this stage has computed."""
+        ...
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Replace `part`, a contiguous tensor of the same shape in all ranks of the stage, by its sum over them, and
+        return it. Raises WorkerLost if another rank has ended.
+        """
+        ...

@@ -70,9 +70,9 @@ def gloo(store: "Store", rank: int, degrees: Degrees, host: str = "127.0.0.1") -
     return distributed.ProcessGroupGloo(store, tensor_rank, degrees.tensor, options)
 
 
-class SummingGroup:
-    """One rank's view of a group for the eager decoder. The ranks of a stage each compute a part of every sum. `shared`
-    carries the steps; stages hand over the residual in its memory.
+class GlooGroup:
+    """One rank's view of a group for the eager decoder. Implements SummingGroup. `shared` carries the steps; stages hand
+    over the residual in its memory.
 
     All ranks of a stage get equal bits from a sum. With more than two, the order of its terms depends on an element's
     place, so a row's result may depend on its batch in the last bit.
@@ -82,12 +82,10 @@ class SummingGroup:
         self.rank = shared.rank
         self.degrees = shared.degrees
         self.sums = backend is not None
-        """False if the rank has its stage to itself."""
         self._shared = shared
         self._backend = backend
 
     def send_step(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> None:
-        """In rank 0: let the stage's other ranks compute this step, too."""
         self._token_ids(token_ids.shape[0]).copy_(token_ids)
         self._shared.begin_forward(metadata, layer_groups)
 
@@ -97,14 +95,12 @@ class SummingGroup:
         return self._token_ids(command.num_tokens), metadata, layer_groups
 
     def residual(self, like: Tensor, num_tokens: int) -> Tensor:
-        """The residual that stages hand over, [num_tokens, width of `like`]."""
         width = like.shape[-1]
         num_floats = -(-num_tokens * width * like.element_size() // 4)
         shared = torch.from_numpy(self._shared.buffers.get("residual", num_floats)[:num_floats])
         return shared.view(like.dtype)[: num_tokens * width].view(num_tokens, width)
 
     def end_forward(self, residual: Tensor, layer_groups: LayerGroups) -> Finish:
-        """In rank 0: let the next stages compute the step that this stage has computed."""
         if self.degrees.pipeline == 1:
             return lambda: residual
         handed_over = self.residual(residual, len(residual)).copy_(residual)
@@ -117,11 +113,6 @@ class SummingGroup:
         self._shared.end_stage()
 
     def sum(self, part: Tensor) -> Tensor:
-        """Replace `part`, a contiguous tensor of the same shape in all ranks of the stage, by its sum over them, and
-        return it.
-
-        Raises WorkerLost if another rank has ended.
-        """
         assert self._backend is not None
         try:
             self._backend.allreduce([part]).wait()  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import connection
@@ -24,17 +24,27 @@ from typing import Any
 import structlog
 import torch
 
-from engine.load import kv_layout, load_model_runner, reserve_blocks, reserve_memory, resolve, why_eager
+from engine.load import reserve_blocks, reserve_memory
+from engine.load_runner import load_model_runner
 from engine.load_times import load_phase
 from engine.model_runner import ModelRunner
-from engine.models.linear import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
+from engine.models.schemes import CUT_BY_INPUTS
 from engine.models.share import ALONE, rank_share
 from engine.partition import read_partition
 from engine.ranks.collectives import shared_store
-from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message
+from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
-from engine.ranks.shared import Command, Report, SharedGroup, decode_report, encode_command, step_memory
+from engine.ranks.shared import (
+    Command,
+    Report,
+    SharedGroup,
+    decode_report,
+    encode_command,
+    max_sequence_blocks,
+    step_memory,
+)
+from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
@@ -43,9 +53,6 @@ from mesh.domain.kv import Degrees
 log = structlog.get_logger(__name__)
 
 _EXIT_WAIT_S = 5.0  # between the end of a rank's socket and that of its process
-
-OnLost = Callable[[str], None]
-"""Called on a thread with what has happened to a rank. It should end the process."""
 
 
 def fitting_ranks(settings: RunnerSettings) -> int:
@@ -149,15 +156,6 @@ def _connect(leader: Rank, processes: "RankProcesses") -> None:
     connecting.join()
     if failures:
         raise WorkerLost(f"the ranks cannot be connected: {failures[0]}")
-
-
-def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
-    """Blocks of a sequence for which steps need memory. Rope settings may allow more than the model's own limit; then a
-    step's sequences have at most `settings.max_blocks` together, and each has at least one of the step's tokens.
-    """
-    return max(
-        config.max_model_len // settings.block_size + 2, (settings.max_blocks or 0) // settings.max_batch_tokens + 1
-    )
 
 
 def _require_divisible(settings: RunnerSettings, config: object) -> ModelConfig:

@@ -9,6 +9,7 @@ leader ── RankSetup ─▶ rank         before the rank's process starts
 
 import json
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,9 @@ from mesh.domain.errors import ConfigurationError
 
 MAX_MESSAGE_BYTES = 1 << 16
 _MAX_REASON_CHARS = 4000
+
+OnLost = Callable[[str], None]
+"""Called on a thread with what has happened to a rank. It should end the process."""
 
 
 @dataclass(frozen=True, slots=True)

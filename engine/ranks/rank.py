@@ -11,7 +11,7 @@ import torch
 from engine.kernels.cpu.arguments import Bytes
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
-from engine.load import assemble_runner, decoder_memory, kv_layout, load_packed, load_parameters, why_eager
+from engine.load import assemble_runner, decoder_memory, load_packed, load_parameters
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
@@ -19,8 +19,9 @@ from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
 from engine.models.share import rank_share, share_specs
-from engine.ranks.collectives import SummingGroup, gloo
+from engine.ranks.collectives import GlooGroup, gloo
 from engine.ranks.shared import Command, Forward, SharedGroup
+from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import KVShard, ShardedKVCache
 from engine.weights import Progress
@@ -40,7 +41,7 @@ class Rank:
     """One rank of a group. The constructor loads its weights. `connect`, then `follow` or `lead`, are called once the
     number of KV blocks is known.
 
-    The settings are resolved (`engine.load.resolve`). The ranks of the eager decoder meet through the store. Raises
+    The settings are resolved (`engine.resolve.resolve`). The ranks of the eager decoder meet through the store. Raises
     ConfigurationError.
     """
 
@@ -57,7 +58,7 @@ class Rank:
         self._group = group
         self._store = store
         self._layout = kv_layout(config, settings)
-        self._summing: SummingGroup | None = None
+        self._summing: GlooGroup | None = None
         self._packed: PackedDecoder | None = None
         share = rank_share(config, group.rank, group.degrees)
         if why_eager(settings, config, self._layout) is None:
@@ -86,7 +87,7 @@ class Rank:
         """
         if self._packed is None:
             group = self._group
-            self._summing = SummingGroup(group, gloo(self._store, group.rank, group.degrees, host))
+            self._summing = GlooGroup(group, gloo(self._store, group.rank, group.degrees, host))
 
     def follow(self, cache: KVCache) -> Execute:
         """In other ranks than 0: build the decoder. The loaded weights move into it."""
@@ -106,7 +107,7 @@ class Rank:
         assert self._packed is not None
         return CompiledDecoder(self._config, self._packed, cache, self._group)
 
-    def _eager(self, cache: KVCache, summing: SummingGroup) -> Decoder:
+    def _eager(self, cache: KVCache, summing: GlooGroup) -> Decoder:
         return Decoder(self._config, self._parameters, decoder_memory(self._settings, self._config, cache), summing)
 
 
@@ -121,7 +122,7 @@ def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Com
 
 
 @torch.inference_mode()
-def _execute_summed(decoder: Decoder, group: SummingGroup, command: Command) -> None:
+def _execute_summed(decoder: Decoder, group: GlooGroup, command: Command) -> None:
     """Returns when the rank has done its part of the last sum."""
     assert isinstance(command, Forward), "rank 0 alone computes logits"
     group.end_stage(decoder.run_layers(*group.read_step(command, decoder.layers)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -20,15 +20,25 @@ from numpy.typing import NDArray
 from engine.kernels.cpu.arguments import Bytes
 from engine.kv_cache import Buffer, KVCache, part_of, payload_array
 from engine.kv_memory import KVReservation
-from engine.load import kv_layout, resolve, weights_bytes
+from engine.load import weights_bytes
 from engine.model_runner import ModelRunner
-from engine.models.linear import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
+from engine.models.schemes import CUT_BY_INPUTS
 from engine.models.share import rank_share, share_specs
-from engine.ranks.launch import OnLost, max_sequence_blocks
+from engine.ranks.messages import OnLost
 from engine.ranks.rank import Execute, Rank
-from engine.ranks.shared import Command, Forward, SharedGroup, StepMemory, decode_command, encode_command
+from engine.ranks.remote_messages import BlockCopy, KVCall, RemoteRanks, Step
+from engine.ranks.shared import (
+    Command,
+    Forward,
+    SharedGroup,
+    StepMemory,
+    decode_command,
+    encode_command,
+    max_sequence_blocks,
+)
+from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
@@ -43,81 +53,6 @@ _CPU = torch.device("cpu")
 _PIECE_BYTES = 2 << 20
 """KV travels in pieces of about this size: small beside the limit of messages, large beside their cost."""
 _PIECES_AT_ONCE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step for a rank with memory of its own: the command, and the arrays that the command describes."""
-
-    command: bytes
-    token_ids: bytes
-    positions: bytes
-    sequences: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy a block within the rank's KV: after the steps that were sent before, before those that are sent later."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVCall:
-    """A request about blocks of a rank's KV. It is executed beside steps, like calls to a KVCache in this process."""
-
-    action: Literal["read", "write", "clear"]
-    block_ids: Sequence[int]
-    span: KVSpan
-    payload: bytes = b""
-
-
-class RemoteRanks(Protocol):
-    """The ranks from 1 on, as the leader sees them. Plug point: worker.rank_listener.RankListener.
-
-    All methods but `close` raise WorkerLost once a rank is lost, and `wait_loaded` raises ConfigurationError if one
-    cannot load its share.
-    """
-
-    @property
-    def store(self) -> "Store":
-        """The store by which all ranks meet."""
-        ...
-
-    def gather(self, settings: RunnerSettings, fingerprint: str) -> str:
-        """Wait until all ranks have joined, with checkpoints of this fingerprint. Returns this machine's address that
-        reaches theirs.
-        """
-        ...
-
-    def wait_loaded(self) -> list[int]:
-        """Wait until all have loaded their weights. Returns the blocks that fit each."""
-        ...
-
-    def allocate(self, num_blocks: int) -> None:
-        """Let all ranks allocate their KV and meet the others."""
-        ...
-
-    def wait_ready(self) -> None:
-        """Wait until all execute steps."""
-        ...
-
-    def post(self, message: Step | BlockCopy, rank: int | None = None) -> None:
-        """Send a message to one rank or all. A rank executes messages in order."""
-        ...
-
-    def call_kv(self, rank: int, call: KVCall) -> "Future[bytes]":
-        """Ask one rank. The result is the KV, for `read`."""
-        ...
-
-    def watch(self, on_lost: OnLost) -> None:
-        """From now on call `on_lost` as soon as a rank is lost."""
-        ...
-
-    def close(self) -> None:
-        """End all ranks."""
-        ...
 
 
 def load_remote_runner(

@@ -159,6 +159,15 @@ def step_memory(settings: RunnerSettings, config: ModelConfig, max_blocks: int, 
     return StepMemory(config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages, fd=fd)
 
 
+def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
+    """Blocks of a sequence for which steps need memory. Rope settings may allow more than the model's own limit; then a
+    step's sequences have at most `settings.max_blocks` together, and each has at least one of the step's tokens.
+    """
+    return max(
+        config.max_model_len // settings.block_size + 2, (settings.max_blocks or 0) // settings.max_batch_tokens + 1
+    )
+
+
 class StageBuffers:
     """The memory of a stage and of the step in `slot`. Implements SharedBuffers."""
 

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.models.compiled_decoder import why_not_compiled
+from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs

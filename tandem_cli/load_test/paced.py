@@ -16,8 +16,8 @@ import torch
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kv_cache import KVCache
-from engine.load import kv_layout
 from engine.models.read_config import load_config
+from engine.resolve import kv_layout
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.load import kv_layout, load_model_runner
+from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
-from engine.models.compiled_decoder import why_not_compiled
+from engine.models.cpu_support import why_not_compiled
 from engine.models.read_config import load_decoder_config
+from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 
 ARMS: dict[str, dict[str, object]] = {

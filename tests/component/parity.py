@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.runner_settings import RunnerSettings
 from tests.component.checkpoints import VOCAB_SIZE

@@ -17,12 +17,12 @@ import torch
 from torch import distributed
 
 from engine.kv_memory import KVMemorySettings, KVReservation
-from engine.load import kv_layout, resolve
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks.launch import load_ranked_runner
 from engine.ranks.rank import Rank, kv_bytes
 from engine.ranks.shared import Command, Report, SharedGroup, StepMemory
+from engine.resolve import kv_layout, resolve
 from mesh.domain.kv import Degrees
 from mesh.logs import configure_logging
 from tests.component.arms import settings

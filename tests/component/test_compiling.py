@@ -8,9 +8,10 @@ import pytest
 
 from engine.kernels.cpu import compiler
 from engine.kernels.cpu.compiler import jit
-from engine.load import kv_layout, load_model_runner
-from engine.models.compiled_decoder import why_not_compiled
+from engine.load_runner import load_model_runner
+from engine.models.cpu_support import why_not_compiled
 from engine.models.read_config import load_config
+from engine.resolve import kv_layout
 from tests.component.arms import load_arm, settings
 from tests.component.checkpoints import OTHER_FAMILIES
 from tests.component.parity import check_parity, run_mixed

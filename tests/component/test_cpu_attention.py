@@ -11,7 +11,7 @@ from engine.attention.backend import AttentionShape, ForwardMetadata
 from engine.attention.cpu import CpuAttention, head_shape, kernel_batch
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Queries, Share
+from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Part, Queries
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.machine import amx_shapes, has_amx
@@ -109,8 +109,8 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     attending = Attending(flat, heads, batch, Buffers().attention(heads, batch, bf16=True))
     amx = Operand(nothing, np.empty(0, np.float32), np.empty(0, np.int32), amx_shapes())
     begin_products(amx)
-    for share in range(3):
-        attend(attending, elements(cache), 0, NO_WINDOW if window is None else window, Share(share, 3))
+    for part in range(3):
+        attend(attending, elements(cache), 0, NO_WINDOW if window is None else window, Part(part, 3))
     end_products(amx)
     # Products of bf16 are exact in fp32; what is left is the rounding of softmax weights.
     floats, rounded = as_floats(cache, shape.head_dim).bfloat16().float(), queries[:-32].bfloat16().float()

@@ -9,21 +9,21 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.kernels.cpu.arguments import Address, Matrix, Range, Share
+from engine.kernels.cpu.arguments import Address, Matrix, Part, Range
 from engine.kernels.cpu.compiler import OPTIONS
 from engine.kernels.cpu.machine import TILE_ROWS, UNIT, amx_shapes, has_amx
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
 from engine.kernels.cpu.tiles import ADD, GATE, STORE, TileProduct, multiply_tile
-from engine.models.linear import SCHEMES
+from engine.models.schemes import SCHEMES
 
 Array = NDArray[Any]
 MAX_ROWS = 70
 # Columns that fill units, panels, or neither; depths that fill int8's groups of 64, or not.
 SHAPES = [MatrixShape(48, 64), MatrixShape(264, 208), MatrixShape(128, 48), MatrixShape(1, 576)]
 GATED = [MatrixShape(2 * 16, 64, gated=True), MatrixShape(2 * 112, 208, gated=True)]
-NUM_SHARES = (1, 2, 3, 7)
+NUM_PARTS = (1, 2, 3, 7)
 GATED_FACTOR = np.float32(2**-18)  # keeps gates of whole numbers where silu is not flat
 
 needs_amx = pytest.mark.skipif(not has_amx(), reason="the CPU has no amx_int8, or the kernel keeps it")
@@ -66,16 +66,16 @@ class Products:
         amx = amx_shapes() if self.kind == "amx" else np.empty(0, np.uint8)
         return Operand(a, np.empty(rows, np.float32), sums, amx)
 
-    def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_shares: int = 1) -> Array:
-        """All shares of a product of whole rows x, one after the other; `out` is filled and returned."""
+    def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_parts: int = 1) -> Array:
+        """All parts of a product of whole rows x, one after the other; `out` is filled and returned."""
         operand = self.operand(len(x))
         put_rows(x, self.weights.matrices[index, 2], operand, Range(0, len(x)))
         begin_products(operand)
-        for share in range(num_shares):
+        for part in range(num_parts):
             if self.shapes[index].gated:
                 operand.factors[:] = GATED_FACTOR
             mode = GATE if self.shapes[index].gated else ADD if adds else STORE
-            product(operand, self.weights, index, Target(out, mode), Share(share, num_shares))
+            product(operand, self.weights, index, Target(out, mode), Part(part, num_parts))
         end_products(operand)
         return out
 
@@ -100,12 +100,12 @@ def test_products_are_exact(kind: str) -> None:
         x, columns = whole_rows(shape.inputs), -(-shape.columns // 16) * 16
         expected = products.expected(index, x)
         for rows in range(1, MAX_ROWS + 1):
-            num_shares = NUM_SHARES[rows % len(NUM_SHARES)]
+            num_parts = NUM_PARTS[rows % len(NUM_PARTS)]
             blank = np.full((rows, columns), np.nan, np.float32)
-            found = products.multiply(index, x[:rows], blank, num_shares=num_shares)
+            found = products.multiply(index, x[:rows], blank, num_parts=num_parts)
             assert np.array_equal(found[:, : shape.columns], expected[:rows])
             assert not found[:, shape.columns :].any()
-            added = products.multiply(index, x[:rows], np.full_like(found, 5.0), adds=True, num_shares=num_shares)
+            added = products.multiply(index, x[:rows], np.full_like(found, 5.0), adds=True, num_parts=num_parts)
             assert np.array_equal(added, found + 5.0)
 
 
@@ -120,7 +120,7 @@ def test_gated_products(kind: str) -> None:
         expected = sums[:, :half] / (1 + np.exp(-sums[:, :half])) * sums[:, half:]
         for rows in range(1, MAX_ROWS + 1):
             blank = np.full((rows, half), np.nan, np.float32)
-            found = products.multiply(index, x[:rows], blank, num_shares=NUM_SHARES[rows % len(NUM_SHARES)])
+            found = products.multiply(index, x[:rows], blank, num_parts=NUM_PARTS[rows % len(NUM_PARTS)])
             np.testing.assert_allclose(found, expected[:rows], rtol=1e-5, atol=1e-30)
 
 

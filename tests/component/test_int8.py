@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.load import fingerprint, load_model_runner
-from engine.models.linear import SCHEMES, FloatOps, Int8Ops, Norm, QuantisedRows, make_linear
+from engine.load_runner import load_model_runner
+from engine.models.linear import FloatOps, Int8Ops, Norm, QuantisedRows, make_linear
+from engine.models.schemes import SCHEMES
+from engine.resolve import fingerprint
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import load_arm

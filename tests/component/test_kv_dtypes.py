@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.load import kv_layout, load_model_runner
+from engine.load_runner import load_model_runner
 from engine.models.read_config import load_config
+from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.settings import load_settings

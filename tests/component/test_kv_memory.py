@@ -17,11 +17,12 @@ import torch
 
 from engine.kv_cache import KVCache
 from engine.kv_memory import Budget, KVMemorySettings, KVReservation
-from engine.load import kv_layout, load_model_runner
+from engine.load_runner import load_model_runner
 from engine.memory import DeviceMemory, anonymous_bytes, device_memory
 from engine.memory_ledger import Entry, open_ledger
 from engine.models.read_config import load_config
 from engine.ranks.launch import load_ranked_runner
+from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import settings

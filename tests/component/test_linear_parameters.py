@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.attention.backend import AttentionShape
-from engine.models.linear import SCHEMES, Parameters, make_linear
+from engine.models.linear import make_linear
+from engine.models.schemes import SCHEMES, Parameters
 from mesh.domain.kv import Span
 
 

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.tensors import read_header
-from engine.load import fingerprint, load_model_runner
+from engine.load_runner import load_model_runner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
+from engine.resolve import fingerprint
 from engine.runner_settings import RunnerSettings
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError

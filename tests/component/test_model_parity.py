@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from mesh.domain.host import Cores
 from tests.component.arms import ARMS, load_arm, settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from engine.kernels.cpu import machine
 machine._CPUINFO = Path(sys.argv[2])
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from tests.component.arms import settings
 from tests.component.parity import check_parity, run_mixed
 model_dir = Path(sys.argv[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.share import ALONE
 from engine.partition import MANIFEST, read_partition
@@ -117,7 +117,7 @@ def test_gpus_load_the_checkpoint_itself(
     load_arm(checkpoint("llama"), "compiled")
     out = partitioned(checkpoint("llama"), tmp_path / "out")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("engine.load.reserve_memory", lambda *_: None)  # which asks the GPU
+    monkeypatch.setattr("engine.load_runner.reserve_memory", lambda *_: None)  # which asks the GPU
     said = refusal(out, device="cuda", dtype="float16")
     assert "which cannot run here (float16 on cuda): serve the original checkpoint" in said
 

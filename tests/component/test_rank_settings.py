@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from decode_worker.settings import DecodeSettings
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from engine.partition import MANIFEST
 from engine.ranks.launch import fitting_ranks, fitting_stages
 from engine.runner_settings import RunnerSettings

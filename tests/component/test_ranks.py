@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.batch import ScheduledBatch
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.runner import FinishBatch
 from mesh.domain.kv import Degrees, KVSpan, Span

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share

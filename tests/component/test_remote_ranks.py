@@ -18,12 +18,14 @@ import pytest
 import torch
 
 from decode_worker.settings import DecodeSettings
-from engine.load import kv_layout, load_model_runner, resolve
+from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks import remote
-from engine.ranks.remote import Step, load_remote_runner
+from engine.ranks.remote import load_remote_runner
+from engine.ranks.remote_messages import Step
 from engine.ranks.shared import Forward, StepMemory, encode_command
+from engine.resolve import kv_layout, resolve
 from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError, WorkerLost
 from mesh.domain.kv import KVSpan, Span

@@ -10,8 +10,9 @@ import pytest
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_model_facts
 from decode_worker.settings import DecodeSettings
-from engine.load import kv_layout, load_model_runner
+from engine.load_runner import load_model_runner
 from engine.models.read_config import load_config
+from engine.resolve import kv_layout
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import ARMS, load_arm, settings

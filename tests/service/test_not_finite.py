@@ -14,7 +14,7 @@ import decode_worker.__main__
 import prefill_worker.__main__
 import tandem
 from decode_worker.settings import DecodeSettings
-from engine.load import load_model_runner
+from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress

@@ -1,4 +1,4 @@
-"""Types of kernel arguments: arrays, addresses, the ranges that threads share, the named tuples of attention.
+"""Types of kernel arguments: arrays, addresses, the parts of threads, the named tuples of products and attention.
 
 numba ignores the annotations. The innermost loops take addresses instead of arrays, because an array is a counted
 reference and counting costs as much as a small tile.
@@ -22,11 +22,11 @@ Int32s: TypeAlias = NDArray[np.int32]
 Int64s: TypeAlias = NDArray[np.int64]
 
 
-class Share(NamedTuple):
-    """The part of the work that one thread does: number `number` of `num_shares` equal shares."""
+class Part(NamedTuple):
+    """The part of the work that one thread does: number `number` of `num_parts` equal parts."""
 
     number: int
-    num_shares: int
+    num_parts: int
 
 
 class Range(NamedTuple):
@@ -41,6 +41,20 @@ class Matrix(NamedTuple):
 
     address: Address
     step: int
+
+
+class Weights(NamedTuple):
+    """All matrices of a model. Columns are padded to whole units.
+
+    A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
+    store.
+    """
+
+    packed: Array  # flat int8 or fp32, panels of 16 columns
+    scales: Floats  # flat, one for each column
+    offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
+    biases: Floats  # flat, one for each column
+    matrices: Int64s  # [num_matrices, 4]
 
 
 NO_WINDOW = int(np.iinfo(np.int32).max)

@@ -22,8 +22,8 @@ from engine.kernels.cpu.arguments import (
     Int64s,
     LayerKV,
     Matrix,
+    Part,
     Range,
-    Share,
 )
 from engine.kernels.cpu.chunk import Chunk, attend_chunk
 from engine.kernels.cpu.compiler import address, jit
@@ -46,8 +46,8 @@ class _SequenceRows(NamedTuple):
 
 
 @jit
-def attend(attending: Attending, cache: Cache, layer: int, window: int, share: Share) -> None:
-    """Compute one thread's share of a layer's attention, for all sequences of the batch."""
+def attend(attending: Attending, cache: Cache, layer: int, window: int, part: Part) -> None:
+    """Compute one thread's part of a layer's attention, for all sequences of the batch."""
     shape, batch = attending.shape, attending.batch
     half_bytes = shape.num_slots * shape.num_kv_heads * shape.row_bytes
     keys = address(cache) + 2 * layer * half_bytes
@@ -55,14 +55,14 @@ def attend(attending: Attending, cache: Cache, layer: int, window: int, share: S
     num_heads = shape.num_kv_heads
     num_items = _num_generated(batch) * num_heads
     first_item, end_item, item = (
-        num_items * share.number // share.num_shares,
-        num_items * (share.number + 1) // share.num_shares,
+        num_items * part.number // part.num_parts,
+        num_items * (part.number + 1) // part.num_parts,
         0,
     )
     for seq in range(len(batch.context_lens)):
         rows = _rows(batch, seq)
         if rows.num_prompt:
-            attend_chunk(Chunk(seq, rows.first, rows.num_prompt, rows.position), attending, kv, share)
+            attend_chunk(Chunk(seq, rows.first, rows.num_prompt, rows.position), attending, kv, part)
         for row in range(rows.first + rows.num_prompt, rows.end):
             heads = Range(max(0, first_item - item), min(num_heads, end_item - item))
             if heads.first < heads.end:
@@ -159,7 +159,7 @@ def _score_segments(queries: Matrix, heads: Range, attending: Attending, keys: _
     for i in range(len(slots)):
         for head in range(num_heads):
             ahead = _segment_ahead(keys, i + _PREFETCH_SEGMENTS, after, step)
-            _prefetch_share(ahead, KEYS * step, Share(head, num_heads))
+            _prefetch_part(ahead, KEYS * step, Part(head, num_heads))
             at = head_of(keys.layer + slots[i] * step, heads.first + head, shape, keys.element)
             rows = CacheRows(at, step, shape.head_dim // LANES)
             for g in range(0, group, MAX_QUERY_ROWS):
@@ -183,7 +183,7 @@ def _add_segments(out: Address, heads: Range, attending: Attending, values: _Seg
     for i in range(len(slots)):
         for head in range(num_heads):
             ahead = _segment_ahead(values, i + _PREFETCH_SEGMENTS, after, step)
-            _prefetch_share(ahead, KEYS * step, Share(head, num_heads))
+            _prefetch_part(ahead, KEYS * step, Part(head, num_heads))
             at = head_of(values.layer + slots[i] * step, heads.first + head, shape, values.element)
             rows = CacheRows(at, step, shape.head_dim // LANES)
             for g in range(0, group, MAX_QUERY_ROWS):
@@ -214,9 +214,9 @@ def _segment_ahead(segments: _Segments, i: int, after: _NextSegments, step: int)
 
 
 @jit
-def _prefetch_share(at: Address, num_bytes: int, share: Share) -> None:
-    """Prefetch one share of these bytes. Few at a time, because current reads wait in the same queue."""
-    prefetch(at + num_bytes * share.number // share.num_shares, num_bytes // share.num_shares)
+def _prefetch_part(at: Address, num_bytes: int, part: Part) -> None:
+    """Prefetch one part of these bytes. Few at a time, because current reads wait in the same queue."""
+    prefetch(at + num_bytes * part.number // part.num_parts, num_bytes // part.num_parts)
 
 
 @jit

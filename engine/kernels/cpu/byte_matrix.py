@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import Bytes, Floats, Share
+from engine.kernels.cpu.arguments import Bytes, Floats, Part
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS, UNIT
 from engine.kernels.cpu.matmul import Operand, Target, product
 from engine.kernels.cpu.packing import MatrixShape, Packer
@@ -35,16 +35,16 @@ class ByteMatrix:
         padded = np.empty(rows + TILE_ROWS, np.float32)
         padded[:rows] = factors
         out = np.empty((rows, -(-self._outputs // PANEL) * PANEL), np.float32)
-        num_shares = torch.get_num_threads() if rows * self._outputs * depth > _MIN_PRODUCTS else 1
+        num_parts = torch.get_num_threads() if rows * self._outputs * depth > _MIN_PRODUCTS else 1
 
         def compute(number: int) -> None:
             operand = Operand(a.reshape(-1), padded, np.empty((2 * TILE_ROWS, UNIT), np.int32), _NO_AMX)
-            product(operand, self._weights, 0, Target(out, STORE), Share(number, num_shares))
+            product(operand, self._weights, 0, Target(out, STORE), Part(number, num_parts))
 
-        if num_shares == 1:
+        if num_parts == 1:
             compute(0)
         else:
-            list(_threads(num_shares).map(compute, range(num_shares)))
+            list(_threads(num_parts).map(compute, range(num_parts)))
         return np.ascontiguousarray(out[:, : self._outputs])
 
 

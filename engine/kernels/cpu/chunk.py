@@ -15,10 +15,10 @@ from engine.kernels.cpu.arguments import (
     Int64s,
     LayerKV,
     Matrix,
+    Part,
     Queries,
     QueryBlock,
     Range,
-    Share,
 )
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.kv_segments import head_of, read_keys, read_values
@@ -56,8 +56,8 @@ class _TileColumns(NamedTuple):
 
 
 @jit
-def attend_chunk(chunk: Chunk, attending: Attending, kv: LayerKV, share: Share) -> None:
-    """Compute one thread's share of a chunk: every share.num_shares-th block of queries of a head."""
+def attend_chunk(chunk: Chunk, attending: Attending, kv: LayerKV, part: Part) -> None:
+    """Compute one thread's part of a chunk: every part.num_parts-th block of queries of a head."""
     seq, row, count, position = chunk
     shape, batch = attending.shape, attending.batch
     group, end_row, context = shape.num_heads // shape.num_kv_heads, row + count, position + count
@@ -71,7 +71,7 @@ def attend_chunk(chunk: Chunk, attending: Attending, kv: LayerKV, share: Share) 
         for head in range(kv_head * group, (kv_head + 1) * group):
             for block_row in range(row, end_row, size):
                 item += 1
-                if item % share.num_shares != share.number:
+                if item % part.num_parts != part.number:
                     continue
                 block = QueryBlock(block_row, min(size, end_row - block_row), position + block_row - row)
                 if in_bf16:

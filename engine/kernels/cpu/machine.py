@@ -26,7 +26,7 @@ KEYS = 16
 PANEL = 16
 """Columns of a panel of packed weights."""
 UNIT = 2 * PANEL
-"""Columns of a unit: a thread's share of a product is a number of whole units."""
+"""Columns of a unit: a thread's part of a product is a number of whole units."""
 TILE_ROWS = 32
 """Maximum rows of a product's tile. Kernels may read this many rows past the last row of an operand."""
 QUERY_TILE_ROWS = 12

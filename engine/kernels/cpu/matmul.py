@@ -8,7 +8,7 @@ row's result does not depend on its batch.
 from typing import NamedTuple
 
 from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
-from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Int32s, Int64s, Matrix, Range, Share
+from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Matrix, Part, Range, Weights
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
 from engine.kernels.cpu.tiles import (
@@ -28,20 +28,6 @@ _AMX_ROW_BYTES = 64
 _PREFETCH_MIN_TILES = 4
 _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
-
-
-class Weights(NamedTuple):
-    """All matrices of a model. Columns are padded to whole units.
-
-    A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
-    store.
-    """
-
-    packed: Array  # flat int8 or fp32, panels of 16 columns
-    scales: Floats  # flat, one for each column
-    offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
-    biases: Floats  # flat, one for each column
-    matrices: Int64s  # [num_matrices, 4]
 
 
 class Operand(NamedTuple):
@@ -106,15 +92,15 @@ class _TileRows(NamedTuple):
 
 
 @jit
-def product(operand: Operand, weights: Weights, matrix: int, target: Target, share: Share) -> None:
-    """Compute one thread's share of a product's columns.
+def product(operand: Operand, weights: Weights, matrix: int, target: Target, part: Part) -> None:
+    """Compute one thread's part of a product's columns.
 
     STORE: out = operand @ matrix + bias. ADD: out += operand @ matrix + bias. GATE: out = silu(gate) * up, for a matrix
     in which panels of gate columns and of up columns alternate.
     """
     rows, columns = _rows(operand, weights, matrix, target), _columns(weights, matrix)
     num_units = (columns.num_columns + UNIT - 1) // UNIT
-    units = Range(num_units * share.number // share.num_shares, num_units * (share.number + 1) // share.num_shares)
+    units = Range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts)
     if len(operand.amx) and rows.num_rows >= _AMX_MIN_ROWS:
         _amx_product(rows, columns, target.mode, units, operand.sums[0])
     else:

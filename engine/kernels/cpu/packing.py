@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu.arguments import Weights
 from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.machine import GROUP, PANEL, UNIT, ZERO_POINT
-from engine.kernels.cpu.matmul import Weights
 
 _INT8_DEPTH = 64
 """Inputs are padded to a multiple of it in int8: the bytes in a row of an AMX tile."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arguments import Attending, Cache, Floats, HeadShape, Int64s, Queries, Range, Share
+from engine.kernels.cpu.arguments import Attending, Cache, Floats, HeadShape, Int64s, Part, Queries, Range, Weights
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.barrier import wait
 from engine.kernels.cpu.compiler import (
@@ -27,7 +27,7 @@ from engine.kernels.cpu.compiler import (
     emitted,
     jit,
 )
-from engine.kernels.cpu.matmul import Operand, Target, Weights, begin_products, end_products, product
+from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 
@@ -97,33 +97,33 @@ class _Matrices(NamedTuple):
 def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread calls this function."""
     acts, operand, attending, cache = work
-    weights, share = model.weights, Share(team.thread, team.num_threads)
-    part = _part(len(acts.residual), team.number, team.num_all)
-    own_span = _part(len(acts.residual), team.thread, team.num_threads)
+    weights, part = model.weights, Part(team.thread, team.num_threads)
+    rows = _rows_of(len(acts.residual), team.number, team.num_all)
+    own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
     begin_products(operand)
     start_phases(team.phase_cycles)
     for layer in range(layers.first, layers.end):
         qkv, output, gate_up, down = _matrices(layer)
         input_norm, post_norm = Norm(model.input_norms[layer], model.eps), Norm(model.post_norms[layer], model.eps)
-        norm_rows(acts.residual, input_norm, weights.matrices[qkv, 2], operand, part)
+        norm_rows(acts.residual, input_norm, weights.matrices[qkv, 2], operand, rows)
         _finish_phase(team, NORM)
-        product(operand, weights, qkv, Target(acts.qkv, STORE), share)
+        product(operand, weights, qkv, Target(acts.qkv, STORE), part)
         _finish_own_phase(team, QKV)
-        rotate_and_store(acts.queries.rows, Norm(model.head_norms[layer], model.eps), attending, cache, layer, own_span)
+        rotate_and_store(acts.queries.rows, Norm(model.head_norms[layer], model.eps), attending, cache, layer, own_rows)
         _finish_own_phase(team, STORE_KV)
-        attend(attending, cache, layer, model.windows[layer], share)
+        attend(attending, cache, layer, model.windows[layer], part)
         _finish_phase(team, ATTENTION)
-        put_rows(acts.mixed, weights.matrices[output, 2], operand, part)
+        put_rows(acts.mixed, weights.matrices[output, 2], operand, rows)
         _finish_phase(team, QUANTISE)
-        product(operand, weights, output, Target(acts.own_residual, ADD), share)
+        product(operand, weights, output, Target(acts.own_residual, ADD), part)
         _finish_phase(team, OUTPUT)
-        norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, part)
+        norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, rows)
         _finish_phase(team, NORM)
-        product(operand, weights, gate_up, Target(acts.own_inner, GATE), share)
+        product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
         _finish_phase(team, GATE_UP)
-        put_rows(acts.inner, weights.matrices[down, 2], operand, part)
+        put_rows(acts.inner, weights.matrices[down, 2], operand, rows)
         _finish_phase(team, QUANTISE)
-        product(operand, weights, down, Target(acts.own_residual, ADD), share)
+        product(operand, weights, down, Target(acts.own_residual, ADD), part)
         _finish_phase(team, DOWN)
     end_products(operand)
 
@@ -135,7 +135,7 @@ def _matrices(layer: int) -> _Matrices:
 
 
 @jit
-def _part(num_rows: int, number: int, num_parts: int) -> Range:
+def _rows_of(num_rows: int, number: int, num_parts: int) -> Range:
     """The rows of thread `number` in phases that share out rows."""
     return Range(num_rows * number // num_parts, num_rows * (number + 1) // num_parts)
 
@@ -164,9 +164,9 @@ def output_rows(model: Model, hidden: Floats, logits: Floats, operand: Operand, 
     begin_products(operand)
     start_phases(team.phase_cycles)
     norm = Norm(model.final_norm, model.eps)
-    norm_rows(hidden, norm, weights.matrices[matrix, 2], operand, _part(len(hidden), team.number, team.num_all))
+    norm_rows(hidden, norm, weights.matrices[matrix, 2], operand, _rows_of(len(hidden), team.number, team.num_all))
     wait(team.all_counter, team.num_all)
-    product(operand, weights, matrix, Target(logits, STORE), Share(team.thread, team.num_threads))
+    product(operand, weights, matrix, Target(logits, STORE), Part(team.thread, team.num_threads))
     _finish_phase(team, LOGITS)
     end_products(operand)
 

@@ -1,0 +1,122 @@
+"""Loads a ModelRunner of one rank from its settings, and a Speculator beside it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import structlog
+import torch
+
+from checkpoint.model_files import NO_ROPE_OVERRIDE, read_model_facts
+from engine.kv_cache import KVCache
+from engine.load import (
+    assemble_runner,
+    decoder_memory,
+    load_packed,
+    load_parameters,
+    reserve_blocks,
+    reserve_memory,
+    specs_of,
+)
+from engine.load_times import load_phase
+from engine.model import Model
+from engine.model_runner import ModelRunner
+from engine.models.compiled_decoder import CompiledDecoder
+from engine.models.decoder import Decoder
+from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.encoder_decoder.model import EncoderDecoder
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
+from engine.models.share import ALONE, rank_share
+from engine.resolve import kv_layout, resolve, why_eager
+from engine.runner import Runner
+from engine.runner_settings import RunnerSettings
+from engine.settings import Speculation
+from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
+from engine.speculation.speculator import Speculator
+from engine.weights import Progress
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import KVLayout
+
+log = structlog.get_logger(__name__)
+
+
+def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
+    """Load weights, allocate the KV cache, choose the attention backend. For one rank: see load_ranked_runner in
+    `engine/ranks/launch.py`. Raises ConfigurationError.
+    """
+    if settings.degrees != ALONE:
+        raise ConfigurationError(f"{settings.degrees} ranks are not supported here: use 1")
+    settings, config = resolve(settings)
+    device = torch.device(settings.device)
+    layout = kv_layout(config, settings)
+    reservation = reserve_memory(settings, config)
+    build = _load_model(settings, config, layout, on_progress)
+    with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
+        cache = KVCache(layout, num_blocks, device, reservation=reservation)
+    with load_phase("build"):
+        model = build(cache)
+    return assemble_runner(settings, model, cache)
+
+
+def _load_model(
+    settings: RunnerSettings, config: AnyConfig, layout: KVLayout, on_progress: Progress | None
+) -> Callable[[KVCache], Model]:
+    """Load the weights. Returns the function that builds the model on its cache."""
+    if isinstance(config, EncoderDecoderConfig):
+        parameters = load_parameters(settings, config, specs_of(settings, config), on_progress)
+        return lambda cache: EncoderDecoder(config, parameters, decoder_memory(settings, config, cache))
+    reason = why_eager(settings, config, layout)
+    if reason is None:
+        packed = load_packed(settings, config, rank_share(config), on_progress)
+        return lambda cache: CompiledDecoder(config, packed, cache)
+    log.info("decoder not compiled", reason=reason)
+    parameters = load_parameters(settings, config, parameter_specs(config), on_progress)
+    return lambda cache: Decoder(config, parameters, decoder_memory(settings, config, cache))
+
+
+def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
+    """Bytes of a KV block in the draft model's cache; 0 without one. ConfigurationError if the models do not match."""
+    settings = _draft_settings(speculation, model)
+    return 0 if settings is None else kv_layout(load_decoder_config(settings.model_dir), settings).block_bytes
+
+
+def load_speculator(
+    speculation: Speculation,
+    model: RunnerSettings,
+    load_draft: Callable[[RunnerSettings], Runner],
+    *,
+    max_batch_tokens: int,
+) -> Speculator | None:
+    """Build the speculator; None if speculation is off.
+
+    `model`: settings of the large model, with `num_blocks` set. `load_draft` loads the draft model, if there is one.
+    """
+    if speculation.kind == "none":
+        return None
+    settings = _draft_settings(speculation, model)
+    drafter: Drafter = NgramDrafter()
+    if settings is not None:
+        max_model_len = load_decoder_config(settings.model_dir).max_model_len
+        drafter = DraftModel(load_draft(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
+    return Speculator(drafter, speculation.max_drafts)
+
+
+def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSettings | None:
+    """Settings of the draft model beside `model`; None without one. ConfigurationError if the models do not match."""
+    if speculation.draft_model is None:
+        return None
+    for model_dir in (model.model_dir, speculation.draft_model):
+        load_decoder_config(model_dir)
+    facts, draft_facts = read_model_facts(model.model_dir), read_model_facts(speculation.draft_model)
+    for name in ("vocab_size", "tokenizer_fingerprint"):
+        actual, expected = getattr(draft_facts, name), getattr(facts, name)
+        if actual != expected:
+            raise ConfigurationError(
+                f"draft_model {speculation.draft_model} does not fit {model.model_dir}: {name} {actual}, not {expected}"
+            )
+    if facts.eos_token_ids and not draft_facts.eos_token_ids:
+        raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
+    # It is small: one rank computes it.
+    return replace(
+        model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1, pipeline_parallel=1
+    )

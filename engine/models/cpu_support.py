@@ -1,0 +1,48 @@
+"""Models and KV caches that the compiled loops of the CPU support. The eager decoder computes all others."""
+
+from engine.kernels.cpu.machine import KEYS, PANEL, why_no_loops
+from engine.models.model_config import ModelConfig
+from mesh.domain.kv import KVLayout
+
+_CACHE_DTYPES = ("float32", "float16", "int8")
+_REQUIRED_FACTS = {
+    "activation": "silu",
+    "norm": "rms",
+    "block": "sequential",
+    "positions": "rotary",
+    "window_rope": None,
+    "gated": True,
+    "experts": None,
+    "attention_scale": None,
+    "attention_softcap": None,
+    "embed_norm": False,
+    "embed_scale": 1.0,
+    "lm_head_bias": False,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+}
+"""Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
+
+
+def why_not_compiled(config: ModelConfig, layout: KVLayout) -> str | None:
+    """The reason why the loop cannot run this model, or None if it can."""
+    if (missing := why_no_loops()) is not None:
+        return missing
+    for name, value in _REQUIRED_FACTS.items():
+        if getattr(config, name) != value:
+            return f"{name} {getattr(config, name)}"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % PANEL:
+            return f"{name} {getattr(config, name)}, not a multiple of {PANEL}"
+    return why_not_paged(layout)
+
+
+def why_not_paged(layout: KVLayout) -> str | None:
+    """The reason why the attention kernels cannot read a cache of this layout, or None if they can."""
+    if layout.dtype not in _CACHE_DTYPES:
+        return f"KV in {layout.dtype}, not {', '.join(_CACHE_DTYPES)}"
+    if layout.head_dim % KEYS:
+        return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
+    if layout.block_size % KEYS:
+        return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"
+    return why_no_loops()

@@ -1,0 +1,88 @@
+"""Messages between the leader and ranks on other machines once they compute, and the contract of their connections."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from engine.ranks.messages import OnLost
+from engine.runner_settings import RunnerSettings
+from mesh.domain.kv import KVSpan
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step for a rank with memory of its own: the command, and the arrays that the command describes."""
+
+    command: bytes
+    token_ids: bytes
+    positions: bytes
+    sequences: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy a block within the rank's KV: after the steps that were sent before, before those that are sent later."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCall:
+    """A request about blocks of a rank's KV. It is executed beside steps, like calls to a KVCache in this process."""
+
+    action: Literal["read", "write", "clear"]
+    block_ids: Sequence[int]
+    span: KVSpan
+    payload: bytes = b""
+
+
+class RemoteRanks(Protocol):
+    """The ranks from 1 on, as the leader sees them. Plug point: worker.rank_listener.RankListener.
+
+    All methods but `close` raise WorkerLost once a rank is lost, and `wait_loaded` raises ConfigurationError if one
+    cannot load its share.
+    """
+
+    @property
+    def store(self) -> "Store":
+        """The store by which all ranks meet."""
+        ...
+
+    def gather(self, settings: RunnerSettings, fingerprint: str) -> str:
+        """Wait until all ranks have joined, with checkpoints of this fingerprint. Returns this machine's address that
+        reaches theirs.
+        """
+        ...
+
+    def wait_loaded(self) -> list[int]:
+        """Wait until all have loaded their weights. Returns the blocks that fit each."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Let all ranks allocate their KV and meet the others."""
+        ...
+
+    def wait_ready(self) -> None:
+        """Wait until all execute steps."""
+        ...
+
+    def post(self, message: Step | BlockCopy, rank: int | None = None) -> None:
+        """Send a message to one rank or all. A rank executes messages in order."""
+        ...
+
+    def call_kv(self, rank: int, call: KVCall) -> "Future[bytes]":
+        """Ask one rank. The result is the KV, for `read`."""
+        ...
+
+    def watch(self, on_lost: OnLost) -> None:
+        """From now on call `on_lost` as soon as a rank is lost."""
+        ...
+
+    def close(self) -> None:
+        """End all ranks."""
+        ...

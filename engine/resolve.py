@@ -1,0 +1,127 @@
+"""Resolves the settings of a runner against its model: device, dtypes, KV layout, fingerprint, and which decoder runs.
+
+Only config.json and headers of the checkpoint are read, no weights.
+"""
+
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.tensors import open_checkpoint, read_sample
+from engine.attention.backend import AttentionShape, attention_shape
+from engine.kernels.cpu.machine import KEYS, why_no_loops
+from engine.models.cpu_support import why_not_compiled
+from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.model_config import ModelConfig
+from engine.models.read_config import load_config
+from engine.partition import read_partition
+from engine.runner_settings import RunnerSettings
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import KVLayout
+
+
+def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
+    """The settings with device and dtype in place of "auto", and the model's config. Raises ConfigurationError."""
+    config = load_config(settings.model_dir, settings.rope)
+    settings = replace(settings, device=str(_device(settings.device)), dtype=_dtype(settings, config))
+    if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
+        raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
+    if settings.load_format == "dummy" and read_partition(settings.model_dir) is not None:
+        raise ConfigurationError(
+            f"{settings.model_dir} is partitioned, and load_format=dummy ignores weights: give the original checkpoint"
+        )
+    return settings, config
+
+
+def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -> str | None:
+    """The reason why the decoder is not compiled, or None if it is."""
+    if settings.enforce_eager:
+        return "enforce_eager is set"
+    if settings.attention != "auto":
+        return f"attention backend {settings.attention} is requested"
+    if (settings.device, settings.dtype) != ("cpu", "float32"):
+        return f"{settings.dtype} on {settings.device}"
+    return why_not_compiled(config, layout)
+
+
+def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
+    """The KV layout of a runner with these settings. Reads the checkpoint's headers, not its weights."""
+    return KVLayout(
+        model_fingerprint=fingerprint(
+            settings.model_dir, settings.load_format, settings.seed, settings.quantize, settings.rope
+        ),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=settings.block_size,
+        dtype=_kv_dtype(settings, config),
+    )
+
+
+def fingerprint(
+    model_dir: Path,
+    load_format: str = "auto",
+    seed: int = 0,
+    quantize: str = "none",
+    rope: RopeOverride = NO_ROPE_OVERRIDE,
+) -> str:
+    """Stable hash of the configuration and the weights, independent of how the checkpoint is sharded.
+
+    It covers the name, dtype and shape of each tensor and a sample from its middle, so it takes milliseconds.
+    """
+    config = load_config(model_dir, rope)
+    digest = _digest(config, f"dummy:{seed}".encode() if load_format == "dummy" else weights_digest(model_dir))
+    return digest if quantize == "none" else f"{digest}-{quantize}"  # readable in messages about differing workers
+
+
+def _digest(config: AnyConfig, weights: bytes) -> str:
+    return blake2b(repr(config).encode() + weights, digest_size=16, person=b"tandem-model").hexdigest()
+
+
+def weights_digest(model_dir: Path) -> bytes:
+    """A digest of a checkpoint's weights; a partition knows that of its checkpoint. Raises ConfigurationError."""
+    if (partition := read_partition(model_dir)) is not None:
+        return bytes.fromhex(partition.weights_digest)
+    stored, digest = open_checkpoint(model_dir), blake2b(digest_size=16)
+    for name in sorted(stored):
+        tensor = stored[name]
+        digest.update(f"{name}:{tensor.dtype}:{tensor.shape}".encode())
+        digest.update(read_sample(tensor))
+    return digest.digest()
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device {name!r} is not known: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device {name!r} is not available: no CUDA device, or torch was built without CUDA")
+    return device
+
+
+def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if _device(settings.device).type == "cpu" else config.dtype
+
+
+def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
+    if settings.kv_dtype != "auto":
+        return settings.kv_dtype
+    if settings.quantize != "int8":
+        return _dtype(settings, config)
+    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None
+    return "int8" if fits and attention_shape_of(config).is_plain else "float16"
+
+
+def attention_shape_of(config: AnyConfig) -> AttentionShape:
+    """The heads of a layer; an encoder-decoder's scores are not scaled."""
+    if isinstance(config, EncoderDecoderConfig):
+        return AttentionShape(config.num_heads, config.num_heads, config.head_dim, given_scale=1.0)
+    return attention_shape(config)

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.loading", description=__doc__.split("\n\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="0.5b")
-    parser.add_argument("--quantize", nargs="+", choices=QUANTIZATIONS, default=["none", "int8"])
+    parser.add_argument("--quantize", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS))
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--load", type=Path, metavar="FOLDER", help="load this folder once, and print what it took")

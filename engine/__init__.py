@@ -10,15 +10,16 @@ Life of a step (`Engine.step` in loop.py):
     draft       speculation/      optional: appends draft tokens to sequences that decode
     build       step_input.py     flattens the batch to plain arrays                        -> StepInput
     forward     model_runner.py   models/ and attention/ compute hidden states and write KV (kv_cache.py)
-    sample      sampler.py        penalties, masks, temperature, truncation, draw           -> RunnerOutput (batch.py)
+    sample      sampler.py        penalties, masks, temperature, truncation, draw           -> RunnerOutput (runner.py)
     update      scheduler.py      appends the tokens, publishes or frees blocks             -> SequenceOutput
 
-Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, scheduler, settings, speculation/.
+Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, runner (the contract), scheduler, settings, speculation/.
 The step in torch: model_runner, model (the contract), step_input, sampler, penalties, masks, finite, kv_cache.
 Models: weights, models/, attention/; partition (weights packed ahead of time); kernels/ are the CPU's loops, and
 compile.py compiles them ahead of time.
 Memory of the machine or GPU: memory and memory_ledger; a worker's share of it for KV: kv_memory.
 Cores: cores lends those of an idle worker to its partner.
-Several ranks of one worker: ranks/.
-Composition from settings (runner_settings): load.py for one rank and for the drafter, ranks/launch.py for several.
+Several ranks of one worker: ranks/; models/share says what each holds, sharded_kv_cache shows their caches as one.
+Loading from settings (runner_settings), each on top of the one before: resolve (reads no weights), load (parts of a
+rank), load_runner (one rank, and the drafter), ranks/launch (several).
 """

@@ -155,7 +155,7 @@ class KVCache:
 
 
 class Blocks(Protocol):
-    """KVCache, and `engine.sharded_kv_cache.ShardedKVCache`."""
+    """Plug point: KVCache, and `engine.sharded_kv_cache.ShardedKVCache`."""
 
     @property
     def layout(self) -> KVLayout: ...

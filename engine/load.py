@@ -115,7 +115,7 @@ def specs_of(settings: RunnerSettings, config: AnyConfig) -> list[ParameterSpec]
 def reserve_blocks(
     layout: KVLayout, settings: RunnerSettings, reservation: KVReservation
 ) -> AbstractContextManager[int]:
-    """See KVReservation.blocks."""
+    """Yields the number of KV blocks to allocate inside the `with` block; see KVReservation.blocks."""
     block_bytes = layout.block_bytes + settings.companion_block_bytes
     return reservation.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks)
 

@@ -62,7 +62,7 @@ class StepResult:
 
 
 class _Step(NamedTuple):
-    """A batch in flight."""
+    """A batch in flight, and the function that waits for its end."""
 
     batch: ScheduledBatch
     finish: FinishBatch
@@ -145,7 +145,6 @@ class Engine:
             self._cores.end_step()
 
     def close(self) -> None:
-        """See `Runner.close`."""
         self._runner.close()
 
     def prepare(self, sequence: SequenceState) -> "list[Future[None]]":

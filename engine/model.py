@@ -92,11 +92,11 @@ class Model(Protocol):
 
     @property
     def borrows_cores(self) -> bool:
-        """Same contract as Runner.borrows_cores."""
+        """True if forward passes use cores that `use_cores` has lent."""
         ...
 
     def use_cores(self, lent: Cores) -> None:
-        """Same contract as Runner.use_cores."""
+        """Lend cores to the next `begin`, as `Runner.use_cores` does."""
         ...
 
     def begin(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> "Finish":

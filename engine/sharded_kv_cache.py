@@ -41,7 +41,7 @@ class ShardedKVCache:
 
     @property
     def tensor(self) -> Tensor:
-        """The leader's part."""
+        """The leader's part, as KVCache.tensor."""
         return self._own.tensor
 
     def payload_bytes(self, num_blocks: int, span: KVSpan) -> int:

@@ -55,7 +55,7 @@ def _openai_routes() -> list[BaseRoute]:
 
 
 def _lmi_routes() -> list[BaseRoute]:
-    """LMI's and SageMaker's APIs."""
+    """The routes of LMI's and SageMaker's APIs."""
     sagemaker, invoke = SageMakerDialect(), Endpoint(LmiDialect(), invocations, generates=True)
     sagemaker_invoke = Endpoint(sagemaker, sagemaker_invocations, generates=True)
     sagemaker_stream = Endpoint(sagemaker, sagemaker_invocations_stream, generates=True)

@@ -132,7 +132,7 @@ class RouterHealth:
         return await asyncio.shield(self._query)
 
     def forget(self) -> None:
-        """Discard the cached answer."""
+        """Discard the cached answer: the next call asks the router."""
         self._fresh_until_s = 0.0
 
     async def _query_router(self) -> bool:

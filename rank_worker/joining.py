@@ -233,7 +233,7 @@ class Member:
         self._set_failed(error)
 
     def _run(self) -> None:
-        """The thread."""
+        """Runs on a thread of its own until the rank ends."""
         try:
             self._load_and_execute()
         except Exception as error:
@@ -276,7 +276,7 @@ class Member:
         return response.value
 
     async def _ask(self, method: Any, request: Any) -> Any:
-        """Raises MeshError."""
+        """Call the leader. A status becomes its MeshError."""
         try:
             return await method(request, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:

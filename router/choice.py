@@ -304,7 +304,7 @@ class Choice:
         return ChoiceEvents(self.index, tokens, self.finish_reason, usage, self.timing)
 
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """Token counts of prompt and answer so far."""
         return Usage(len(self._valid.prompt_ids), len(self.token_ids), self.cached_tokens or 0)
 
     def _extend(self, tokens: tuple[SampledToken, ...], reason: FinishReason | None) -> None:

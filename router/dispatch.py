@@ -136,7 +136,7 @@ class ReplayBudget:
         return max(0.0, -self._level / self._per_s)
 
     def give_back(self) -> None:
-        """Return an unused token."""
+        """Return a token that was taken and not used."""
         self._level += 1
 
 

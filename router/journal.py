@@ -89,7 +89,7 @@ class JournalReader(Protocol):
     """Gets every event at once; must not block. Plug point: RouterMetrics."""
 
     def noted(self, incident: Incident) -> None:
-        """An incident was recorded."""
+        """An incident was recorded, such as a replay."""
         ...
 
     def refused(self, error: str) -> None:
@@ -97,7 +97,7 @@ class JournalReader(Protocol):
         ...
 
     def ended(self, trace: Trace) -> None:
-        """A choice has ended."""
+        """A choice has ended, for whatever reason."""
         ...
 
 

@@ -105,7 +105,7 @@ class ModelRouter:
         await self._text.start()
 
     async def run(self) -> None:
-        """Send canaries until cancelled."""
+        """Send canaries to the workers until cancelled."""
         await self._canaries.run()
 
     def mesh_changed(self) -> None:

@@ -120,7 +120,6 @@ class Grammars:
         await asyncio.get_running_loop().run_in_executor(self._pool, self._compiler.compile, structure, tenant)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -211,7 +210,6 @@ class PromptEncoder:
         return self._model.tokenizer.text_of(token_id)
 
     def close(self) -> None:
-        """Stop the threads."""
         for thread in (self._rendering, self._short, self._long):
             thread.close()
 

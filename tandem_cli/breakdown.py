@@ -128,7 +128,7 @@ def _describe_timing(request: TimedRequest) -> str:
 
 
 def describe(requests: list[TimedRequest]) -> dict[str, object]:
-    """The content of `--json`."""
+    """The figures that `--json` prints."""
     return {
         "phases": {
             row.name: {

@@ -55,6 +55,6 @@ def open_client(args: argparse.Namespace) -> tandem.Client:
 
 
 def open_async_client(args: argparse.Namespace) -> tandem.AsyncClient:
-    """Like `open_client`, for asyncio."""
+    """As `open_client`, with a client for asyncio."""
     settings = connection_settings(args)
     return tandem.AsyncClient(settings.address, api_key=settings.api_key, tls=settings.client_tls)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(answer: StreamedAnswer) -> dict[str, object]:
-    """The content of `--json`."""
+    """The answer as `--json` prints it."""
     return {
         "request_id": answer.request_id,
         "text": answer.text,

@@ -81,7 +81,7 @@ def one_draft_rank(value: str) -> str:
 
 
 def megabytes(value: str) -> str:
-    """Megabytes, converted to bytes."""
+    """Convert a number of megabytes to bytes."""
     return str(round(number(value) * _BYTES_OF_MB))
 
 

@@ -19,6 +19,7 @@ from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
 from engine.partition import Partition, read_partition
+from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Degrees, Span
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, probe
@@ -196,8 +197,9 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
             raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
         if degrees.pipeline > 1:
             raise ConfigurationError("--measure runs one stage: plan a model and degrees with one")
-        if args.quantize not in ("none", "int8"):
-            raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs none or int8")
+        if args.quantize not in QUANTIZATIONS:
+            known = " or ".join(QUANTIZATIONS)
+            raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs {known}")
         context = args.input_tokens + args.output_tokens // 2
         workload = StepWorkload(
             model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args)

@@ -35,7 +35,7 @@ class MeshFailed(Exception):
 
 
 class _StopRequested(Exception):
-    """SIGINT or SIGTERM arrived."""
+    """Raised when SIGINT or SIGTERM has arrived."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         return rank_pb2.PutNoteResponse()
 
     def GetNote(self, request: rank_pb2.GetNoteRequest, context: grpc.ServicerContext) -> rank_pb2.GetNoteResponse:
-        """Wait for a note."""
+        """Wait until a note is there, and return it."""
         with self._answering(context):
             self._require_group(request.group)
             return rank_pb2.GetNoteResponse(value=self._get_note(request.key))

@@ -213,7 +213,7 @@ def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
 
 
 def mesh(message: mesh_pb2.ListWorkersResponse) -> Mesh:
-    """Convert a ListWorkers response."""
+    """Workers and requests of the mesh at the time of the call."""
     return Mesh(
         workers=tuple(map(_worker, message.workers)),
         queued_requests=message.queued_requests,

@@ -17,7 +17,7 @@ from engine.attention.backend import ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch
 from engine.cores import threads_born_on
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range
-from engine.kernels.cpu.buffers import Buffers
+from engine.kernels.cpu.buffers import Buffers, round_up
 from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.row_kernels import summarise
@@ -204,7 +204,7 @@ class CompiledDecoder:
 
     @property
     def _logits_width(self) -> int:
-        return -(-self.config.vocab_size // PANEL) * PANEL
+        return round_up(self.config.vocab_size, PANEL)
 
     def _rows(self, name: str, rows: int, width: int, first_column: int = 0) -> Floats:
         """The buffer `name` as [rows, width]. With `first_column` the view begins there and ends as far into a row that

@@ -170,7 +170,7 @@ class Ops(Protocol):
         ...
 
     def activated(self, activation: Activation, x: Tensor) -> Rows:
-        """Input rows of activation(x)."""
+        """Input rows of activation(x), for x [rows, width]."""
         ...
 
     def gated(self, activation: Activation, gate_up: Tensor) -> Rows:

@@ -87,7 +87,7 @@ class SummingGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """This rank's number. Rank 0, the leader, embeds and samples."""
         ...
 
     @property

@@ -71,8 +71,8 @@ def gloo(store: "Store", rank: int, degrees: Degrees, host: str = "127.0.0.1") -
 
 
 class GlooGroup:
-    """One rank's view of a group for the eager decoder. Implements SummingGroup. `shared` carries the steps; stages hand
-    over the residual in its memory.
+    """One rank's view of a group for the eager decoder. Implements SummingGroup. `shared` carries the steps; stages
+    hand over the residual in its memory.
 
     All ranks of a stage get equal bits from a sum. With more than two, the order of its terms depends on an element's
     place, so a row's result may depend on its batch in the last bit.

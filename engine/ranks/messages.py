@@ -77,7 +77,7 @@ def plain_settings(settings: RunnerSettings) -> dict[str, Any]:
 
 
 def read_settings(plain: dict[str, Any]) -> RunnerSettings:
-    """The reverse of `plain_settings`."""
+    """Read the settings that `plain_settings` has made plain."""
     return RunnerSettings(**plain | {"model_dir": Path(plain["model_dir"]), "rope": RopeOverride(**plain["rope"])})
 
 

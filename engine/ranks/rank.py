@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from engine.kernels.cpu.arguments import Bytes
+from engine.kernels.cpu.buffers import round_up
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.load import assemble_runner, decoder_memory, load_packed, load_parameters
@@ -77,7 +78,7 @@ class Rank:
         for rank in range(self._group.degrees.num_ranks):
             span = self.span(rank)
             cache = KVCache(self._layout, num_blocks, _CPU, span, memory=memory)
-            memory = memory[_round_up(cache.payload_bytes(num_blocks, span)) :]
+            memory = memory[round_up(cache.payload_bytes(num_blocks, span), mmap.PAGESIZE) :]
             caches.append(cache)
         return caches
 
@@ -139,7 +140,3 @@ def map_kv(fd: int, num_bytes: int) -> Bytes:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -84,5 +84,5 @@ class RemoteRanks(Protocol):
         ...
 
     def close(self) -> None:
-        """End all ranks."""
+        """End all ranks, and the calls that wait for them."""
         ...

@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.kernels.cpu.arguments import Int64s
+from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS
 from engine.model import LayerGroups
 from engine.models.model_config import ModelConfig
@@ -114,8 +115,8 @@ class StepMemory:
         self, config: ModelConfig, *, max_rows: int, max_blocks: int, num_stages: int = 1, fd: int | None = None
     ) -> None:
         depth = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-        depth = -(-depth // _DEPTH_MULTIPLE) * _DEPTH_MULTIPLE
-        rows, vocab = max_rows + 1, -(-config.vocab_size // PANEL) * PANEL
+        depth = round_up(depth, _DEPTH_MULTIPLE)
+        rows, vocab = max_rows + 1, round_up(config.vocab_size, PANEL)
         sizes = {
             "counter": (1, np.int64),
             "residual": (rows * config.hidden_size, np.float32),
@@ -134,7 +135,9 @@ class StepMemory:
             for name, (size, dtype) in sizes.items()
             for number in range(1 if name in _ONCE else num_stages)
         }
-        *starts, num_bytes = accumulate((_round_up(s * dtype.itemsize) for s, dtype in shapes.values()), initial=0)
+        *starts, num_bytes = accumulate(
+            (round_up(s * dtype.itemsize, _PAGE) for s, dtype in shapes.values()), initial=0
+        )
         if fd is not None and os.fstat(fd).st_size < num_bytes:
             os.ftruncate(fd, num_bytes)
         self._memory = mmap.mmap(-1 if fd is None else fd, num_bytes)
@@ -313,7 +316,3 @@ def _views(
 def _split(array: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
     ends = np.cumsum(lengths)
     return [array[end - length : end] for length, end in zip(lengths, ends, strict=True)]
-
-
-def _round_up(num_bytes: int) -> int:
-    return -(-num_bytes // _PAGE) * _PAGE

@@ -43,16 +43,16 @@ class Drafter(Protocol):
     """
 
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
-        """Same contract as Runner.prepare."""
+        """Prepare what the sequence needs; same contract as Runner.prepare."""
         ...
 
     @property
     def borrows_cores(self) -> bool:
-        """Same contract as Runner.borrows_cores."""
+        """True if drafts are computed on cores that `use_cores` has lent."""
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """Same contract as Runner.use_cores."""
+        """Lend cores to the next `draft`, as `Runner.use_cores` does."""
         ...
 
     def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:

@@ -84,7 +84,7 @@ def _refuse_handlers_of_lmis_models(path: Path) -> None:
 
 
 class HandlerServer:
-    """Serves one user's code."""
+    """Answers HTTP requests with one user's code."""
 
     def __init__(self, code: UserCode, properties: Mapping[str, str]) -> None:
         self._code = code

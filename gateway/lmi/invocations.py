@@ -55,7 +55,6 @@ async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -
 
 
 async def sagemaker_invocations(exchange: Exchange) -> Response:
-    """Handle SageMaker's InvokeEndpoint."""
     return await forward(await invocations(exchange))
 
 
@@ -65,7 +64,6 @@ async def sagemaker_invocations_stream(exchange: Exchange) -> Response:
 
 
 async def lmi_options(exchange: Exchange) -> Response:
-    """Handle OPTIONS /invocations."""
     return JSONResponse({})
 
 

@@ -99,8 +99,6 @@ class SamplingBody(StructuredBody):
 
 
 class CompletionBody(SamplingBody):
-    """Body of POST /v1/completions."""
-
     prompt: str | Many[str] | TokenIds | Many[TokenIds]
     max_tokens: Count | None = 16
     echo: bool = False
@@ -138,8 +136,6 @@ class Message(Body):
 
 
 class ChatBody(SamplingBody):
-    """Body of POST /v1/chat/completions."""
-
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None

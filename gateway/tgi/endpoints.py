@@ -221,7 +221,6 @@ class StreamEvents:
 
 
 async def tokenize(exchange: Exchange) -> Response:
-    """Handle POST /tokenize."""
     body = await exchange.parse(TokenizeBody)
     timeout_s = exchange.settings.request_timeout_s
     return JSONResponse(_tokens_json(await exchange.client.tokenize(prompt=body.inputs, timeout=timeout_s)))

@@ -17,7 +17,7 @@ Positive = Annotated[float, Field(gt=0, le=1e9)]
 Whole = Annotated[int, Field(ge=1, lt=2**31)]
 Texts = Annotated[tuple[str, ...], Field(max_length=256, fail_fast=True)]
 # TGI requires less than 1. Clients of other servers send 1 for "off", which is accepted, too.
-Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -29,8 +29,8 @@ class Parameters(Body):
     repetition_penalty: Positive | None = None
     frequency_penalty: Penalty | None = None
     top_k: Whole | None = None
-    top_p: Share | None = None
-    typical_p: Share | None = None
+    top_p: Fraction | None = None
+    typical_p: Fraction | None = None
     do_sample: bool = False
     max_new_tokens: Whole | None = None
     return_full_text: bool | None = None

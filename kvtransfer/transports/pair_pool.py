@@ -82,7 +82,7 @@ class PairPool(Generic[K, P]):
         entry.num_users += 1
 
     def leave(self, pair: P) -> None:
-        """Remove a user."""
+        """Remove a user of the pair; a broken one is retired."""
         entry = self._entries[pair] = self._entries.pop(pair)
         entry.num_users -= 1
         if pair.is_broken:

@@ -151,7 +151,7 @@ class InFlightTable:
 
     @property
     def num_transferring(self) -> int:
-        """Open KV transfers."""
+        """Number of KV transfers that are open now."""
         return sum(reservation.is_transferring for reservation in self._reservations)
 
     def transfers(self, info: WorkerInfo) -> Transfers:

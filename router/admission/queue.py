@@ -90,7 +90,6 @@ class PlacementQueue:
 
     @property
     def num_queued(self) -> int:
-        """Number of waiting attempts."""
         return len(self._waiters)
 
     @property
@@ -132,7 +131,7 @@ class PlacementQueue:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def close(self) -> None:
-        """Stop the outage timer."""
+        """Stop the timer of an outage without workers."""
         self._outage.end()
 
     def _join(self, waiter: _Waiter) -> None:

@@ -76,7 +76,7 @@ class _Holdings:
         return len(self._released)
 
     def add(self, tenant: str, ids: list[str]) -> None:
-        """Add leased permits."""
+        """Add permits that Redis has leased to this router."""
         self.held[tenant].extend(ids)
         self.num_held += len(ids)
 

@@ -229,5 +229,5 @@ def _attempt_to_proto(attempt: AttemptTiming) -> generation_pb2.AttemptTiming:
 
 
 def _ms(seconds: float) -> float:
-    """Milliseconds, rounded to microseconds."""
+    """Convert seconds to milliseconds, rounded to microseconds."""
     return round(seconds * 1000, 3)

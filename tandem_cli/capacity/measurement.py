@@ -85,7 +85,7 @@ class PhaseClock:
         self._cycles_per_ms = cycles_per_ms() if self._phase_cycles is not None else 0.0
 
     def start(self) -> None:
-        """Reset the phase counters."""
+        """Reset the phase counters, before the steps to measure."""
         if self._phase_cycles is not None:
             self._phase_cycles[:] = 0
 

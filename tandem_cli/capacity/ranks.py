@@ -112,7 +112,7 @@ def _weights_bytes(
 
 
 def _cores(rank: int, num_ranks: int, num_cores: int) -> int:
-    """As engine.ranks.launch divides them."""
+    """The cores of one rank, as engine.ranks.launch divides them."""
     if num_cores < num_ranks:
         return 0
     return num_cores * (rank + 1) // num_ranks - num_cores * rank // num_ranks

@@ -17,12 +17,13 @@ from math import prod
 
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
+from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes per weight of a linear layer, without scales."""
-QUANTIZED = ("int8", "fp8", "int4")
-"""Types that only the weights of linear layers can have."""
+QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8", "int4")
+"""Types that only the weights of linear layers can have: those of this engine, and those of others."""
 _MAX_ITERATIONS = 50  # of a fixed-point iteration with shrinking steps
 _OUTSIDE_LAYERS = ("embed", "positions", "lm_head")
 _SAME_RATE = {"float16": "bfloat16"}

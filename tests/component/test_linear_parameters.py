@@ -1,11 +1,15 @@
 """Matrices by scheme, and what a rank has of the heads."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from engine.attention.backend import AttentionShape
 from engine.models.linear import make_linear
 from engine.models.schemes import SCHEMES, Parameters
+from engine.runner_settings import RunnerSettings
+from engine.settings import QUANTIZATIONS
 from mesh.domain.kv import Span
 
 
@@ -16,6 +20,10 @@ def test_every_scheme_multiplies_with_the_matrix(scheme: str) -> None:
     linear = make_linear(SCHEMES[scheme](weight))
     tolerance = {"float": 1e-4, "int8": 0.35}[scheme]
     torch.testing.assert_close(linear(linear.ops.rows(x)), x @ weight.T, atol=tolerance, rtol=0)
+
+
+def test_settings_name_every_scheme() -> None:
+    assert {RunnerSettings(Path(), quantize=name).scheme for name in QUANTIZATIONS} == set(SCHEMES)
 
 
 def test_parameters_are_taken_once_and_matrices_come_with_their_bias() -> None:

@@ -24,6 +24,11 @@ from engine.kernels.cpu.machine import (
 _HUGE_PAGE_BYTES = 2**21
 
 
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
 def aligned(num_elements: int, dtype: DTypeLike) -> NDArray[Any]:
     """A flat array of zeros. The system commits its pages at the first write.
 

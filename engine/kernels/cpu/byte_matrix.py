@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.arguments import Bytes, Floats, Part
+from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS, UNIT
 from engine.kernels.cpu.matmul import Operand, Target, product
 from engine.kernels.cpu.packing import MatrixShape, Packer
@@ -34,7 +35,7 @@ class ByteMatrix:
         a[:rows, : self._inputs] = q
         padded = np.empty(rows + TILE_ROWS, np.float32)
         padded[:rows] = factors
-        out = np.empty((rows, -(-self._outputs // PANEL) * PANEL), np.float32)
+        out = np.empty((rows, round_up(self._outputs, PANEL)), np.float32)
         num_parts = torch.get_num_threads() if rows * self._outputs * depth > _MIN_PRODUCTS else 1
 
         def compute(number: int) -> None:

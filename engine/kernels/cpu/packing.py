@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.arguments import Weights
-from engine.kernels.cpu.buffers import aligned
+from engine.kernels.cpu.buffers import aligned, round_up
 from engine.kernels.cpu.machine import GROUP, PANEL, UNIT, ZERO_POINT
 
 _INT8_DEPTH = 64
@@ -25,7 +25,7 @@ class MatrixShape:
 
     @property
     def padded_columns(self) -> int:
-        return _round_up(self.columns, UNIT)
+        return round_up(self.columns, UNIT)
 
 
 class Packer:
@@ -33,11 +33,11 @@ class Packer:
 
     def __init__(self, shapes: Sequence[MatrixShape], *, int8: bool) -> None:
         self._shapes = shapes
-        self._depths = [_round_up(shape.inputs, _INT8_DEPTH) if int8 else shape.inputs for shape in shapes]
+        self._depths = [round_up(shape.inputs, _INT8_DEPTH) if int8 else shape.inputs for shape in shapes]
         columns = [shape.padded_columns for shape in shapes]
         column_ends = np.cumsum([0, *columns])
         weight_ends = np.cumsum([0, *(c * d for c, d in zip(columns, self._depths, strict=True))])
-        counts = [_round_up(shape.columns, PANEL) for shape in shapes]
+        counts = [round_up(shape.columns, PANEL) for shape in shapes]
         self.weights = Weights(
             packed=aligned(int(weight_ends[-1]), np.int8 if int8 else np.float32),
             scales=np.ones(column_ends[-1], np.float32),
@@ -67,10 +67,6 @@ class Packer:
         self.weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
         panels = weight.view(-1, PANEL, depth // GROUP, GROUP).transpose(1, 2)
         target.view(panels.shape).copy_(panels)
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def _pad_columns(values: Tensor, columns: int) -> Tensor:

@@ -227,7 +227,7 @@ class Finish:
         self._emit.store_if(condition, value, out)
 
     def _gated(self, gate: Value, up: Value) -> Value:
-        """silu(gate) * up."""
+        """silu(gate) * up, of vectors of 16 fp32 numbers."""
         emit, builder = self._emit, self._emit.builder
         exponent = builder.fmul(gate, constant(FLOATS, -LOG2_E))
         exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, constant(FLOATS, 126.0))

@@ -13,7 +13,8 @@ Life of a step (`Engine.step` in loop.py):
     sample      sampler.py        penalties, masks, temperature, truncation, draw           -> RunnerOutput (runner.py)
     update      scheduler.py      appends the tokens, publishes or frees blocks             -> SequenceOutput
 
-Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, runner (the contract), scheduler, settings, speculation/.
+Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, runner (its contract), scheduler, settings,
+speculation/.
 The step in torch: model_runner, model (the contract), step_input, sampler, penalties, masks, finite, kv_cache.
 Models: weights, models/, attention/; partition (weights packed ahead of time); kernels/ are the CPU's loops, and
 compile.py compiles them ahead of time.

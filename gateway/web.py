@@ -110,14 +110,12 @@ async def mesh_history(exchange: Exchange) -> Response:
 
 
 async def drain(exchange: Exchange) -> Response:
-    """Handle POST /mesh/workers/NAME/drain."""
     worker_id = exchange.arrival.request.path_params["worker"]
     await exchange.client.drain(worker_id, timeout=_MESH_TIMEOUT_S)
     return JSONResponse({"worker_id": worker_id, "draining": True})
 
 
 async def undrain(exchange: Exchange) -> Response:
-    """Handle POST /mesh/workers/NAME/undrain."""
     worker_id = exchange.arrival.request.path_params["worker"]
     await exchange.client.undrain(worker_id, timeout=_MESH_TIMEOUT_S)
     return JSONResponse({"worker_id": worker_id, "draining": False})

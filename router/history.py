@@ -1,4 +1,4 @@
-"""What a router has done over time: rates, waiting times and memory of the last day, for operators.
+"""The work of a router over time: rates, waiting times and memory of the last day, for operators.
 
 A reading every 5 seconds becomes a point. Older points are kept merged, so that a day takes about a megabyte.
 Percentiles are those of bucket counts, interpolated. Pure but for `run`; `clock` returns monotonic seconds.
@@ -178,7 +178,7 @@ class History:
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> int:
-    """Sum over workers. What a worker had counted before it was known is not of this time."""
+    """Sum over workers that were known before: a new worker's count is not of this time."""
     return sum(max(0, count - before[worker]) for worker, count in now.items() if worker in before)
 
 

@@ -104,7 +104,7 @@ class WorkerRuntime:
             await self.server.stop(_STOP_GRACE_S)
 
     async def set_draining(self, is_drained: bool) -> None:
-        """Accept no new work, for an operator, or accept it again. Routers hear of it at once."""
+        """For an operator: finish running work and accept no new work, or accept it again. Routers hear at once."""
         log.warning("an operator changes this worker", draining=is_drained)
         self._is_drained = is_drained
         self._show()

@@ -229,7 +229,7 @@ def mesh(message: mesh_pb2.ListWorkersResponse) -> Mesh:
 
 
 def history(message: mesh_pb2.GetHistoryResponse) -> tuple[HistoryPoint, ...]:
-    """Convert a GetHistory response."""
+    """The points of a router's history, oldest first."""
     return tuple(map(_point, message.points))
 
 

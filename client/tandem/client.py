@@ -154,7 +154,7 @@ class AsyncClient:
         return (await self.mesh(timeout=timeout)).workers
 
     async def history(self, span_s: float | None = None, *, timeout: float | None = None) -> tuple[HistoryPoint, ...]:
-        """What the router has done in the last `span_s` seconds, oldest first; None: as far as it knows, a day at most.
+        """The work of the router in the last `span_s` seconds, oldest first; None: as far as it knows, a day at most.
 
         The longer the span, the longer the stretches. Tokens are those of all routers' requests, all else is of this
         one.

@@ -184,15 +184,12 @@ class Client:
         return self._background.run(self._client.mesh(timeout=timeout))
 
     def drain(self, worker_id: str, *, timeout: float | None = None) -> None:
-        """See AsyncClient.drain."""
         self._background.run(self._client.drain(worker_id, timeout=timeout))
 
     def undrain(self, worker_id: str, *, timeout: float | None = None) -> None:
-        """See AsyncClient.undrain."""
         self._background.run(self._client.undrain(worker_id, timeout=timeout))
 
     def history(self, span_s: float | None = None, *, timeout: float | None = None) -> tuple[HistoryPoint, ...]:
-        """See AsyncClient.history."""
         return self._background.run(self._client.history(span_s, timeout=timeout))
 
     def workers(self, *, timeout: float | None = None) -> tuple[Worker, ...]:

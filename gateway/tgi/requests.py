@@ -72,7 +72,7 @@ class GenerateBody(Body):
 
 
 class TokenizeBody(Body):
-    """Body of POST /tokenize."""
+    """Body of a request to count tokens, POST /tokenize."""
 
     inputs: str
 

@@ -143,6 +143,7 @@ class DecodeService:
                 await asyncio.wait(endings)
             if not await self._prepare([*entry.sequence.forks, entry.sequence]):
                 return
+            await self._engine.fetch_evicted(entry.sequence)
             if transfer_id:
                 await self._reserve(session, entry, transfer_id)
             else:

@@ -12,7 +12,7 @@ original.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.sequence import SequenceState
@@ -44,9 +44,12 @@ class CacheLog:
 
 
 class BlockPool:
-    """Allocates block ids `0 .. num_blocks - 1`. Freed blocks stay findable by the hash of their content."""
+    """Allocates block ids `0 .. num_blocks - 1`. Freed blocks stay findable by the hash of their content.
 
-    def __init__(self, num_blocks: int) -> None:
+    `on_evict` is called with a block and its hash before the block is used anew.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, BlockHash], None] | None = None) -> None:
         self.num_blocks = num_blocks
         self.log = CacheLog(max_events=4 * num_blocks)
         self._references = [0] * num_blocks
@@ -54,6 +57,7 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._on_evict = on_evict
 
     @property
     def num_free(self) -> int:
@@ -107,6 +111,8 @@ class BlockPool:
     def _forget_content(self, block_id: int) -> None:
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
+        if self._on_evict is not None:
+            self._on_evict(block_id, block_hash)
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self.log.add(block_hash, evicted=True)

@@ -145,6 +145,8 @@ class Engine:
             self._cores.end_step()
 
     def close(self) -> None:
+        if self.scheduler.evicted is not None:
+            self.scheduler.evicted.close()
         self._runner.close()
 
     def prepare(self, sequence: SequenceState) -> "list[Future[None]]":
@@ -261,6 +263,12 @@ class EngineLoop:
         """Wait for `Runner.prepare` of the sequence while steps continue. Raises InvalidRequest."""
         for preparing in self._engine.prepare(sequence):
             await asyncio.wrap_future(preparing)
+
+    async def fetch_evicted(self, sequence: SequenceState) -> None:
+        """Give the sequence those of its blocks that were evicted and kept. Called before it is added."""
+        evicted = self._engine.scheduler.evicted
+        if evicted is not None and (missing := await self.call(lambda scheduler: scheduler.missing(sequence))):
+            sequence.from_disk = await asyncio.wrap_future(evicted.fetch(missing))
 
     def abort(self, sequence: SequenceState) -> None:
         """`Engine.abort` between two steps. Does not wait; idempotent."""

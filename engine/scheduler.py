@@ -28,12 +28,16 @@ evenly: a batch has no more of them than its part, so that the stages have equal
 Prompts that an encoder reads (`whole_prompts`) are never cut: such a prompt may exceed the budget if it comes first.
 """
 
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Protocol
 
 from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence
 from engine.block_pool import BlockPool, Forks, PrefixCache
 from engine.runner import RunnerOutput
-from engine.sequence import SequenceKey, SequenceState, SequenceStatus
+from engine.sequence import BlockPayloads, SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
 from mesh.domain.kv import BlockHash
@@ -57,15 +61,33 @@ class _Pending:
     failed: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
 
 
+class EvictedBlocks(Protocol):
+    """Where evicted blocks are kept. Plug point: engine.kv_disk.DiskCache, and fakes in tests."""
+
+    def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
+        """Start to read the leading ones of these blocks that are there. Any thread may call it."""
+        ...
+
+    def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
+        """Copy payloads into blocks of the cache."""
+        ...
+
+    def close(self) -> None:
+        """Keep what was evicted so far. Called once, at the end."""
+        ...
+
+
 class Scheduler:
     """Plans batches over a BlockPool. Owned by one thread.
 
-    A running sequence occupies one of `max_num_seqs` slots, and so does one that waits for its KV.
+    A running sequence occupies one of `max_num_seqs` slots, and so does one that waits for its KV. `evicted` keeps the
+    blocks that the pool evicts, if anything does.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None = None) -> None:
         self.config = config
         self.pool = pool
+        self.evicted = evicted
         self._waiting: dict[SequenceKey, SequenceState] = {}
         self._slots: dict[SequenceKey, SequenceState] = {}  # RUNNING and WAITING_FOR_KV, oldest first
         self._held: dict[SequenceKey, SequenceState] = {}
@@ -139,6 +161,11 @@ class Scheduler:
         slot or block."""
         failed, self._pending.failed = self._pending.failed, []
         return failed
+
+    def missing(self, sequence: SequenceState) -> list[BlockHash]:
+        """Hashes of the sequence's reusable blocks from the first one that is not cached."""
+        hashes = self._prefixes.reusable(sequence)
+        return hashes[len(self.pool.match(hashes)) :]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -328,11 +355,23 @@ class Scheduler:
             return False
         self.pool.hold(matched)
         sequence.block_table += matched + (self.pool.allocate(num_missing) or [])
-        sequence.block_hashes = hashes[: len(matched)]
+        num_cached = len(matched) + self._restore(sequence, hashes, len(matched))
+        sequence.block_hashes = hashes[:num_cached]
         sequence.waiting_hashes = None
-        sequence.num_cached_tokens = sequence.num_computed_tokens = len(matched) * self.config.block_size
+        sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached * self.config.block_size
         self._slots[sequence.key] = sequence
         return True
+
+    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], first: int) -> int:
+        """Fill the sequence's blocks from `first` on with those that were kept; returns their number."""
+        kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
+        found = list(takewhile(kept.__contains__, hashes[first:]))
+        if self.evicted is not None and found:
+            block_ids = sequence.block_table[first : first + len(found)]
+            self.evicted.restore(block_ids, [kept[block_hash] for block_hash in found])
+            for block_id, block_hash in zip(block_ids, found, strict=True):
+                self.pool.publish(block_id, block_hash)
+        return len(found)
 
     def _start_forks(self, sequence: SequenceState) -> None:
         """Start the forks of a sequence whose prompt is computed and whose blocks are still held."""

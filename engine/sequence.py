@@ -19,6 +19,10 @@ from mesh.domain.tokens import FinishReason, PromptLogprob
 SequenceKey = tuple[str, int]
 
 
+class BlockPayloads(dict[BlockHash, bytes]):
+    """KV of blocks, whole as `KVCache.read_blocks` gives it, by hash."""
+
+
 class SequenceStatus(Enum):
     """State of a sequence; the module's docstring shows the transitions."""
 
@@ -38,7 +42,8 @@ class SequenceState:
     full blocks while the sequence waits for a slot. With `hand_over`, another worker continues the sequence after the
     first token sampled here. The last `num_drafted` tokens of `token_ids` are drafts, see `with_draft`. `forks` are
     other choices of the same prompt that wait for its KV. `copy_from` is a block of the original sequence; it is held
-    until it has been copied into the last block of this one.
+    until it has been copied into the last block of this one. `from_disk` are blocks of the prompt that memory lacked,
+    until the sequence is admitted.
     """
 
     request: SequenceSpec
@@ -54,6 +59,7 @@ class SequenceState:
     num_drafted: int = 0
     forks: "list[SequenceState]" = field(default_factory=list)
     copy_from: int | None = None
+    from_disk: BlockPayloads = field(default_factory=BlockPayloads)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)

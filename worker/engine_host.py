@@ -26,6 +26,7 @@ import torch
 
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.block_pool import BlockPool
+from engine.kv_disk import BlockFiles, DiskCache
 from engine.kv_memory import KVMemorySettings
 from engine.load_runner import draft_block_bytes, load_model_runner, load_speculator
 from engine.load_times import measured_load, rounded
@@ -100,6 +101,7 @@ class EngineHost:
     speculation: Speculation
     speculator: Speculator | None
     degrees: Degrees = field(default_factory=Degrees)
+    kv_disk: DiskCache | None = None
     load_seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, see engine.load_times; "other" is what no phase counts."""
 
@@ -171,8 +173,21 @@ def build_host(
         ranks=str(runner_settings.degrees),
         speculative=limits.speculation.kind,
     )
-    scheduler = Scheduler(scheduler_config, BlockPool(num_blocks))
-    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, runner_settings.degrees)
+    disk = _kv_disk(settings, scheduler_config, runner.kv_cache)
+    scheduler = Scheduler(scheduler_config, BlockPool(num_blocks, None if disk is None else disk.evicted), disk)
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, runner_settings.degrees, disk)
+
+
+def _kv_disk(settings: WorkerSettings, config: SchedulerConfig, cache: AnyKVCache) -> DiskCache | None:
+    """None without `kv_disk`, and for models whose prompts share no KV. Raises ConfigurationError."""
+    if not settings.kv_disk:
+        return None
+    if config.whole_prompts or not config.prefix_caching:
+        log.warning("kv_disk is not used: prompts of this model share no KV", model=settings.model)
+        return None
+    layout = cache.layout
+    max_bytes = int(settings.kv_disk_gib * (1 << 30))
+    return DiskCache(BlockFiles(Path(settings.kv_disk), repr(layout), layout.block_bytes, max_bytes), cache)
 
 
 def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:

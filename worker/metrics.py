@@ -1,6 +1,7 @@
 """Metrics of workers (engine steps, batch, memory, prefix cache, KV transfers), and the spans of their traces."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from opentelemetry import trace
 from opentelemetry.trace import INVALID_SPAN, Span
@@ -8,6 +9,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.kv_disk import DiskCounts
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
@@ -59,6 +61,10 @@ class WorkerMetrics:
         """Also export the CPU time of each rank. `pids` are those of ranks 1 and up."""
         self.registry.register(RankTimes(self._role, pids))
 
+    def watch_kv_disk(self, counts: DiskCounts) -> None:
+        """Also export what became of blocks of KV on disk."""
+        self.registry.register(_KvDisk(self._role, counts))
+
     def stepped(self, num_seqs: int, num_tokens: int, seconds: float) -> None:
         """Record one engine step. Called on the engine's thread."""
         self._step_s.observe(seconds)
@@ -88,6 +94,21 @@ class WorkerMetrics:
 
     def _counter(self, name: str, about: str) -> Counter:
         return Counter(f"tandem_{name}", about, ["role"], registry=self.registry).labels(self._role)
+
+
+class _KvDisk(Collector):
+    """The counts of a DiskCache."""
+
+    def __init__(self, role: str, counts: DiskCounts) -> None:
+        self._role = role
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        about = "Blocks of KV evicted to disk (written, dropped) and looked for there (found, damaged)"
+        family = CounterMetricFamily("tandem_engine_kv_disk_blocks", about, labels=["role", "event"])
+        for event, count in asdict(self._counts).items():
+            family.add_metric([self._role, event], count)
+        yield family
 
 
 class _Load(Collector):

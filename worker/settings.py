@@ -124,6 +124,12 @@ class WorkerSettings(ModelSettings):
     )
     max_model_len: int = setting(0, "maximum tokens of a sequence; 0: the model's limit")
     prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
+    kv_disk: str = setting(
+        "",
+        "folder on a local disk for KV that memory has no room for, found again by prompts with the same beginning; "
+        "all workers of this machine may share it; default: none",
+    )
+    kv_disk_gib: float = setting(16.0, "most GiB of kv_disk; what was not used for the longest time goes first")
     trust_fabric: bool = setting(
         False, "nobody else can use the network between workers: let gloo and NCCL (KV, ranks) go beyond this machine"
     )
@@ -158,12 +164,21 @@ class WorkerSettings(ModelSettings):
         self.degrees()
         self._check_rank_listen()
         require_not_negative(self, *_NOT_NEGATIVE)
+        self._check_kv_disk()
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
         if not 0 <= self.memory_utilization <= 1:
             raise ConfigurationError(f"memory_utilization must be in [0, 1], got {self.memory_utilization}")
         if self.kv_memory_shares < 0:
             raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.kv_memory_shares}")
+
+    def _check_kv_disk(self) -> None:
+        if not self.kv_disk_gib > 0:
+            raise ConfigurationError(f"kv_disk_gib must be > 0, got {self.kv_disk_gib:g}")
+        if self.kv_disk and not self.prefix_caching:
+            raise ConfigurationError("kv_disk keeps what the prefix cache evicts: it needs prefix_caching")
+        if self.kv_disk and self.rank_listen:
+            raise ConfigurationError("kv_disk does not work with rank_listen: the KV lies on several machines")
 
     @property
     def identity(self) -> str:

@@ -46,6 +46,8 @@ class Worker:
         self.runtime.export_load(metrics)
         if rank_pids:
             metrics.watch_ranks(rank_pids)
+        if host.kv_disk is not None:
+            metrics.watch_kv_disk(host.kv_disk.counts)
 
     async def run(
         self,

@@ -9,6 +9,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from engine.kv_disk import DiskCounts
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
@@ -121,6 +122,7 @@ async def test_metrics_of_workers(evidence: Evidence) -> None:
         for metrics, *_ in workers:
             metrics.loaded({"read": 1.5, "other": 0.5})
             metrics.watch_ranks([os.getppid()])
+            metrics.watch_kv_disk(DiskCounts(written=2))
         for number in range(2):  # the second one finds the first one's prefix
             await router.run(make_sequence(f"a{number}", range(1, 13), max_new_tokens=3))
         await router.start(make_sequence("local", range(1, 10), max_new_tokens=2))
@@ -138,6 +140,7 @@ async def test_metrics_of_workers(evidence: Evidence) -> None:
         assert value(decode[-1], "tandem_decode_sequences_total", kv="transferred") >= 2
         assert value(decode[-1], "tandem_engine_load_seconds", role="decode", phase="read") == 1.5
         assert value(decode[-1], "tandem_engine_rank_cpu_seconds_total", role="decode", rank="0") > 0
+        assert value(decode[-1], "tandem_engine_kv_disk_blocks_total", role="decode", event="written") == 2
         assert value(decode[-1], "tandem_engine_preemptions_total", role="decode") == 1
         assert value(prefill[-1], "tandem_kv_sent_bytes_total", transport="grpc") > 0
         assert value(prefill[-1], "tandem_engine_prefix_cache_hits_total", role="prefill") > 0

@@ -1,0 +1,110 @@
+"""Chat sessions whose KV does not fit into memory: what a disk behind it saves.
+
+    python -m bench.sessions [--shape 135m] [--quantize int8] [--sessions 20] [--turns 4] [--in-memory 0.1]
+
+Sessions take turns: each sends all that was said so far and a new question, and gets an answer. By the time it comes
+again, the others have taken its memory: all KV of `--in-memory` of the sessions fits. The same is done by a mesh
+without a disk, by one with it (`kv_disk`), and by one whose memory is large enough. Turns after the first are counted.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import tandem
+from bench.shapes import SHAPES, write_shape
+from engine.settings import QUANTIZATIONS
+from tandem_cli.load_test.endpoints import own_mesh
+
+_FIRST_TOKENS, _QUESTION_TOKENS, _ANSWER_TOKENS = 400, 40, 24
+_VOCABULARY = 1000
+
+
+@dataclass(slots=True)
+class Turns:
+    """Measurements of all turns but the first of each session."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+
+
+async def talk(address: str, num_sessions: int, num_turns: int) -> Turns:
+    """Let all sessions take their turns, one request at a time."""
+    turns, clock, rng = Turns(), asyncio.get_running_loop().time, random.Random(0)
+
+    def words(count: int) -> list[int]:
+        return [rng.randrange(3, _VOCABULARY) for _ in range(count)]
+
+    sessions = [words(_FIRST_TOKENS) for _ in range(num_sessions)]
+    async with tandem.AsyncClient(address) as client:
+        for turn in range(num_turns):
+            begun_s = clock()
+            for said in sessions:
+                said += words(_QUESTION_TOKENS)
+                asked_s, first_token_s = clock(), 0.0
+                async for event in client.stream(token_ids=said, max_new_tokens=_ANSWER_TOKENS, ignore_eos=True):
+                    if event.token is not None:
+                        first_token_s = first_token_s or clock() - asked_s
+                        said.append(event.token.id)
+                    usage = event.usage
+                if turn and usage is not None:
+                    turns.first_token_s.append(first_token_s)
+                    turns.prompt_tokens += usage.prompt_tokens
+                    turns.cached_tokens += usage.cached_tokens
+            turns.seconds += clock() - begun_s if turn else 0.0
+    return turns
+
+
+async def compare(options: argparse.Namespace, model: Path, disk: Path) -> Table:
+    """Run the sessions on three meshes."""
+    longest = _FIRST_TOKENS + options.turns * (_QUESTION_TOKENS + _ANSWER_TOKENS)
+    whole = options.sessions * longest + 1024
+    small = max(2 * longest, int(options.in_memory * whole))
+    common = (f"--model={model}", "--load-format=dummy", f"--quantize={options.quantize}", "--colocated")
+    arms = {
+        "memory for few": (f"--set=decode.max_batch_total_tokens={small}",),
+        "and a disk": (f"--set=decode.max_batch_total_tokens={small}", f"--set=decode.kv_disk={disk}"),
+        "memory for all": (f"--set=decode.max_batch_total_tokens={whole}",),
+    }
+    columns = ("", "KV tokens in memory", "found", "first token p50, ms", "p95, ms", "all turns, s")
+    table = Table(*columns, title=f"{options.sessions} sessions, {options.turns} turns, {options.shape}")
+    for name, flags in arms.items():
+        async with own_mesh((*common, *flags)) as address:
+            turns = await talk(address, options.sessions, options.turns)
+        first = sorted(turns.first_token_s)
+        table.add_row(
+            name,
+            str(whole if name == "memory for all" else small),
+            f"{turns.cached_tokens / turns.prompt_tokens:.0%}",
+            f"{1e3 * statistics.median(first):.0f}",
+            f"{1e3 * first[int(0.95 * len(first))]:.0f}",
+            f"{turns.seconds:.1f}",
+        )
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.sessions", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, default="int8")
+    parser.add_argument("--sessions", type=int, default=20, metavar="N")
+    parser.add_argument("--turns", type=int, default=4, metavar="N")
+    parser.add_argument("--in-memory", type=float, default=0.1, metavar="SHARE")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_shape(options.shape, Path(folder))
+        Console(width=120).print(asyncio.run(compare(options, model, Path(folder) / "kv")))
+
+
+if __name__ == "__main__":
+    main()

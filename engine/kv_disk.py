@@ -1,0 +1,248 @@
+"""KV on disk: blocks that the cache evicts are kept in files, and come back for later prompts that begin alike.
+
+    eviction     the engine's thread copies the block; the disk's thread writes the copy
+    a prompt     before it is added, the disk's thread reads the blocks that memory lacks, and checks them
+    admission    the engine's thread copies them into blocks of the cache, which are then cached as any others
+
+A file is named after the hash of a block, which covers all tokens before it, in a folder for each KV layout, so that
+all workers of a machine that serve a model find each other's blocks. A file gets its name when it is complete, and its
+content is verified against a digest: a crash or a flipped bit costs a block, never a wrong answer. If blocks are
+evicted faster than they can be written, or the disk is full, they are lost, as they would be without a disk. The files
+that were not used for the longest time go when the folder is over its size.
+"""
+
+import contextlib
+import os
+import queue
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+import structlog
+import xxhash
+
+from engine.sequence import BlockPayloads
+from engine.sharded_kv_cache import AnyKVCache
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import BlockHash
+
+log = structlog.get_logger(__name__)
+
+_MAX_WAITING_BYTES = 256 << 20
+_TRIM_TO = 0.9
+_STALE_S = 600.0
+_COMPLAIN_EVERY_S = 60.0
+_SUFFIX = ".kv"
+_DIGEST_BYTES = 8
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """Blocks written, found, dropped because the disk was too slow or full, and refused because they were damaged."""
+
+    written: int = 0
+    found: int = 0
+    dropped: int = 0
+    damaged: int = 0
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Bytes in use by several threads, up to a limit."""
+
+    limit: int
+    used: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, num_bytes: int) -> bool:
+        with self.lock:
+            if self.used + num_bytes > self.limit:
+                return False
+            self.used += num_bytes
+            return True
+
+    def give_back(self, num_bytes: int) -> None:
+        with self.lock:
+            self.used -= num_bytes
+
+
+class BlockFiles:
+    """Blocks as files below `root`, in a folder for their layout; all folders together have at most `max_bytes`.
+
+    Several processes may share a root. Raises ConfigurationError if it cannot be used, or others could write to it: who
+    writes KV decides answers.
+    """
+
+    def __init__(self, root: Path, layout: str, block_bytes: int, max_bytes: int) -> None:
+        self._root = root
+        self._folder = root / blake2b(layout.encode(), digest_size=12).hexdigest()
+        self._block_bytes = block_bytes
+        self._max_bytes = max_bytes
+        self._num_written = 0
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            status = root.stat()
+        except OSError as error:
+            raise ConfigurationError(f"kv_disk {root} cannot be used: {error.strerror}") from error
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+            raise ConfigurationError(f"kv_disk {root} must belong to this user, and nobody else may write to it")
+        self.trim()
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return self._path(block_hash).exists()
+
+    def write(self, block_hash: BlockHash, payload: bytes) -> None:
+        """Raises OSError, for example on a full disk."""
+        path = self._path(block_hash)
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            with part.open("wb", buffering=0) as file:
+                os.writev(file.fileno(), (_digest(block_hash, payload), payload))
+                if os.fstat(file.fileno()).st_size != _DIGEST_BYTES + self._block_bytes:
+                    raise OSError(28, "the block was not written completely")
+            part.rename(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        self._num_written += _DIGEST_BYTES + self._block_bytes
+        if self._num_written > self._max_bytes * (1 - _TRIM_TO) / 2:
+            self.trim()
+
+    def read(self, block_hash: BlockHash) -> bytes | None:
+        """Return a block and mark it as used; None if there is none. Raises ValueError, and removes it, if it is
+        damaged."""
+        path = self._path(block_hash)
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        payload = content[_DIGEST_BYTES:]
+        if len(payload) != self._block_bytes or content[:_DIGEST_BYTES] != _digest(block_hash, payload):
+            path.unlink(missing_ok=True)
+            raise ValueError(f"{path} is damaged")
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return payload
+
+    def trim(self) -> None:
+        """Remove the files that were not used for the longest time while there is too much, and unfinished ones."""
+        self._num_written = 0
+        files: list[tuple[float, int, Path]] = []
+        now_s = time.time()
+        for path in self._root.glob(f"*/*{_SUFFIX}*"):
+            with contextlib.suppress(OSError):  # another worker has removed it
+                status = path.stat()
+                if path.suffix == _SUFFIX:
+                    files.append((status.st_mtime, status.st_size, path))
+                elif now_s - status.st_mtime > _STALE_S:
+                    path.unlink()
+        excess = sum(size for _, size, _ in files) - self._max_bytes
+        if excess <= 0:
+            return
+        excess += int(self._max_bytes * (1 - _TRIM_TO))
+        for _, size, path in sorted(files):
+            path.unlink(missing_ok=True)
+            excess -= size
+            if excess <= 0:
+                return
+
+    def _path(self, block_hash: BlockHash) -> Path:
+        return self._folder / f"{block_hash.hex()}{_SUFFIX}"
+
+
+def _digest(block_hash: BlockHash, payload: bytes) -> bytes:
+    hasher = xxhash.xxh3_64(block_hash)
+    hasher.update(payload)
+    return hasher.digest()
+
+
+class DiskCache:
+    """The disk behind one KV cache. `evicted` and `restore` are called by the engine's thread, the rest by any.
+
+    `max_waiting_bytes` limits copies that are not written yet, and as much those that are read and not admitted yet.
+    """
+
+    def __init__(self, files: BlockFiles, cache: AnyKVCache, max_waiting_bytes: int = _MAX_WAITING_BYTES) -> None:
+        self.counts = DiskCounts()
+        self._files = files
+        self._cache = cache
+        self._block_bytes = cache.layout.block_bytes
+        self._writes = _Budget(max_waiting_bytes)
+        self._reads = _Budget(max_waiting_bytes)
+        self._queue: queue.SimpleQueue[tuple[BlockHash, bytearray] | None] = queue.SimpleQueue()
+        self._readers = ThreadPoolExecutor(1, "kv-disk-read")
+        self._writer = threading.Thread(target=self._write_all, name="kv-disk-write", daemon=True)
+        self._complained_s = -_COMPLAIN_EVERY_S
+        self._writer.start()
+
+    def evicted(self, block_id: int, block_hash: BlockHash) -> None:
+        """Keep a block whose memory is about to be used anew."""
+        if not self._writes.take(self._block_bytes):
+            self.counts.dropped += 1
+            return
+        copy = bytearray(self._block_bytes)
+        self._cache.read_blocks([block_id], self._cache.layout.whole, copy)
+        self._queue.put((block_hash, copy))
+
+    def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
+        """Read the leading ones of these blocks that are on disk."""
+        return self._readers.submit(self._fetch, hashes)
+
+    def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
+        """Copy blocks into the cache."""
+        for block_id, payload in zip(block_ids, payloads, strict=True):
+            self._cache.write_blocks([block_id], self._cache.layout.whole, payload)
+        self.counts.found += len(block_ids)
+
+    def close(self) -> None:
+        """Write what was evicted so far, and end the threads."""
+        self._readers.shutdown()
+        self._queue.put(None)
+        self._writer.join()
+
+    def _fetch(self, hashes: Sequence[BlockHash]) -> BlockPayloads:
+        found = BlockPayloads()
+        for block_hash in hashes:
+            if not self._reads.take(self._block_bytes):
+                break
+            payload = self._read(block_hash)
+            if payload is None:
+                self._reads.give_back(self._block_bytes)
+                break
+            found[block_hash] = payload
+        # A sequence that is admitted, refused or aborted drops them.
+        weakref.finalize(found, self._reads.give_back, len(found) * self._block_bytes)
+        return found
+
+    def _read(self, block_hash: BlockHash) -> bytes | None:
+        try:
+            return self._files.read(block_hash)
+        except ValueError as error:
+            self.counts.damaged += 1
+            log.warning("a block of KV on disk is damaged", error=str(error))
+            return None
+
+    def _write_all(self) -> None:
+        while (item := self._queue.get()) is not None:
+            block_hash, copy = item
+            try:
+                if not self._files.has(block_hash):
+                    self._files.write(block_hash, bytes(copy))
+                    self.counts.written += 1
+            except OSError as error:
+                self.counts.dropped += 1
+                self._complain(error)
+            finally:
+                self._writes.give_back(self._block_bytes)
+
+    def _complain(self, error: OSError) -> None:
+        if time.monotonic() - self._complained_s >= _COMPLAIN_EVERY_S:
+            self._complained_s = time.monotonic()
+            log.warning("KV cannot be kept on disk", error=str(error))

@@ -1,0 +1,230 @@
+"""KV on disk: files that are whole, right and of this user; a cache that loses blocks rather than time."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.block_pool import BlockPool
+from engine.kv_cache import KVCache
+from engine.kv_disk import BlockFiles, DiskCache
+from engine.runner import RunnerOutput
+from engine.scheduler import Scheduler
+from engine.sequence import SequenceState
+from engine.settings import SchedulerConfig
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import KVLayout
+from mesh.domain.tokens import SampledToken
+from tests.fakes.requests import make_request
+from tests.waiting import until
+
+LAYOUT = KVLayout("model", num_layers=2, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
+SIZE = LAYOUT.block_bytes
+HASHES = [bytes([number]) * 32 for number in range(40)]
+
+
+def files(root: Path, max_blocks: int = 100, layout: str = "layout") -> BlockFiles:
+    return BlockFiles(root, layout, SIZE, max_blocks * (SIZE + 8))
+
+
+def payload(number: int) -> bytes:
+    return bytes([number]) * SIZE
+
+
+def test_blocks_come_back_to_every_process_with_this_layout(tmp_path: Path) -> None:
+    files(tmp_path).write(HASHES[1], payload(1))
+    assert files(tmp_path).read(HASHES[1]) == payload(1)
+    assert files(tmp_path).has(HASHES[1])
+    assert files(tmp_path).read(HASHES[2]) is None
+    assert files(tmp_path, layout="another").read(HASHES[1]) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:-1],
+        lambda content: content[:20] + bytes([content[20] ^ 1]) + content[21:],
+        lambda content: b"",
+        lambda content: content + b"more",
+    ],
+)
+def test_damaged_blocks_are_refused_and_removed(tmp_path: Path, damage: Any) -> None:
+    folder = files(tmp_path)
+    folder.write(HASHES[1], payload(1))
+    (path,) = tmp_path.glob("*/*.kv")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match="is damaged"):
+        folder.read(HASHES[1])
+    assert not path.exists()
+
+
+def test_a_block_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    folder = files(tmp_path)
+    folder.write(HASHES[1], payload(1))
+    (path,) = tmp_path.glob("*/*.kv")
+    path.rename(path.with_name(f"{HASHES[2].hex()}.kv"))
+    with pytest.raises(ValueError, match="is damaged"):
+        folder.read(HASHES[2])
+
+
+def test_what_was_not_used_goes_first_in_all_folders(tmp_path: Path) -> None:
+    other = files(tmp_path, layout="another")
+    other.write(HASHES[0], payload(0))
+    folder = files(tmp_path, max_blocks=20)
+    for number in range(1, 20):
+        folder.write(HASHES[number], payload(number))
+    for path in tmp_path.glob("*/*.kv"):
+        os.utime(path, (1000, 1000))
+    folder.read(HASHES[3])
+    for number in range(20, 30):
+        folder.write(HASHES[number], payload(number))
+    kept = {number for number in range(30) if (other if number == 0 else folder).has(HASHES[number])}
+    assert {3, 29} <= kept
+    assert len(kept) <= 20
+
+
+def test_unfinished_files_of_a_dead_process_go(tmp_path: Path) -> None:
+    folder = files(tmp_path)
+    folder.write(HASHES[1], payload(1))
+    (path,) = tmp_path.glob("*/*.kv")
+    left, busy = path.with_name(f"{path.name}.123"), path.with_name(f"{path.name}.124")
+    left.write_bytes(b"half")
+    busy.write_bytes(b"half")
+    os.utime(left, (1000, 1000))
+    folder.trim()
+    assert (left.exists(), busy.exists(), path.exists()) == (False, True, True)
+
+
+def test_folders_that_others_can_write_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigurationError, match="nobody else may write to it"):
+        files(tmp_path / "open")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot be used"):
+        files(tmp_path / "file")
+    assert files(tmp_path / "new").read(HASHES[0]) is None
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def cache_of(num_blocks: int) -> KVCache:
+    cache = KVCache(LAYOUT, num_blocks, torch.device("cpu"))
+    for block in range(num_blocks):
+        cache.write_blocks([block], LAYOUT.whole, payload(block + 1))
+    return cache
+
+
+def content(cache: KVCache, block: int) -> bytes:
+    out = bytearray(SIZE)
+    cache.read_blocks([block], LAYOUT.whole, out)
+    return bytes(out)
+
+
+def test_an_evicted_block_comes_back(tmp_path: Path) -> None:
+    cache = cache_of(4)
+    disk = DiskCache(files(tmp_path), cache)
+    disk.evicted(2, HASHES[2])
+    cache.write_blocks([2], LAYOUT.whole, payload(99))
+    disk.close()
+    disk = DiskCache(files(tmp_path), cache)
+    found = disk.fetch([HASHES[2], HASHES[3], HASHES[2]]).result()
+    assert list(found) == [HASHES[2]], "up to the first that is missing"
+    disk.restore([0], list(found.values()))
+    assert content(cache, 0) == payload(3)
+    assert (disk.counts.written, disk.counts.found) == (0, 1)
+    disk.close()
+
+
+def test_blocks_are_dropped_while_the_disk_is_slow_and_kept_again_later(tmp_path: Path) -> None:
+    folder, may_write = files(tmp_path), threading.Event()
+    write = folder.write
+    folder.write = lambda *block: may_write.wait() and write(*block)  # type: ignore[method-assign]
+    disk = DiskCache(folder, cache_of(4), max_waiting_bytes=2 * SIZE)
+    for number in range(3):
+        disk.evicted(0, HASHES[number])
+    assert disk.counts.dropped == 1
+    may_write.set()
+    asyncio.run(until(lambda: disk.counts.written == 2, state=lambda: disk.counts))
+    disk.evicted(0, HASHES[3])
+    disk.close()
+    assert (disk.counts.written, disk.counts.dropped) == (3, 1)
+
+
+def test_a_full_disk_costs_blocks_and_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("engine.kv_disk.os.writev", full)
+    disk = DiskCache(files(tmp_path), cache_of(4))
+    for number in range(3):
+        disk.evicted(0, HASHES[number])
+    disk.close()
+    assert (disk.counts.written, disk.counts.dropped) == (0, 3)
+    assert list(tmp_path.glob("*/*")) == []
+
+
+def test_blocks_that_wait_for_their_sequence_are_limited(tmp_path: Path) -> None:
+    folder = files(tmp_path)
+    for number in range(4):
+        folder.write(HASHES[number], payload(number))
+    disk = DiskCache(folder, cache_of(4), max_waiting_bytes=3 * SIZE)
+    first = disk.fetch(HASHES[:2]).result()
+    second = disk.fetch(HASHES[:4]).result()
+    assert (len(first), len(second)) == (2, 1)
+    del first, second
+    assert len(disk.fetch(HASHES[:4]).result()) == 3
+    disk.close()
+
+
+class Kept:
+    """Blocks by hash, as an EvictedBlocks; `restored` are the ids of blocks that were filled."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.restored: list[int] = []
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        self.blocks[block_hash] = b"kept"
+
+    def fetch(self, hashes: Sequence[bytes]) -> Any:
+        raise NotImplementedError
+
+    def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
+        assert set(payloads) == {b"kept"}
+        self.restored += block_ids
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def test_a_prompt_gets_its_evicted_blocks_back() -> None:
+    kept = Kept()
+    config = SchedulerConfig(4, max_batch_tokens=64, max_num_seqs=4, max_model_len=64)
+    scheduler = Scheduler(config, BlockPool(10, kept.evicted), kept)
+    first, other = [list(range(begin, begin + 26)) for begin in (1, 101)]
+    for name, prompt in (("a", first), ("b", other)):
+        run(scheduler, SequenceState(make_request(name, prompt, max_new_tokens=1)))
+    again = SequenceState(make_request("again", first, max_new_tokens=1))
+    missing = scheduler.missing(again)
+    assert missing
+    assert set(missing) <= set(kept.blocks)
+    again.from_disk.update({block_hash: kept.blocks[block_hash] for block_hash in missing})
+    run(scheduler, again)
+    assert again.num_cached_tokens == 24, "all but the last, partly filled block"
+    assert len(kept.restored) == len(missing)
+    assert not again.from_disk
+    scheduler.check_integrity()
+    after = SequenceState(make_request("after", first, max_new_tokens=1))
+    assert scheduler.missing(after) == [], "restored blocks are cached as any others"
+
+
+def run(scheduler: Scheduler, sequence: SequenceState) -> None:
+    scheduler.add(sequence)
+    while (batch := scheduler.schedule()).items:
+        sampled = (SampledToken(7, -0.5),)
+        scheduler.update(batch, [RunnerOutput(sampled if item.needs_sampling else ()) for item in batch.items])

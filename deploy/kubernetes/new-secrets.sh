@@ -12,7 +12,9 @@ keys=$(tandem keys new default)
 operator=$(tandem keys new prometheus --operator 2>&1)
 operator_key=$(printf '%s\n' "$operator" | sed -n 's/.*stored nowhere: //p')
 operator_line=$(printf '%s\n' "$operator" | sed -n '/^[0-9a-f]\{64\} = /p')
-test -n "$operator_key" && test -n "$operator_line"
+for made in "$mesh_key" "$router_password" "$worker_password" "$keys" "$operator_key" "$operator_line"; do
+  test -n "$made"
+done
 echo "the key of prometheus is in the Secret tandem-operator-key" >&2
 
 cat <<YAML

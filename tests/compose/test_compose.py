@@ -62,7 +62,7 @@ class Cluster:
         await asyncio.to_thread(self.compose, "up", "-d")
         num_services = len(self.compose("config", "--services").split()) - 2  # dashboards have a profile of their own
         async with asyncio.timeout(READY_S):
-            while await asyncio.to_thread(self.num_healthy) < num_services:
+            while await asyncio.to_thread(self.num_healthy) < num_services:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(1)
 
 

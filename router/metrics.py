@@ -129,7 +129,7 @@ def _gauges(models: Sequence[ModelRouter]) -> Iterator[Metric]:
     num_waiting = sum(model.queue.num_queued_choices for model in models)
     yield _gauge("num_requests_running", "Choices that workers are at", max(0, num_held - num_waiting))
     yield _gauge("num_requests_waiting", "Choices in the queue for workers", num_waiting)
-    yield _tokens_waiting(models)
+    yield tokens_waiting(models)
     yield _gauge("max_requests", "The cap on choices in service", sum(model.limiter.max_permits for model in models))
     num_transferring = sum(model.in_flight.num_transferring for model in models)
     yield _gauge("kv_transfers_open", "KV transfers under way", num_transferring)
@@ -146,7 +146,7 @@ def _gauges(models: Sequence[ModelRouter]) -> Iterator[Metric]:
     yield proven
 
 
-def _tokens_waiting(models: Sequence[ModelRouter]) -> GaugeMetricFamily:
+def tokens_waiting(models: Sequence[ModelRouter]) -> GaugeMetricFamily:
     """What autoscalers follow: a queue of prompts that wait for the other role is no reason for more workers."""
     tokens = CountOf({role.value: 0 for role in WorkerRole})
     for queue in (model.queue for model in models):

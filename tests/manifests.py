@@ -39,6 +39,7 @@ FIELDS = {"metadata.name": "decode-0", "status.podIP": "10.0.0.1"}
 LWS_VARIABLES = {"LWS_LEADER_ADDRESS": "decode-0.decode.tandem", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
 
 Manifest = dict[str, Any]
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def files() -> list[Path]:
 
 
 def read(path: Path) -> list[Manifest]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+    return [document for document in yaml.load_all(path.read_text(), Loader=LOADER) if document]
 
 
 def the(documents: list[Manifest], kind: str, name: str) -> Manifest:
@@ -151,7 +152,7 @@ def rendered(name: str) -> list[Manifest]:
 def _render(kubectl: str, folder: Path) -> list[Manifest]:
     ran = subprocess.run((kubectl, "kustomize", folder), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    return list(yaml.load_all(ran.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    return list(yaml.load_all(ran.stdout, Loader=LOADER))
 
 
 def _kubectl() -> str | None:

@@ -330,7 +330,8 @@ def closed(schema: Any) -> Any:
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {key: closed(value) for key, value in schema.items()}
+    # Patterns are Go's, which Python reads otherwise.
+    made = {key: closed(value) for key, value in schema.items() if key != "pattern" or not isinstance(value, str)}
     if made.pop("x-kubernetes-int-or-string", False):
         return {"type": ["integer", "string"]}
     if "properties" in made and not made.get("x-kubernetes-preserve-unknown-fields"):

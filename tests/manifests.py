@@ -130,12 +130,25 @@ def documented_kustomization() -> str:
     return str(example)
 
 
+def as_files() -> list[Manifest]:
+    """All objects as they are in the files, before patches, with the settings that kustomize makes a ConfigMap of."""
+    documents = [document for path in files() for document in read(path) if "metadata" in document]
+    (kustomization,) = read(KUBERNETES / "base" / "kustomization.yaml")
+    (generator,) = kustomization["configMapGenerator"]
+    settings = dict(literal.split("=", 1) for literal in generator["literals"])
+    settings_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": settings}
+    return [*documents, settings_map]
+
+
 @functools.cache
 def rendered(name: str) -> list[Manifest]:
-    """An overlay, or the "documented" kustomization, with "-ranks" or without, as `kubectl kustomize` prints it.
+    """An overlay, or the "documented" kustomization, with "-ranks" or without, as `kubectl kustomize` prints it; or the
+    "files" as they are.
 
-    Skips without a kubectl.
+    Skips without a kubectl, but for files.
     """
+    if name == "files":
+        return as_files()
     if (kubectl := _kubectl()) is None:
         pytest.skip("needs kubectl 1.21 or newer, whose kustomize knows components")
     if not name.startswith("documented"):

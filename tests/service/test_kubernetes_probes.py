@@ -39,7 +39,7 @@ class RunningPod:
 
     @asynccontextmanager
     async def running(self, **changed: str) -> AsyncIterator[None]:
-        environment = self.pod.environment(rendered("cpu")) | {"TANDEM_HOST": "127.0.0.1"} | changed
+        environment = self.pod.environment(rendered("files")) | {"TANDEM_HOST": "127.0.0.1"} | changed
         for name in ("TANDEM_PORT", "TANDEM_METRICS_PORT"):
             if name in environment:
                 environment[name] = str(self.ports[int(environment[name])])
@@ -76,7 +76,7 @@ class RunningPod:
 
 async def test_a_mesh_without_workers_lives_and_is_not_ready(tmp_path: Path) -> None:
     router, gateway = (
-        RunningPod(pod) for module in ("router", "gateway") for pod in pods(rendered("cpu")) if pod.module == module
+        RunningPod(pod) for module in ("router", "gateway") for pod in pods(rendered("files")) if pod.module == module
     )
     keys = tmp_path / "keys.toml"
     keys.write_text(f'{digest_of(new_key())} = {{ tenant = "default" }}\n')

@@ -21,9 +21,9 @@ from tests.client_environment import python_with
 from tests.exposition import documented
 from tests.manifests import KUBERNETES, SETTINGS, Manifest, Pod, of_kind, pods, rendered, the
 
-RENDERED = ("cpu", "gpu", "documented")
+RENDERED = ("files", "cpu", "gpu", "documented")
 FILES = manifests.files()
-RESOURCES = [document for path in FILES for document in manifests.read(path) if "metadata" in document]
+RESOURCES = rendered("files")
 QUANTITY = {"Mi": 1 << 20, "Gi": 1 << 30}
 # The Kubernetes release whose schemas the manifests are held to.
 RELEASE = "1.33"
@@ -288,11 +288,12 @@ for document in json.load(sys.stdin):
 """
 
 
-def test_objects_have_the_structure_that_kubernetes_asks_for() -> None:
+@pytest.mark.parametrize("name", ["files", "documented-ranks"])
+def test_objects_have_the_structure_that_kubernetes_asks_for(name: str) -> None:
     python = python_with("kubernetes-validate==1.37.0", "kubernetes_validate")
-    core = [document for document in rendered("documented") if "metadata" in document and is_core(document)]
-    groups = pods(of_kind(rendered("documented-ranks") + rendered("gpu"), "LeaderWorkerSet"))
-    for number, pod in enumerate(groups):
+    documents = rendered(name)
+    core = [document for document in documents if is_core(document)]
+    for number, pod in enumerate(pods(of_kind(documents, "LeaderWorkerSet"))):
         metadata = {"name": f"pod-{number}", **pod.template["metadata"]}
         core.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod.spec})
     wrong = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "wrong"}, "spec": {"containers": [], "comand": []}}

@@ -266,6 +266,18 @@ def test_alerts_are_those_of_compose() -> None:
     assert rule["spec"] == yaml.safe_load((KUBERNETES.parent / "prometheus" / "alerts.yml").read_text())
 
 
+def test_the_documented_kustomization_changes_what_it_names() -> None:
+    documents = rendered("documented")
+    workers = [pod for pod in tandem_pods(documents) if pod.module != "gateway"]
+    assert {settings_of(pod, documents).name for pod in workers} == {"qwen"}
+    specs = [pod.spec for pod in tandem_pods(documents)]
+    containers = [each for spec in specs for each in [*spec["containers"], *spec.get("initContainers", [])]]
+    assert {container["image"] for container in containers} == {"registry.example.com/tandem-serve:1"}
+    assert not any("replicas" in each["spec"] for each in of_kind(documents, "LeaderWorkerSet"))
+    namespaced = [each for each in documents if each["kind"] != "Namespace"]
+    assert {each["metadata"]["namespace"] for each in namespaced} == {"tandem"}
+
+
 def test_ranks_find_their_leader() -> None:
     documents = rendered("documented-ranks")
     groups = of_kind(documents, "LeaderWorkerSet")

@@ -19,9 +19,10 @@ RUN pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt ./client '.[gat
 
 COPY . .
 RUN pip install -q --no-cache-dir --no-deps -e ./client -e . \
-    && useradd --system --no-create-home tandem \
+    && useradd --system --no-create-home --uid 10001 --user-group tandem \
     && install -d -o tandem -g tandem -m 700 /var/cache/tandem
-USER tandem
+# By number, so that Kubernetes can tell that it is not root.
+USER 10001:10001
 # Fits where images are built on the kind of CPU they run on; elsewhere each container compiles at its first start. The
 # folder holds pickles of numba's: nobody but the service writes there. Where the container's root is read-only, it
 # has to be a volume.

@@ -5,7 +5,7 @@ TYPED := client/tandem router prefill_worker decode_worker rank_worker kvtransfe
 SOURCES := $(TYPED) tests
 FAST := 'not gpu and not soak'
 
-.PHONY: demo up test retest lint protos wheels parity test-gpu netns chaos soak defects bench bench-guard clean
+.PHONY: demo up test retest lint protos wheels parity test-gpu netns compose-test chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
@@ -49,8 +49,11 @@ test-gpu:  ## Parity on CUDA, with the machine's own Python packages: PYTHON=pyt
 netns: .venv/.installed  ## A worker on two machines, which are network namespaces: takes no privilege on most systems (minutes).
 	TANDEM_NETNS=1 unshare --map-root-user --net $(BIN)/pytest -q -m netns tests/netns
 
+compose-test: .venv/.installed  ## The cluster of docker-compose.yml: each part is killed in the middle of answers; needs a Docker engine (minutes).
+	$(BIN)/pytest -q -s -m soak tests/compose
+
 chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~35 minutes).
-	$(BIN)/pytest -q -m '(evidence or soak) and not gpu' --ignore=tests/wheels
+	$(BIN)/pytest -q -m '(evidence or soak) and not gpu' --ignore=tests/wheels --ignore=tests/compose
 
 soak: export TANDEM_SOAK_S ?= 7200
 soak: export TANDEM_SOAK_SAMPLES ?= soak.jsonl

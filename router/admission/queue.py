@@ -98,6 +98,11 @@ class PlacementQueue:
         return sum(waiter.query.num_seqs for waiter in self._waiters.all())
 
     @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the waiting attempts, cached ones included."""
+        return sum(waiter.query.num_tokens for waiter in self._waiters.all())
+
+    @property
     def shortage(self) -> NoPlacement | None:
         """The reason for which the head still waits; None if the queue is empty."""
         return self._shortage if self._waiters else None

@@ -77,6 +77,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/gpu.md",
         "docs/http.md",
         "docs/kernels.md",
+        "docs/kubernetes.md",
         "docs/models.md",
         "docs/observability.md",
         "docs/operations.md",

@@ -52,6 +52,8 @@ async def test_metrics_of_a_router(make_mesh: Any, evidence: Evidence) -> None:
     assert value(last, "tandem_workers_serving", role="decode") == 1
     scrapes.append(await while_one_waits(mesh, registry, prefill, decode))
     assert value(scrapes[-1], "tandem_num_requests_waiting") == 1
+    assert value(scrapes[-1], "tandem_prompt_tokens_waiting", role="decode") == 8
+    assert value(scrapes[-1], "tandem_prompt_tokens_waiting", role="prefill") == 0
     assert value(scrapes[-1], "tandem_kv_transfers_open") == 1
     await refused_and_failed(mesh, decode)
     scrapes.append(await scrape(registry))

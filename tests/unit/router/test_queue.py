@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from router.admission.in_flight import CapacityReservation, InFlightTable
 from router.admission.limiter import LocalLimiter, Permit
 from router.admission.placement import InFlight, MeshSnapshot, Placement
 from router.admission.queue import PlacementQueue
+from router.metrics import tokens_waiting
 from router.tenants import Priority
 from router.workers.membership import WorkerView
 from tests.fakes.router_views import decode, prefill, query, snapshot
@@ -161,6 +163,24 @@ async def test_a_short_prompt_does_not_wait_behind_long_ones_for_prefill() -> No
     await settled()
     assert late.done()
     mesh.queue.close()
+
+
+@pytest.mark.parametrize(("max_num_seqs", "role"), [(4, "prefill"), (1, "decode")])
+async def test_waiting_tokens_are_told_by_the_role_that_the_head_waits_for(max_num_seqs: int, role: str) -> None:
+    mesh = FakeMesh(prefill(num_blocks=100), decode(num_blocks=100, max_num_seqs=max_num_seqs))
+    await mesh.queue.place(query(40), ENTRY)
+    waiting = [asyncio.create_task(mesh.queue.place(query(num_tokens), ENTRY)) for num_tokens in (41, 42)]
+    await settled()
+    assert waiting_tokens(mesh) == {"prefill": 0, "decode": 0} | {role: 41 + 42}
+    for task in waiting:
+        task.cancel()
+    await settled()
+    assert waiting_tokens(mesh) == {"prefill": 0, "decode": 0}
+
+
+def waiting_tokens(mesh: FakeMesh) -> dict[str, float]:
+    models: Any = [SimpleNamespace(queue=mesh.queue)]
+    return {sample.labels["role"]: sample.value for sample in tokens_waiting(models).samples}
 
 
 async def test_a_cancelled_waiter_leaves_at_once_and_the_next_moves_up() -> None:

@@ -32,8 +32,9 @@ from tandem_cli.capacity.roofline import Device
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.checkpoints import VOCAB_SIZE
-from tests.component.parity import check_parity, logprob_differences, run_mixed
+from tests.component.parity import logprob_differences, run_mixed
 from tests.component.quantized import FORMS, describe, quantize_checkpoint, twin_of
+from tests.parity import run_quantized
 
 DATA = Path(__file__).parents[1] / "data" / "quantized"
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def test_numbers_are_those_of_the_library_that_wrote_the_file(made: str) -> None
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "w8a8"])
-@pytest.mark.parametrize("family", ["llama-biases", "qwen2", "gpt2", "falcon-40b", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama-biases", "gpt2", "falcon-40b", "mixtral"])
 def test_weights_are_those_that_the_file_means(quantized: Quantized, family: str, form: str) -> None:
     model_dir = quantized(family, form)
     ours, theirs = parameters(model_dir), parameters(twin_of(model_dir))
@@ -102,12 +103,11 @@ def test_weights_are_those_that_the_file_means(quantized: Quantized, family: str
             assert torch.equal(*(loaded.take_linear(spec.name).weight for loaded in (ours, theirs))), spec.name
 
 
-@pytest.mark.parametrize(
-    ("family", "form"), [("llama", "awq"), ("qwen2", "gptq"), ("gpt2", "gptq-8-order"), ("mixtral", "fp8")]
-)
-def test_models_say_what_transformers_says(quantized: Quantized, family: str, form: str) -> None:
-    model_dir = quantized(family, form)
-    check_parity(twin_of(model_dir), load_model_runner(settings(model_dir)))
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+async def test_models_say_what_transformers_says(tmp_path: Path, family: str) -> None:
+    row, is_ok = await run_quantized(family, tmp_path / family)
+    assert is_ok, row
+    assert row.count("30 tokens, all equal") >= 4
 
 
 def test_ranks_take_their_part(quantized: Quantized) -> None:

@@ -39,9 +39,10 @@ protos: .venv/.installed  ## Generate client/tandem/v1 and mesh/v1 from protos/.
 wheels: .venv/.installed  ## Build both wheels, install each into an empty environment, and make a real call (minutes).
 	$(BIN)/pytest -q -s -m soak tests/wheels
 
-parity: .venv/.installed  ## Every model family against transformers, through a mesh and over ranks, as tables (several minutes).
+parity: .venv/.installed  ## Every model family against transformers, through a mesh, over ranks and from quantised checkpoints, as tables (several minutes).
 	$(BIN)/python -m tests.parity
 	$(BIN)/python -m tests.parity --tensor-parallel 2
+	$(BIN)/python -m tests.parity --quantized
 
 test-gpu:  ## Parity on CUDA, with the machine's own Python packages: PYTHON=python3 make test-gpu
 	PYTHONPATH=.:client $(PYTHON) -m pytest -q -m gpu tests/gpu

@@ -18,15 +18,19 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
 from engine.partition import read_partition
+from engine.quantized.config import read_quantization
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
 
 def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
-    """The settings with device and dtype in place of "auto", and the model's config. Raises ConfigurationError."""
+    """The settings with device and dtype in place of "auto", the arithmetic that the checkpoint asks for, and the
+    model's config. Raises ConfigurationError.
+    """
     config = load_config(settings.model_dir, settings.rope)
     settings = replace(settings, device=str(_device(settings.device)), dtype=_dtype(settings, config))
+    settings = replace(settings, quantize=_quantize(settings, config))
     if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
         raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
     if settings.load_format == "dummy" and read_partition(settings.model_dir) is not None:
@@ -51,7 +55,7 @@ def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
     """The KV layout of a runner with these settings. Reads the checkpoint's headers, not its weights."""
     return KVLayout(
         model_fingerprint=fingerprint(
-            settings.model_dir, settings.load_format, settings.seed, settings.quantize, settings.rope
+            settings.model_dir, settings.load_format, settings.seed, _quantize(settings, config), settings.rope
         ),
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -70,10 +74,13 @@ def fingerprint(
 ) -> str:
     """Stable hash of the configuration and the weights, independent of how the checkpoint is sharded.
 
-    It covers the name, dtype and shape of each tensor and a sample from its middle, so it takes milliseconds.
+    It covers the name, dtype and shape of each tensor and a sample from its middle, so it takes milliseconds; and the
+    formats of quantised matrices, which tensors alone do not tell.
     """
     config = load_config(model_dir, rope)
-    digest = _digest(config, f"dummy:{seed}".encode() if load_format == "dummy" else weights_digest(model_dir))
+    weights = f"dummy:{seed}".encode() if load_format == "dummy" else weights_digest(model_dir)
+    quantization = read_quantization(model_dir)
+    digest = _digest(config, weights if quantization is None else weights + repr(quantization).encode())
     return digest if quantize == "none" else f"{digest}-{quantize}"  # readable in messages about differing workers
 
 
@@ -111,10 +118,19 @@ def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     return "float32" if _device(settings.device).type == "cpu" else config.dtype
 
 
+def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
+    """The arithmetic of linear layers. A checkpoint in int8 (W8A8) is computed in int8 where that is possible."""
+    computes_int8 = (_device(settings.device).type, _dtype(settings, config)) == ("cpu", "float32")
+    if settings.quantize != "none" or not computes_int8:
+        return settings.quantize
+    quantization = read_quantization(settings.model_dir)
+    return "int8" if quantization is not None and quantization.is_w8a8 else "none"
+
+
 def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if settings.kv_dtype != "auto":
         return settings.kv_dtype
-    if settings.quantize != "int8":
+    if _quantize(settings, config) != "int8":
         return _dtype(settings, config)
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None
     return "int8" if fits and attention_shape_of(config).is_plain else "float16"

@@ -2,6 +2,7 @@
 
 Every parameter is allocated once and filled from the map when the model takes it. Matrices are converted to their
 scheme one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
+Quantised matrices (engine/quantized) are dequantised on the way; those in int8 are taken as they are for int8 products.
 Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.
 """
 
@@ -9,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -26,7 +27,11 @@ from engine.finite import is_finite
 from engine.load_times import load_phase
 from engine.memory import release_pages
 from engine.models.parameters import ParameterSpec, Source
-from engine.models.schemes import Parameters, Values
+from engine.models.rounding import round_to_int8
+from engine.models.schemes import LinearParameters, Parameters, Values
+from engine.quantized.config import Quantization, read_quantization
+from engine.quantized.matrix import QuantizedMatrix
+from engine.quantized.modules import QuantizedModule, find_module
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
@@ -72,12 +77,18 @@ def load_weights(
     `on_progress` receives the fraction of read elements, up to 1.0. Raises ConfigurationError with the file and the
     tensor that is missing or has the wrong shape or dtype; taking a parameter raises it if a number is not finite.
     """
-    stored = open_checkpoint(model_dir)
-    _check(model_dir, specs, stored)
+    stored, quantization = open_checkpoint(model_dir), read_quantization(model_dir)
+    modules = _find_modules(specs, stored, quantization)
+    if modules:
+        loaded_as = "int8" if target.scheme == "int8" else str(target.dtype).removeprefix("torch.")
+        log.info("the checkpoint is quantised", format=str(quantization), modules=len(modules), loaded_as=loaded_as)
+    _check(model_dir, specs, stored, modules)
     used = {stored_name(source.name, stored) for spec in specs for source in spec.sources}
+    used |= {f"{module.name}.weight" for module in modules.values()}
+    used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
-    return _parameters(specs, target, _stored_values(specs, target, stored), on_progress)
+    return _parameters(specs, target, _stored_values(specs, target, stored, modules), on_progress)
 
 
 def dummy_weights(
@@ -92,35 +103,37 @@ def _held(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
 
 
 def _parameters(
-    specs: list[ParameterSpec], target: WeightsTarget, values: Iterable[Tensor], on_progress: Progress | None
+    specs: list[ParameterSpec],
+    target: WeightsTarget,
+    values: Iterable[Tensor | LinearParameters],
+    on_progress: Progress | None,
 ) -> Parameters:
     """Parameters with these values of the specs that are held, in their order."""
     specs = _held(specs)
 
     def source() -> Iterator[Values]:
         total, done = sum(prod(spec.held_shape) for spec in specs), 0
-        for spec, tensor in zip(specs, values, strict=True):
-            done += tensor.numel()
+        for spec, parameter in zip(specs, values, strict=True):
+            done += prod(spec.held_shape)
             if on_progress is not None:
                 on_progress(done / total)
-            yield spec.name, tensor, spec.is_matrix
+            yield spec.name, parameter, spec.is_matrix
 
     return Parameters(target.scheme, (spec.name for spec in specs), source())
 
 
 def _stored_values(
-    specs: list[ParameterSpec], target: WeightsTarget, stored: Mapping[str, StoredTensor]
-) -> Iterator[Tensor]:
+    specs: list[ParameterSpec],
+    target: WeightsTarget,
+    stored: Mapping[str, StoredTensor],
+    modules: Mapping[str, QuantizedModule],
+) -> Iterator[Tensor | LinearParameters]:
     with ExitStack() as stack:
-        files: dict[Path, Any] = {}
+        reader = _Reader(stored, modules, stack)
         for spec in _held(specs):
-            names = [stored_name(source.name, stored) for source in spec.sources]
-            for name in names:
-                path = stored[name].path
-                if path not in files:
-                    files[path] = stack.enter_context(_open(path))
             with load_phase("read"):
-                parameter = _fill(spec, target, [(name, files[stored[name].path]) for name in names])
+                is_int8 = target.scheme == "int8" and reader.has_int8(spec)
+                parameter = reader.int8(spec) if is_int8 else reader.fill(spec, target)
             yield parameter
 
 
@@ -142,16 +155,41 @@ def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
     return bare if name not in stored and bare in stored else name
 
 
-def _check(model_dir: Path, specs: list[ParameterSpec], stored: Mapping[str, StoredTensor]) -> None:
+def _find_modules(
+    specs: Iterable[ParameterSpec], stored: Mapping[str, StoredTensor], quantization: Quantization | None
+) -> dict[str, QuantizedModule]:
+    """The quantised modules that the model uses, by the names of their sources. Raises ConfigurationError."""
+    modules: dict[str, QuantizedModule] = {}
     for source in (source for spec in specs for source in spec.sources):
+        if len(source.shape) == 2 and source.name.endswith(".weight"):
+            name = source.name.removesuffix(".weight")
+            shape = source.shape[::-1] if source.transposed else source.shape
+            for candidate in (name, name.partition(".")[2]):
+                module = find_module(candidate, (shape[0], shape[1]), stored, quantization)
+                if module is not None:
+                    modules[source.name] = module
+                    break
+    return modules
+
+
+def _check(
+    model_dir: Path,
+    specs: list[ParameterSpec],
+    stored: Mapping[str, StoredTensor],
+    modules: Mapping[str, QuantizedModule],
+) -> None:
+    """Raise ConfigurationError for tensors that are missing or have another shape or dtype; find_module has checked
+    those of quantised modules.
+    """
+    for source in (source for spec in specs for source in spec.sources if source.name not in modules):
         name = stored_name(source.name, stored)
         if name not in stored:
             files = sorted({tensor.path.name for tensor in stored.values()})
             raise ConfigurationError(f"{model_dir}: tensor {name} is missing: {', '.join(files)} must have it")
         if stored[name].dtype not in _DTYPES:
             raise ConfigurationError(
-                f"{stored[name].path}: tensor {name} has dtype {stored[name].dtype}, not one of "
-                f"{', '.join(_DTYPES)}: quantised checkpoints are not supported"
+                f"{stored[name].path}: tensor {name} has dtype {stored[name].dtype}, not one of {', '.join(_DTYPES)}: "
+                "only matrices that quantization_config of config.json describes may be quantised"
             )
         if stored[name].shape != source.shape:
             raise ConfigurationError(
@@ -160,30 +198,95 @@ def _check(model_dir: Path, specs: list[ParameterSpec], stored: Mapping[str, Sto
             )
 
 
+class _Reader:
+    """Reads parameters of a checkpoint, whose files it opens until `stack` closes them."""
+
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], modules: Mapping[str, QuantizedModule], stack: ExitStack
+    ) -> None:
+        self._stored = stored
+        self._modules = modules
+        self._stack = stack
+        self._files: dict[Path, Any] = {}
+        self._mapped: list[Tensor] = []
+
+    def fill(self, spec: ParameterSpec, target: WeightsTarget) -> Tensor:
+        """A parameter in the target's dtype. Raises ConfigurationError if a number is not finite."""
+        parameter = torch.empty(spec.held_shape, dtype=target.dtype_of(spec), device=target.device)
+        first = 0
+        for source in spec.held_sources():
+            part = parameter[first : first + source.num_rows]
+            if source.name in self._modules:
+                part.copy_(self._quantized(source).dequantized()[:, spec.input_slice])
+                name = self._modules[source.name].name
+            else:
+                name = stored_name(source.name, self._stored)
+                part.copy_(_rows(source, self._tensor(name))[..., spec.input_slice])
+            self._release()
+            if not is_finite(part):
+                raise ConfigurationError(_not_finite(part, name))
+            first += source.num_rows
+        if spec.factor != 1.0:
+            parameter.mul_(spec.factor)
+        if spec.unit_rows:
+            parameter.div_(torch.linalg.vector_norm(parameter, dim=1, keepdim=True).clamp_(min=1e-12))
+        return parameter.add_(spec.offset) if spec.offset else parameter
+
+    def has_int8(self, spec: ParameterSpec) -> bool:
+        """True if a part of the matrix is stored in int8 with a scale for each output, and is used like that."""
+        modules = [self._modules.get(source.name) for source in spec.sources]
+        is_plain = spec.is_matrix and not spec.unit_rows and not spec.offset
+        return is_plain and any(module is not None and module.scheme.is_int8 for module in modules)
+
+    def int8(self, spec: ParameterSpec) -> LinearParameters:
+        """A matrix with the integers and scales of the checkpoint; parts that it has in other forms are rounded. Raises
+        ConfigurationError if a number is not finite.
+        """
+        weight, scales = torch.empty(spec.held_shape, dtype=torch.int8), torch.empty(spec.held_shape[0])
+        first = 0
+        for source in spec.held_sources():
+            rows = slice(first, first + source.num_rows)
+            module = self._modules.get(source.name)
+            if module is not None and module.scheme.is_int8:
+                matrix = self._quantized(source)
+                weight[rows], scales[rows] = matrix.values, matrix.scales[:, 0]
+                self._release()
+                if not is_finite(scales[rows]):
+                    raise ConfigurationError(_not_finite(scales[rows], module.parts["weight_scale"]))
+            else:
+                part = replace(spec, shape=(source.num_rows, spec.shape[1]), sources=(source,), factor=1.0)
+                floats = self.fill(replace(part, held_rows=None), _FLOAT32)
+                weight[rows], scales[rows] = round_to_int8(floats)
+            first += source.num_rows
+        return LinearParameters(weight, "int8", scales.mul_(spec.factor))
+
+    def _quantized(self, source: Source) -> QuantizedMatrix:
+        """The outputs that `source` selects of a quantised matrix."""
+        matrix = self._modules[source.name].read(self._tensor)
+        return matrix if source.rows is None else matrix.select(torch.from_numpy(source.rows))
+
+    def _tensor(self, name: str) -> Tensor:
+        path = self._stored[name].path
+        if path not in self._files:
+            self._files[path] = self._stack.enter_context(_open(path))
+        self._mapped.append(_read(self._files[path], name))
+        return self._mapped[-1]
+
+    def _release(self) -> None:
+        """Give back the pages of the tensors that were read, which must not be used any more."""
+        for tensor in self._mapped:
+            release_pages(tensor)
+        self._mapped.clear()
+
+
+_FLOAT32 = WeightsTarget(torch.device("cpu"), torch.float32)
+
+
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
-
-
-def _fill(spec: ParameterSpec, target: WeightsTarget, stored: list[tuple[str, Any]]) -> Tensor:
-    """Build one parameter; `stored` holds the name in the checkpoint and the open file of each source."""
-    parameter = torch.empty(spec.held_shape, dtype=target.dtype_of(spec), device=target.device)
-    first = 0
-    for source, (name, file) in zip(spec.held_sources(), stored, strict=True):
-        part = parameter[first : first + source.num_rows]
-        mapped = _read(file, name)
-        part.copy_(_rows(source, mapped)[..., spec.input_slice])
-        release_pages(mapped)
-        if not is_finite(part):
-            raise ConfigurationError(_not_finite(part, name))
-        first += source.num_rows
-    if spec.factor != 1.0:
-        parameter.mul_(spec.factor)
-    if spec.unit_rows:
-        parameter.div_(torch.linalg.vector_norm(parameter, dim=1, keepdim=True).clamp_(min=1e-12))
-    return parameter.add_(spec.offset) if spec.offset else parameter
 
 
 def _not_finite(values: Tensor, name: str) -> str:

@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"partitions for {args.device} are not built: workers there load the checkpoint itself"
         )
-    quantize = args.quantize
+    settings, config = resolve(RunnerSettings(model_dir, quantize=args.quantize))
+    quantize = settings.quantize
     degrees = Degrees(_tensor_parallel(args.tensor_parallel, model_dir, quantize), args.pipeline_parallel)
-    settings, config = resolve(RunnerSettings(model_dir, quantize=quantize))
     if args.reuse and _is_written(args.out, model_dir, degrees, quantize):
         sys.stdout.write(f"{args.out}: holds this partition\n")
         return 0

@@ -19,6 +19,7 @@ from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
 from engine.partition import Partition, read_partition
+from engine.quantized.config import read_quantization
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Degrees, Span
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DTYPE_BYTES,
         help="type of weights and KV (default: float32 on this machine, else that of the checkpoint)",
     )
-    about = "quantization of the linear layers (none, or that of a partitioned model)"
+    about = "quantization of the linear layers (none, or that of a partitioned model or a checkpoint in int8)"
     parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
     about = "ranks that divide heads and weights of a worker (1, or those of a partitioned model)"
     parser.add_argument("--tensor-parallel", type=_positive_int, metavar="N", help=about)
@@ -118,8 +119,10 @@ def run(args: argparse.Namespace) -> int:
             "for decoder-only models"
         )
     partition = read_partition(model_dir)
+    args.quantize = args.quantize or _own_quantize(args, model_dir, partition)
     degrees = _degrees(args, partition)
     precision = _precision(args, config, has_ranks=degrees != Degrees())
+    quantization = read_quantization(model_dir)
     load = Load(args.input_tokens, args.output_tokens, args.rate)
     with _only_warnings():
         device = _device(args, precision)
@@ -144,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         "device": {"name": device.name, "source": device.source, **asdict(capacity.device)},
         "ranks": [rank.to_json() for rank in ranks],
         "partition": None if partition is None else _about(partition),
+        "quantized_checkpoint": None if quantization is None or partition is not None else str(quantization),
         **plan_capacity(capacity, request, measured_ms),
     }
     if args.json:
@@ -159,9 +163,17 @@ def _precision(args: argparse.Namespace, config: ModelConfig, *, has_ranks: bool
     return Precision(dtype if args.quantize == "none" else args.quantize, dtype)
 
 
+def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partition | None) -> str:
+    """The quantization of a model that no option says: that of the partition, or what workers here make of it."""
+    if partition is not None:
+        return partition.quantize
+    is_here = (args.device or _HERE) == _HERE and args.bandwidth is None and args.dtype in (None, "float32")
+    quantization = read_quantization(model_dir)
+    return "int8" if is_here and quantization is not None and quantization.is_w8a8 else "none"
+
+
 def _degrees(args: argparse.Namespace, partition: Partition | None) -> Degrees:
-    """The degrees of a worker. A partitioned model says them, and its quantization, if no option does."""
-    args.quantize = args.quantize or (partition.quantize if partition is not None else "none")
+    """The degrees of a worker. A partitioned model says them if no option does."""
     own = partition.degrees if partition is not None else Degrees()
     degrees = Degrees(args.tensor_parallel or own.tensor, args.pipeline_parallel or own.pipeline)
     if partition is not None:
@@ -258,6 +270,8 @@ def show(plan: PlanResult, ranks: Sequence[RankMemory], console: Console) -> Non
     if plan["partition"] is not None:
         files, num_bytes = plan["partition"]["files"], plan["partition"]["num_bytes"]
         console.print(f"partitioned: {_number(num_bytes)}B in {files} {'file' if files == 1 else 'files'}\n")
+    if plan["quantized_checkpoint"] is not None:
+        console.print(f"the checkpoint is quantised ({plan['quantized_checkpoint']}): {_loaded_as(plan)}\n")
     console.print(_memory(plan))
     console.print()
     if ranks:
@@ -268,6 +282,11 @@ def show(plan: PlanResult, ranks: Sequence[RankMemory], console: Console) -> Non
         console.print(f"blended price, 3 of input to 1 of output: {plan['blended_price_per_million']:.4g} per million")
     console.print()
     console.print(_load(plan))
+
+
+def _loaded_as(plan: PlanResult) -> str:
+    weights = plan["precision"]["weights"]
+    return "computed in int8" if weights == "int8" else f"its matrices are loaded as {weights}"
 
 
 def _experts(model: PlanResult) -> str:

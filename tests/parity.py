@@ -3,6 +3,7 @@
     python -m tests.parity                  all families: some minutes
     python -m tests.parity bloom gemma2     these
     python -m tests.parity --tensor-parallel 2 [FAMILY ...]     over ranks, without a mesh
+    python -m tests.parity --quantized [FAMILY ...]             from quantised checkpoints, without a mesh
 
 Each family has a small random checkpoint (checkpoints.py and encoder_decoders.py in tests/component). A router, a
 prefill and a decode worker serve it in this process, over real sockets with KV really moving; then a router and a
@@ -12,6 +13,10 @@ which has a tolerance.
 
 With --tensor-parallel each family is computed by so many processes: over shared memory where the compiled decoder can
 run it, and over gloo by the eager decoder. What ranks cannot divide is listed with the reason.
+
+With --quantized each family is read from checkpoints in several formats (quantized.py in tests/component). transformers
+runs the numbers that their integers and scales mean. int8 also rounds activations and the output matrix, so there
+log-probs have a wider tolerance and tokens may differ.
 """
 
 import argparse
@@ -54,9 +59,12 @@ from router.__main__ import RouterProcess
 from router.settings import RouterSettings
 from tests.component.arms import settings as runner_settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
+from tests.component.driving import Run
 from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
 from tests.component.parity import expect, run_mixed
 from tests.component.parity import prompts as mixed_prompts
+from tests.component.quantized import quantize_checkpoint, twin_of
+from tests.component.remote_families import REMOTE_FAMILIES
 from tests.e2e.reference import TOLERANCE, Reference
 
 Scores = Callable[[list[int], list[int]], torch.Tensor]
@@ -75,7 +83,7 @@ def _decoder_only(model_dir: Path) -> Scores:
     theirs = Reference.load(model_dir)
     if load_config(model_dir).shareable_prefixes:
         return lambda prompt, ids: theirs.logprobs(prompt + ids)[len(prompt) - 1 : -1]
-    return lambda prompt, ids: expect(theirs.model, prompt, len(ids)).logprobs[len(prompt) - 1 :]
+    return lambda prompt, ids: expect(theirs.model, prompt, len(ids), ids).logprobs[len(prompt) - 1 :]
 
 
 def _encoder_decoder(model_dir: Path) -> Scores:
@@ -87,6 +95,7 @@ ROWS: dict[str, Row] = {
 } | {form: Row(partial(build_encoder_decoder, form), _encoder_decoder) for form in FORMS}
 PROMPT_LENGTHS = (1, 9, 16, 17, 28, 45, 64, 100, 150)
 NUM_NEW = 24
+INT8_TOLERANCE = 0.75
 _SMALL_STEPS = 64
 
 
@@ -210,6 +219,7 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
 
 _FAMILY = ("family", 24), ("architecture", 28)
 _MESHES = (*_FAMILY, ("attention", 10), ("separated", 34), ("colocated", 34))
+_QUANTIZED = ("awq", 34), ("gptq", 34), ("w8a8", 34), ("w4a16", 34), ("fp8", 34)
 _RANKS = (*_FAMILY, ("over shared memory", 34), ("over gloo", 34))
 RunRow = Callable[[str, Path], Coroutine[Any, Any, tuple[str, bool]]]
 
@@ -232,6 +242,8 @@ async def run_all(families: Sequence[str], run_row: RunRow, columns: Sequence[tu
     num_run = len(families) - num_refused
     refused = f"; {num_refused} not possible" if num_refused else ""
     sys.stdout.write(f"{num_run - num_wrong} of {num_run}: tokens equal, log-probs within {TOLERANCE}{refused}\n")
+    if any(name == "w8a8" for name, _ in columns):
+        sys.stdout.write(f"w8a8: log-probs within {INT8_TOLERANCE}, tokens may differ\n")
     return num_wrong
 
 
@@ -259,16 +271,39 @@ def check_ranks(settings: RunnerSettings, theirs: Scores) -> Outcome:
 
     with closing(load_ranked_runner(settings, on_lost=on_lost, log_level="critical")) as runner:
         runs = run_mixed(runner)
+    return compare_runs(theirs, runs)
+
+
+def compare_runs(theirs: Scores, runs: Sequence[Run]) -> Outcome:
+    """The result of `run_mixed`."""
     found = [compare(theirs, prompt, run.tokens) for prompt, run in zip(mixed_prompts(), runs, strict=True)]
     num_tokens = sum(len(run.tokens) for run in runs)
     return Outcome(num_tokens, sum(wrong for wrong, _ in found), max(largest for _, largest in found), moved_kv=False)
+
+
+async def run_quantized(family: str, model_dir: Path) -> tuple[str, bool]:
+    """One row of the table of quantised checkpoints. Raises ConfigurationError if transformers has no class for it."""
+    ROWS[family].build(model_dir)
+    if family in REMOTE_FAMILIES or family in FORMS:
+        raise ConfigurationError("its reference is not a decoder-only class of transformers")
+    row, all_ok = f"{family:24}{load_config(model_dir).architecture:28}", True
+    for form, _ in _QUANTIZED:
+        folder = quantize_checkpoint(model_dir, model_dir.with_name(f"{family}-{form}"), form)
+        with quiet():
+            runs = run_mixed(load_model_runner(runner_settings(folder)))
+        outcome = compare_runs(ROWS[family].reference(twin_of(folder)), runs)
+        ok = outcome.largest <= INT8_TOLERANCE if form == "w8a8" else outcome.ok
+        row, all_ok = f"{row}{outcome!s:34}", all_ok and ok
+    return f"{row}{'ok' if all_ok else 'NOT EQUAL'}", all_ok
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit status 0 if all are equal."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity")
     parser.add_argument("names", nargs="*", metavar="FAMILY")
-    parser.add_argument("--tensor-parallel", type=int, metavar="N", help="number of ranks")
+    table = parser.add_mutually_exclusive_group()
+    table.add_argument("--tensor-parallel", type=int, metavar="N", help="number of ranks")
+    table.add_argument("--quantized", action="store_true", help="checkpoints in several quantised formats")
     options = parser.parse_args(argv)
     names: list[str] = options.names
     if unknown := set(names) - set(ROWS):
@@ -277,9 +312,13 @@ def main(argv: Sequence[str]) -> int:
     configure_logging("parity", level="critical", json=False)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    if options.tensor_parallel is None:
-        return 1 if asyncio.run(run_all(names or list(ROWS), run, _MESHES)) else 0
-    return 1 if asyncio.run(run_all(names or list(ROWS), partial(run_ranks, options.tensor_parallel), _RANKS)) else 0
+    run_row: RunRow = run
+    columns: Sequence[tuple[str, int]] = _MESHES
+    if options.quantized:
+        run_row, columns = run_quantized, (*_FAMILY, *_QUANTIZED)
+    elif options.tensor_parallel is not None:
+        run_row, columns = partial(run_ranks, options.tensor_parallel), _RANKS
+    return 1 if asyncio.run(run_all(names or list(ROWS), run_row, columns)) else 0
 
 
 if __name__ == "__main__":

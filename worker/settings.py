@@ -78,11 +78,15 @@ class WorkerSettings(ModelSettings):
         env=("DTYPE",),
     )
     kv_dtype: str = setting(
-        "auto", f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or int8 with quantize=int8", env=("KV_DTYPE",)
+        "auto",
+        f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or int8 with quantize=int8 or a W8A8 checkpoint",
+        env=("KV_DTYPE",),
     )
     enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX2)", env=("ENFORCE_EAGER",))
     quantize: str = setting(
-        "none", f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only)", env=("QUANTIZE",)
+        "none",
+        f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only); none: int8 for a W8A8 checkpoint",
+        env=("QUANTIZE",),
     )
     tensor_parallel: str = setting(
         "1",

@@ -97,8 +97,6 @@ def load_config(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> AnyCo
     Raises ConfigurationError if the file is absent, or the model is not supported.
     """
     raw = rope.apply(read_json(Path(model_dir) / "config.json"))
-    if raw.get("quantization_config"):
-        raise ConfigurationError(f"{model_dir}: quantised checkpoints are not supported")
     for architecture in raw.get("architectures") or []:
         if architecture in ARCHITECTURES:
             _require_rotary(rope, architecture, has_rotary=False)

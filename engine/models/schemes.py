@@ -19,7 +19,7 @@ class LinearParameters:
     """A matrix [outputs, inputs] and its bias [outputs].
 
     Scheme "float": `weight` is the matrix. Scheme "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-127, 127] and fp32 scales.
+    weight[output]`, with `weight` in [-128, 127] and fp32 scales.
     """
 
     weight: Tensor
@@ -45,8 +45,8 @@ from whole rows, of weights and of activations.
 """
 
 
-Values = tuple[str, Tensor, bool]
-"""Name and values of a parameter, and if it is a matrix."""
+Values = tuple[str, Tensor | LinearParameters, bool]
+"""Name and values of a parameter, and if it is a matrix; a matrix may be in the model's scheme already."""
 
 
 class Parameters:
@@ -63,10 +63,12 @@ class Parameters:
         self._tensors: dict[str, Tensor] = {}
         self._linears: dict[str, LinearParameters] = {}
 
-    def put(self, name: str, values: Tensor, *, is_matrix: bool = False) -> None:
-        """Add a parameter. A matrix is converted to the scheme."""
+    def put(self, name: str, values: Tensor | LinearParameters, *, is_matrix: bool = False) -> None:
+        """Add a parameter. A matrix is converted to the scheme, unless it is in it."""
         self._unread.discard(name)
-        if is_matrix:
+        if isinstance(values, LinearParameters):
+            self._linears[name] = values
+        elif is_matrix:
             with load_phase("convert"):
                 self._linears[name] = SCHEMES[self.scheme](values)
         else:

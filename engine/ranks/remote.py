@@ -101,7 +101,8 @@ def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
     if settings.scheme not in CUT_BY_INPUTS:
         raise ConfigurationError(
             f"ranks on several machines cannot compute in {settings.scheme}: that needs the compiled decoder, whose "
-            "ranks share the memory of one machine; use quantize none, or ranks on one machine"
+            "ranks share the memory of one machine; use ranks on one machine, or quantize none with a checkpoint that "
+            "is not W8A8"
         )
     return config
 

@@ -18,6 +18,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
 from engine.models.share import Cut, RankShare, rank_share, share_specs
+from engine.quantized.config import read_quantization
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, KVLayout, Span
 from tandem_cli.capacity.roofline import Precision
@@ -70,7 +71,9 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
         raise ConfigurationError(
             f"no tensor_parallel above 1 fits {num_cores} cores and {config.num_kv_heads} KV heads of the model"
         )
-    precision = Precision("float32" if quantize == "none" else quantize, "float32")
+    quantization = read_quantization(model_dir)
+    is_int8 = quantize == "int8" or (quantization is not None and quantization.is_w8a8)
+    precision = Precision("int8" if is_int8 else "float32", "float32")
     rank_memory(config, precision, Degrees(most), num_cores)
     powers = itertools.takewhile(lambda degree: degree <= most, (2**exponent for exponent in itertools.count(1)))
     return sorted({*powers, most})

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -40,8 +41,10 @@ def prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> Expected:
-    """Greedy generation with transformers' own cache. Copies the model: dynamic RoPE keeps state between calls."""
+def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW, forced: Sequence[int] = ()) -> Expected:
+    """Greedy generation with transformers' own cache, or its log-probs for the tokens `forced`. Copies the model:
+    dynamic RoPE keeps state between calls.
+    """
     model = copy.deepcopy(model)
     ids, cache, token_ids, rows = torch.tensor([prompt]), None, [], []
     for _ in range(num_new):
@@ -49,7 +52,7 @@ def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> Expected:
         cache = out.past_key_values
         rows.append(out.logits[0].log_softmax(-1))
         token_ids.append(int(rows[-1][-1].argmax()))
-        ids = torch.tensor([token_ids[-1:]])
+        ids = torch.tensor([forced[len(token_ids) - 1 : len(token_ids)] or token_ids[-1:]])
     return Expected(prompt, token_ids, torch.cat(rows))
 
 

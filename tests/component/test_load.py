@@ -92,7 +92,7 @@ def test_longest_sequence(checkpoint: Checkpoint) -> None:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "multiple"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quant_method None is not supported; supported: awq, gptq"),
     ],
 )
 def test_unsupported_configurations(model_dir: Path, change: dict[str, object], words: str) -> None:

@@ -1,0 +1,242 @@
+"""The quantisation of a checkpoint as config.json describes it: the format of each module's matrix. Needs no torch."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from checkpoint.model_files import read_json
+from mesh.domain.errors import ConfigurationError
+
+Format = Literal["awq", "gptq", "packed", "plain"]
+RawConfig = Mapping[str, Any]
+_COMPRESSED_FORMATS: Mapping[str, Format] = {
+    "int-quantized": "plain",
+    "float-quantized": "plain",
+    "naive-quantized": "plain",
+    "pack-quantized": "packed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """How a matrix is stored. Each scale is for `block_rows` outputs and `block_inputs` inputs; 0: for all of them.
+
+    A matrix that is not symmetric has zeros, too. With `has_group_index` a tensor says which group an input belongs to.
+    `int8_rows`: the matrix was made to be multiplied with activations in int8.
+    """
+
+    format: Format
+    num_bits: int
+    block_rows: int = 1
+    block_inputs: int = 0
+    is_float: bool = False
+    is_symmetric: bool = True
+    has_group_index: bool = False
+    zeros_minus_one: bool = False
+    int8_rows: bool = False
+
+    @property
+    def is_int8(self) -> bool:
+        """True if the matrix is int8 with a scale for each output, as our scheme "int8" has it."""
+        per_output = self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
+        return per_output and (self.format, self.num_bits, self.is_float) == ("plain", 8, False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleGroup:
+    """Modules that are stored alike: by name, by "re:" and a pattern of names, or "Linear" for all. Without a `scheme`
+    they are not quantised.
+    """
+
+    targets: tuple[str, ...]
+    scheme: WeightScheme | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """`method` is quant_method of config.json, with the format if the method has several."""
+
+    method: str
+    groups: tuple[ModuleGroup, ...]
+    ignored: tuple[str, ...] = ()
+
+    def scheme_of(self, module: str) -> WeightScheme | None:
+        """The scheme of a module's matrix, None if it is not quantised. Names go before patterns, these before kinds
+        of modules.
+        """
+        if any(_rank(target, module) for target in self.ignored):
+            return None
+        ranked = [(_rank(target, module), group.scheme) for group in self.groups for target in group.targets]
+        best = max(ranked, key=lambda pair: pair[0], default=(0, None))
+        return best[1] if best[0] else None
+
+    @property
+    def is_w8a8(self) -> bool:
+        """True if all quantised matrices are int8 and expect activations in int8."""
+        schemes = [group.scheme for group in self.groups if group.scheme is not None]
+        return bool(schemes) and all(scheme.is_int8 and scheme.int8_rows for scheme in schemes)
+
+    def __str__(self) -> str:
+        bits = sorted({group.scheme.num_bits for group in self.groups if group.scheme is not None})
+        return f"{self.method}, {' and '.join(map(str, bits))} bits"
+
+
+def _rank(target: str, module: str) -> int:
+    """How closely a target of compressed-tensors describes a module; 0: not at all."""
+    if target.startswith("re:"):
+        return 2 if re.match(target.removeprefix("re:"), module) else 0
+    return 3 if target == module else 1 if target == "Linear" else 0
+
+
+def read_quantization(model_dir: Path) -> Quantization | None:
+    """The quantisation of the checkpoint in a folder; None if it has none. Raises ConfigurationError."""
+    path = model_dir / "config.json"
+    config = read_json(path)
+    raw = config.get("quantization_config") or config.get("compression_config")
+    if not raw:
+        path = model_dir / "quantize_config.json"  # of AutoGPTQ
+        raw = read_json(path, optional=True)
+        if not raw:
+            return None
+        raw = {"quant_method": "gptq", **raw}
+    method = raw.get("quant_method") if isinstance(raw, dict) else None
+    if not isinstance(method, str) or method not in _METHODS:
+        raise ConfigurationError(
+            f"{path}: quant_method {method!r} is not supported; supported: {', '.join(_METHODS)}: serve a checkpoint "
+            "in one of these, or the original one"
+        )
+    try:
+        return _METHODS[method](raw)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {method}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+        raise ConfigurationError(f"{path}: the description of the quantisation is broken: {error!r}") from error
+
+
+def _require(raw: RawConfig, name: str, *accepted: object, default: object = None) -> Any:
+    value = raw.get(name, default)
+    value = value.lower() if isinstance(value, str) else value
+    if value not in accepted:
+        listed = ", ".join(map(str, accepted))
+        raise ConfigurationError(f"{name} {value!r} is not supported; supported: {listed}")
+    return value
+
+
+def _group_size(raw: RawConfig) -> int:
+    """Inputs that share a scale; 0: all of them."""
+    size = raw.get("group_size")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < -1 or size == 0):
+        raise ConfigurationError(f"group_size must be > 0, or -1 for one group, got {size!r}")
+    return size if size and size > 0 else 0
+
+
+def _awq(raw: RawConfig) -> Quantization:
+    _require(raw, "version", "gemm", default="gemm")
+    scheme = WeightScheme(
+        "awq", _require(raw, "bits", 4), block_inputs=_group_size(raw), is_symmetric=not raw.get("zero_point", True)
+    )
+    return Quantization("awq", (ModuleGroup(("Linear",), scheme),))
+
+
+def _gptq(raw: RawConfig) -> Quantization:
+    kind = _require(raw, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    _require(raw, "pack_dtype", "int32", default="int32")
+    if raw.get("is_marlin_format"):
+        raise ConfigurationError("is_marlin_format is not supported: serve the checkpoint that it was made from")
+
+    def scheme(facts: RawConfig) -> WeightScheme:
+        return WeightScheme(
+            "gptq",
+            _require(facts, "bits", 4, 8),
+            block_inputs=_group_size(facts),
+            is_symmetric=bool(facts.get("sym", True)),
+            has_group_index=bool(facts.get("desc_act", False)),
+            zeros_minus_one=kind == "gptq",
+        )
+
+    groups = [ModuleGroup(("Linear",), scheme(raw))]
+    # GPTQModel: patterns of modules, "-:" for those that are not quantised, the others with their own facts.
+    for pattern, facts in (raw.get("dynamic") or {}).items():
+        own = None if pattern.startswith("-:") else scheme({**raw, **facts})
+        groups.append(ModuleGroup((f"re:{pattern.removeprefix('-:').removeprefix('+:')}",), own))
+    return Quantization(str(kind), tuple(groups))
+
+
+def _fp8(raw: RawConfig) -> Quantization:
+    rows, inputs = raw.get("weight_block_size") or (0, 0)
+    scheme = WeightScheme("plain", 8, block_rows=int(rows), block_inputs=int(inputs), is_float=True)
+    return Quantization("fp8", (ModuleGroup(("Linear",), scheme),))
+
+
+def _fbgemm_fp8(raw: RawConfig) -> Quantization:
+    return Quantization("fbgemm_fp8", (ModuleGroup(("Linear",), WeightScheme("plain", 8, is_float=True)),))
+
+
+def _compressed_tensors(raw: RawConfig) -> Quantization:
+    if raw.get("transform_config"):
+        raise ConfigurationError("transform_config is not supported: serve a checkpoint without transforms")
+    _require(raw.get("sparsity_config") or {}, "format", "dense", default="dense")
+    groups, formats = [], set()
+    for facts in raw["config_groups"].values():
+        if facts.get("weights") is None:
+            groups.append(ModuleGroup(tuple(facts["targets"]), None))
+            continue
+        source = facts if facts.get("format") else raw
+        formats.add(name := _require(source, "format", *_COMPRESSED_FORMATS))
+        scheme = replace(_weights(facts["weights"], name), int8_rows=_is_int8(facts.get("input_activations")))
+        groups.append(ModuleGroup(tuple(facts["targets"]), scheme))
+    method = f"compressed-tensors {' and '.join(sorted(formats))}"
+    return Quantization(method, tuple(groups), tuple(raw.get("ignore") or ()))
+
+
+def _weights(weights: RawConfig, name: str) -> WeightScheme:
+    """A scheme of compressed-tensors' QuantizationArgs."""
+    kind = _require(weights, "type", *_KINDS[name], default="int")
+    num_bits = _require(weights, "num_bits", *((4, 8) if name == "pack-quantized" else (8,)), default=8)
+    size = _group_size(weights)
+    inferred = "group" if size else "channel" if weights.get("group_size") == -1 else "tensor"
+    strategy = _require({"strategy": weights.get("strategy") or inferred}, "strategy", *_STRATEGIES)
+    if strategy == "group" and not size:
+        raise ConfigurationError("strategy 'group' needs a group_size > 0")
+    rows, inputs = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size)}.get(strategy) or _block(weights)
+    order = weights.get("actorder")
+    return WeightScheme(
+        _COMPRESSED_FORMATS[name],
+        num_bits,
+        rows,
+        inputs,
+        is_float=kind == "float",
+        is_symmetric=bool(weights.get("symmetric", True)),
+        # Any other order was used while the matrix was rounded, and is not that of the file.
+        has_group_index=order is True or str(order).lower() in ("group", "dynamic"),
+    )
+
+
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "int-quantized": ("int",),
+    "pack-quantized": ("int",),
+    "float-quantized": ("float",),
+    "naive-quantized": ("int", "float"),
+}
+
+
+def _block(weights: RawConfig) -> tuple[int, int]:
+    block = weights["block_structure"]
+    rows, inputs = block.split("x") if isinstance(block, str) else block
+    return int(rows), int(inputs)
+
+
+def _is_int8(activations: RawConfig | None) -> bool:
+    return activations is not None and (activations.get("type", "int"), activations.get("num_bits", 8)) == ("int", 8)
+
+
+_METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+}

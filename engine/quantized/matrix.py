@@ -1,0 +1,107 @@
+"""A quantised matrix: integers or fp8 numbers with scales and zeros, whatever format it was stored in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.quantized.config import WeightScheme
+from mesh.domain.errors import ConfigurationError
+
+FLOATS = ("F32", "BF16", "F16")
+FP8 = ("F8_E4M3", "F8_E5M2")
+_ELEMENTS_AT_ONCE = 2**18  # a megabyte in fp32
+
+Tensors = Mapping[str, Tensor]
+Shape = tuple[int, int]
+"""Outputs and inputs of a matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that a format stores for a matrix, with the dtypes and shapes that it may have. It is called as its key
+    in `Parts`, or one of `aliases`.
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_optional: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+Parts = Mapping[str, Part]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedMatrix:
+    """Number [output, input] of the matrix is (values[output, input] - zeros[output, g]) * scales[output, g], where g
+    is groups[input]. Without `groups`, the inputs are divided into equal groups in their order.
+
+    values: [outputs, inputs], integers or fp8; scales: [outputs, num_groups] fp32; zeros: as scales, or None for 0;
+    groups: int64 [inputs].
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    groups: Tensor | None = None
+
+    def select(self, outputs: slice | Tensor) -> "QuantizedMatrix":
+        """The matrix with these outputs, in this order."""
+        zeros = None if self.zeros is None else self.zeros[outputs]
+        return replace(self, values=self.values[outputs], scales=self.scales[outputs], zeros=zeros)
+
+    def dequantized(self) -> Tensor:
+        """The matrix in fp32. Products of integers and 16-bit scales are exact in it; with fp32 scales each is rounded
+        once.
+        """
+        num_outputs, num_inputs = self.values.shape
+        result = torch.empty(num_outputs, num_inputs)
+        rows_at_once = max(1, _ELEMENTS_AT_ONCE // num_inputs)
+        for first in range(0, num_outputs, rows_at_once):
+            rows = self.select(slice(first, first + rows_at_once))
+            out = result[first : first + rows_at_once]
+            out.copy_(rows.values)
+            if rows.zeros is not None:
+                out.sub_(self._spread(rows.zeros))
+            out.mul_(self._spread(rows.scales))
+        return result
+
+    def _spread(self, by_group: Tensor) -> Tensor:
+        """Numbers [outputs, num_groups] for each input, or [outputs, 1] if there is one group."""
+        num_inputs, num_groups = self.values.shape[1], by_group.shape[1]
+        if num_groups == 1:
+            return by_group
+        if self.groups is not None:
+            return by_group[:, self.groups]
+        return by_group.repeat_interleave(num_inputs // num_groups, 1)
+
+
+def unpack(packed: Tensor, num_bits: int) -> Tensor:
+    """Integers of 4 or 8 bits without sign, the lowest bits first: int32 [rows, words] -> uint8 [rows, numbers]."""
+    octets = packed.contiguous().view(torch.uint8)
+    if num_bits == 8:
+        return octets
+    return torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+
+
+def count_groups(scheme: WeightScheme, num_inputs: int) -> int:
+    """Groups of inputs that share a scale. Raises ConfigurationError unless they are equal."""
+    size = scheme.block_inputs or num_inputs
+    if num_inputs % size:
+        raise ConfigurationError(f"groups of {size} do not divide its {num_inputs} inputs: quantise it with others")
+    return num_inputs // size
+
+
+def read_groups(index: Tensor | None, num_groups: int) -> Tensor | None:
+    """The group of each input as stored. Files of formats that always have an index may leave it at -1, which means
+    groups in order. Raises ConfigurationError if it names a group that has no scale.
+    """
+    if index is None or bool((index == -1).all()):
+        return None
+    if int(index.min()) < 0 or int(index.max()) >= num_groups:
+        raise ConfigurationError(
+            f"its index names groups {int(index.min())} to {int(index.max())}, and it has {num_groups}: it is broken"
+        )
+    return index.to(torch.int64)

@@ -1,0 +1,127 @@
+"""The tensors of a quantised module in a checkpoint: found, checked against config.json, and read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from checkpoint.tensors import StoredTensor
+from engine.quantized import awq, compressed_tensors, gptq
+from engine.quantized.config import Format, Quantization, WeightScheme
+from engine.quantized.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
+from mesh.domain.errors import ConfigurationError
+
+StoredTensors = Mapping[str, StoredTensor]
+
+_MATRICES = ("weight", "qweight", "weight_packed")
+"""The tensors of which a module has one, which holds the numbers of its matrix."""
+_UNUSED_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+"""Scales of activations, which are computed here from the activations themselves."""
+
+
+class _Reader(NamedTuple):
+    """`parts` raises ConfigurationError if a matrix of this shape cannot be stored so."""
+
+    parts: Callable[[WeightScheme, Shape], Parts]
+    read: Callable[[WeightScheme, Shape, Tensors], QuantizedMatrix]
+
+
+_READERS: Mapping[Format, _Reader] = {
+    "awq": _Reader(awq.parts, awq.read),
+    "gptq": _Reader(gptq.parts, gptq.read),
+    "packed": _Reader(compressed_tensors.packed_parts, compressed_tensors.read_packed),
+    "plain": _Reader(compressed_tensors.plain_parts, compressed_tensors.read_plain),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModule:
+    """A module whose matrix is quantised. `parts`: the names of its tensors in the checkpoint, by those of the format;
+    `unused`: names of others that belong to it.
+    """
+
+    name: str
+    shape: Shape
+    scheme: WeightScheme
+    parts: Mapping[str, str]
+    unused: tuple[str, ...]
+
+    def read(self, read_tensor: Callable[[str], Tensor]) -> QuantizedMatrix:
+        """Read the matrix [outputs, inputs]. Raises ConfigurationError."""
+        tensors = {part: read_tensor(name) for part, name in self.parts.items()}
+        try:
+            return _READERS[self.scheme.format].read(self.scheme, self.shape, tensors)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"matrix {self.name}: {error}") from error
+
+
+def find_module(
+    name: str, shape: Shape, stored: StoredTensors, quantization: Quantization | None
+) -> QuantizedModule | None:
+    """The quantised matrix of module `name`; None if the checkpoint stores it as it is, or not at all.
+
+    Modules are quantised if their tensors are, whatever lists of exceptions config.json has. Raises ConfigurationError
+    with the file and the tensor if config.json and the tensors do not fit.
+    """
+    matrices = [f"{name}.{matrix}" for matrix in _MATRICES if f"{name}.{matrix}" in stored]
+    if not matrices or (matrices == [f"{name}.weight"] and (quantization is None or _is_float(stored[matrices[0]]))):
+        return None
+    where = f"{stored[matrices[0]].path}: tensor {matrices[0]}"
+    if len(matrices) > 1:
+        raise ConfigurationError(
+            f"{where} is there beside {matrices[1]}: the checkpoint mixes formats; remove the shards of one"
+        )
+    if quantization is None:
+        raise ConfigurationError(
+            f"{where} is quantised, but config.json has no quantization_config: copy it from where the checkpoint is "
+            "from"
+        )
+    scheme = quantization.scheme_of(name)
+    if scheme is None:
+        raise ConfigurationError(
+            f"{where} is quantised, but config.json says that {name} is not ({quantization}): one of them is from "
+            "another checkpoint"
+        )
+    try:
+        parts = _READERS[scheme.format].parts(scheme, shape)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+    if matrices[0] != f"{name}.{next(iter(parts))}":
+        raise ConfigurationError(
+            f"{where} is not in the format that config.json names ({quantization}): the checkpoint mixes formats"
+        )
+    names = {part: _stored_part(f"{name}.{part}", details, stored, where) for part, details in parts.items()}
+    unused = tuple(f"{name}.{part}" for part in _UNUSED_PARTS if f"{name}.{part}" in stored)
+    return QuantizedModule(
+        name, shape, scheme, {part: found for part, found in names.items() if found is not None}, unused
+    )
+
+
+def _is_float(tensor: StoredTensor) -> bool:
+    return tensor.dtype in (*FLOATS, "F64")
+
+
+def _stored_part(name: str, part: Part, stored: StoredTensors, where: str) -> str | None:
+    """The name of a part in the checkpoint, None if it is optional and missing. Raises ConfigurationError."""
+    stem = name.rpartition(".")[0]
+    candidates = [name, *(f"{stem}.{alias}" for alias in part.aliases)]
+    found = next((candidate for candidate in candidates if candidate in stored), None)
+    if found is None:
+        if part.is_optional:
+            return None
+        raise ConfigurationError(
+            f"{where} cannot be read without {' or '.join(candidates)}, which is missing: download the checkpoint again"
+        )
+    tensor = stored[found]
+    if tensor.dtype not in part.dtypes:
+        raise ConfigurationError(
+            f"{tensor.path}: tensor {found} has dtype {tensor.dtype}, which its format stores as "
+            f"{' or '.join(part.dtypes)}"
+        )
+    if tensor.shape not in part.shapes:
+        expected = " or ".join(str(list(shape)) for shape in part.shapes)
+        raise ConfigurationError(
+            f"{tensor.path}: tensor {found} has shape {list(tensor.shape)}, config.json implies {expected}"
+        )
+    return found

@@ -1,0 +1,200 @@
+"""Quantised checkpoints made of float ones, by packers that are written from the formats' definitions.
+
+They share nothing with the readers of engine/quantized. Each checkpoint has a twin: a float checkpoint with the numbers
+that its integers and scales mean, which transformers can run.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoint.tensors import open_checkpoint
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
+from engine.weights import stored_name
+
+GROUP = 16
+BLOCK = 32
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+Stored = tuple[dict[str, Tensor], Tensor]
+"""The tensors of a module by the last part of their names, and the matrix [outputs, inputs] that they mean, in fp32."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """`config`: quantization_config. `store` packs a matrix [outputs, inputs]."""
+
+    config: Mapping[str, Any]
+    store: Callable[[Tensor], Stored]
+
+
+def pack(numbers: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
+    """Numbers [rows, columns] without sign -> int32 [rows, words]; place k of a word holds its number `order[k]`."""
+    per_word = 32 // bits
+    order = order or tuple(range(per_word))
+    padded = torch.nn.functional.pad(numbers.long(), (0, -numbers.shape[1] % per_word)).view(len(numbers), -1, per_word)
+    words = sum(padded[:, :, number] << (bits * place) for place, number in enumerate(order))
+    assert isinstance(words, Tensor)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def rounded(weight: Tensor, bits: int, group_of: Tensor, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers [outputs, inputs] from 0 to 2^bits - 1, fp16 scales and zeros [outputs, groups]."""
+    groups = range(int(group_of.max()) + 1)
+    low = torch.stack([weight[:, group_of == group].amin(1).clamp(max=0) for group in groups], 1)
+    high = torch.stack([weight[:, group_of == group].amax(1).clamp(min=0) for group in groups], 1)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    scales = ((high - low) / (2**bits - 1)).half()
+    middle = torch.full_like(low, 2 ** (bits - 1))
+    zeros = middle if symmetric else torch.round(-low / scales.float()).clamp(0, 2**bits - 1)
+    by_input = scales.float()[:, group_of], zeros[:, group_of]
+    values = (torch.round(weight / by_input[0]) + by_input[1]).clamp(0, 2**bits - 1)
+    return values, scales, zeros
+
+
+def meaning(values: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor) -> Tensor:
+    return (values - zeros[:, group_of]) * scales.float()[:, group_of]
+
+
+def in_order(num_inputs: int) -> Tensor:
+    return torch.arange(num_inputs) // GROUP
+
+
+def shuffled(num_inputs: int) -> Tensor:
+    """Groups as activation order makes them: of equal sizes, their inputs anywhere."""
+    return in_order(num_inputs)[torch.randperm(num_inputs, generator=torch.Generator().manual_seed(3))]
+
+
+def awq(weight: Tensor) -> Stored:
+    group_of = in_order(weight.shape[1])
+    values, scales, zeros = rounded(weight, 4, group_of, symmetric=False)
+    parts = {"qweight": pack(values.t(), 4, _AWQ_ORDER), "qzeros": pack(zeros.t(), 4, _AWQ_ORDER), "scales": scales.t()}
+    return parts, meaning(values, scales, zeros, group_of)
+
+
+def gptq(weight: Tensor, bits: int = 4, *, version: int = 1, symmetric: bool = True, ordered: bool = False) -> Stored:
+    group_of = (shuffled if ordered else in_order)(weight.shape[1])
+    values, scales, zeros = rounded(weight, bits, group_of, symmetric=symmetric)
+    zeros = zeros.clamp(min=1)  # 0 has no successor in version 1
+    parts = {
+        "qweight": pack(values, bits).t(),
+        "qzeros": pack(zeros.t() - int(version == 1), bits),
+        "scales": scales.t(),
+        "g_idx": group_of.int(),
+    }
+    return parts, meaning(values, scales, zeros, group_of)
+
+
+def w4a16(weight: Tensor, *, symmetric: bool = True, ordered: bool = False) -> Stored:
+    group_of = (shuffled if ordered else in_order)(weight.shape[1])
+    values, scales, zeros = rounded(weight, 4, group_of, symmetric=symmetric)
+    parts = {"weight_packed": pack(values, 4), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+    if not symmetric:
+        parts["weight_zero_point"] = pack(zeros.t(), 4).t()
+    if ordered:
+        parts["weight_g_idx"] = group_of.int()
+    return parts, meaning(values, scales, zeros, group_of)
+
+
+def w8a8(weight: Tensor) -> Stored:
+    """int8 from -128 on, as llm-compressor rounds."""
+    scales = weight.abs().amax(1, keepdim=True) / 127.5
+    values = torch.round(weight / scales).clamp(-128, 127)
+    return {"weight": values.to(torch.int8), "weight_scale": scales}, values * scales
+
+
+def fp8_blocks(weight: Tensor) -> Stored:
+    rows, columns = (torch.arange(size) // BLOCK for size in weight.shape)
+    scales = torch.tensor(
+        [
+            [float(weight[rows == row][:, columns == column].abs().max()) / 448 for column in columns.unique()]
+            for row in rows.unique()
+        ]
+    )
+    by_number = scales[rows][:, columns]
+    values = (weight / by_number).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale_inv": scales}, values.float() * by_number
+
+
+def fp8_channels(weight: Tensor) -> Stored:
+    scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    values = (weight / scales.float()).to(torch.float8_e4m3fn)
+    return {"weight": values, "weight_scale": scales, "input_scale": torch.ones(1)}, values.float() * scales.float()
+
+
+def compressed(kind: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True} | dict(weights)}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group | more},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
+_INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+_DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+FORMS: dict[str, Form] = {
+    "awq": Form({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "gptq": Form(_GPTQ, gptq),
+    "gptq-8-order": Form(
+        _GPTQ | {"bits": 8, "desc_act": True, "sym": False, "checkpoint_format": "gptq_v2"},
+        lambda weight: gptq(weight, 8, version=2, symmetric=False, ordered=True),
+    ),
+    "w8a8": Form(compressed("int-quantized", {"strategy": "channel"}, input_activations=_DYNAMIC), w8a8),
+    "w4a16": Form(compressed("pack-quantized", _INT4), w4a16),
+    "w4a16-order": Form(
+        compressed("pack-quantized", _INT4 | {"symmetric": False, "actorder": "group"}),
+        lambda weight: w4a16(weight, symmetric=False, ordered=True),
+    ),
+    "fp8": Form({"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, fp8_blocks),
+    "fp8-channels": Form(compressed("float-quantized", {"type": "float", "strategy": "channel"}), fp8_channels),
+}
+
+
+def quantized_modules(model_dir: Path) -> dict[str, bool]:
+    """Matrices that are usually quantised, by their modules' names; whether they are stored transposed."""
+    specs, stored = parameter_specs(load_decoder_config(model_dir)), open_checkpoint(model_dir)
+    sources = [source for spec in specs if spec.is_matrix and spec.name != "lm_head" for source in spec.sources]
+    return {stored_name(source.name, stored).removesuffix(".weight"): source.transposed for source in sources}
+
+
+def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
+    """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`."""
+    for folder in (out, twin_of(out)):
+        shutil.copytree(model_dir, folder)
+    tensors = load_file(model_dir / "model.safetensors")
+    twin = dict(tensors)
+    for module, transposed in quantized_modules(model_dir).items():
+        weight = tensors.pop(f"{module}.weight")
+        parts, means = FORMS[form].store(weight.t() if transposed else weight)
+        tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+        twin[f"{module}.weight"] = (means.t() if transposed else means).contiguous()
+    save_file(tensors, out / "model.safetensors")
+    save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
+    describe(out, FORMS[form].config)
+    return out
+
+
+def describe(model_dir: Path, config: Mapping[str, Any] | None) -> None:
+    """Set quantization_config of config.json."""
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+
+
+def twin_of(model_dir: Path) -> Path:
+    return model_dir.with_name(f"{model_dir.name}-twin")

@@ -1,0 +1,371 @@
+"""Quantised checkpoints: what libraries wrote, what each form means to a model, int8 as stored, and what is refused."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.tensors import open_checkpoint
+from engine.load_runner import load_model_runner
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
+from engine.models.rounding import round_to_int8
+from engine.models.schemes import Parameters
+from engine.partition import read_partition
+from engine.quantized.config import read_quantization
+from engine.quantized.modules import find_module
+from engine.resolve import fingerprint, resolve
+from engine.runner_settings import RunnerSettings
+from engine.weights import WeightsTarget, load_weights
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Span
+from tandem_cli.capacity.roofline import Device
+from tandem_cli.main import main
+from tests.component.arms import load_arm, settings
+from tests.component.checkpoints import VOCAB_SIZE
+from tests.component.parity import logprob_differences, run_mixed
+from tests.component.quantized import FORMS, describe, quantize_checkpoint, twin_of
+from tests.parity import run_quantized
+
+DATA = Path(__file__).parents[1] / "data" / "quantized"
+CPU = torch.device("cpu")
+DOWN = "model.layers.1.mlp.down_proj"
+
+Quantized = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="session")
+def quantized(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    """`quantized(family, form)` is the folder of that checkpoint."""
+    built: dict[tuple[str, str], Path] = {}
+
+    def get(family: str, form: str) -> Path:
+        if (family, form) not in built:
+            out = tmp_path_factory.mktemp("quantized") / f"{family}-{form}"
+            built[family, form] = quantize_checkpoint(checkpoint(family), out, form)
+        return built[family, form]
+
+    return get
+
+
+@pytest.fixture
+def broken(quantized: Quantized, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a Llama in that form, which a test may break."""
+    return lambda form: Path(shutil.copytree(quantized("llama", form), tmp_path / "model"))
+
+
+def parameters(model_dir: Path, scheme: str = "float", dtype: torch.dtype = torch.float32) -> Parameters:
+    specs = parameter_specs(load_decoder_config(model_dir))
+    return load_weights(model_dir, specs, WeightsTarget(CPU, dtype, scheme))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+@pytest.mark.parametrize("made", sorted(path.parent.name for path in DATA.glob("*/expected.json")))
+def test_numbers_are_those_of_the_library_that_wrote_the_file(made: str) -> None:
+    stored, tensors = open_checkpoint(DATA / made), load_file(DATA / made / "model.safetensors")
+    expected: dict[str, dict[str, str]] = json.loads((DATA / made / "expected.json").read_text())
+    quantization = read_quantization(DATA / made)
+    shapes = {
+        source.name.removesuffix(".weight"): source.shape
+        for spec in parameter_specs(load_decoder_config(DATA / made))
+        for source in spec.sources
+    }
+    assert len(expected) == 2, "in fp32 and in the dtype of the file"
+    for dtype, digests in expected.items():
+        assert len(digests) == 7
+        for name, theirs in digests.items():
+            module = find_module(name, (shapes[name][0], shapes[name][1]), stored, quantization)
+            assert module is not None
+            ours = module.read(tensors.__getitem__).dequantized().to(getattr(torch, dtype))
+            assert digest(ours) == theirs, f"{name} in {dtype}"
+    parameters(DATA / made, dtype=torch.bfloat16).read_all()
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "w8a8"])
+@pytest.mark.parametrize("family", ["llama-biases", "gpt2", "falcon-40b", "mixtral"])
+def test_weights_are_those_that_the_file_means(quantized: Quantized, family: str, form: str) -> None:
+    model_dir = quantized(family, form)
+    ours, theirs = parameters(model_dir), parameters(twin_of(model_dir))
+    for spec in parameter_specs(load_decoder_config(model_dir)):
+        if spec.is_matrix:
+            assert torch.equal(*(loaded.take_linear(spec.name).weight for loaded in (ours, theirs))), spec.name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+async def test_models_say_what_transformers_says(tmp_path: Path, family: str) -> None:
+    row, is_ok = await run_quantized(family, tmp_path / family)
+    assert is_ok, row
+    assert row.count("30 tokens, all equal") >= 4
+
+
+def test_ranks_take_their_part(quantized: Quantized) -> None:
+    """Rows and inputs of a matrix whose groups are in the order of activations."""
+    model_dir = quantized("llama", "w4a16-order")
+    specs = {spec.name: spec for spec in parameter_specs(load_decoder_config(model_dir))}
+    part = replace(specs["layers.0.down"], held_inputs=Span(32, 32), held_rows=np.arange(8, 40))
+    target = WeightsTarget(CPU, torch.float32)
+    others = [spec for spec in specs.values() if spec.name != part.name]
+    ours = load_weights(model_dir, [*others, part], target).take_linear(part.name).weight
+    assert torch.equal(ours, parameters(twin_of(model_dir)).take_linear(part.name).weight[8:40, 32:64])
+
+
+def test_int8_is_taken_as_stored(quantized: Quantized) -> None:
+    model_dir = quantized("qwen2", "w8a8")
+    stored, ours = load_file(model_dir / "model.safetensors"), parameters(model_dir, "int8")
+    down = ours.take_linear("layers.1.down")
+    assert torch.equal(down.weight, stored[f"{DOWN}.weight"])
+    assert int(down.weight.min()) == -128
+    assert down.scales is not None
+    assert torch.equal(down.scales, stored[f"{DOWN}.weight_scale"][:, 0])
+
+
+def test_parts_that_are_not_int8_are_rounded(broken: Callable[[str], Path]) -> None:
+    model_dir = broken("w8a8")
+    name = "model.layers.0.mlp.up_proj"
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"] * tensors.pop(f"{name}.weight_scale") * 3
+    save_file(tensors, path)
+    gate_up = parameters(model_dir, "int8").take_linear("layers.0.gate_up")
+    rounded, scales = round_to_int8(tensors[f"{name}.weight"])
+    assert gate_up.scales is not None
+    assert torch.equal(gate_up.weight[96:], rounded)
+    assert torch.equal(gate_up.scales[96:], scales)
+    assert torch.equal(gate_up.weight[:96], tensors["model.layers.0.mlp.gate_proj.weight"])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_w8a8_runs_in_int8(quantized: Quantized, family: str) -> None:
+    model_dir = quantized(family, "w8a8")
+    assert resolve(RunnerSettings(model_dir))[0].quantize == "int8"
+    assert resolve(RunnerSettings(model_dir, dtype="bfloat16"))[0].quantize == "none"
+    if family == "llama":
+        usual = load_arm(model_dir, "compiled")
+        assert usual.kv_cache.layout.dtype == "int8"
+        assert usual.kv_cache.layout == load_arm(model_dir, "compiled", quantize="int8").kv_cache.layout
+    exact = run_mixed(load_arm(twin_of(model_dir), "cpu"))
+    mean, largest = logprob_differences(run_mixed(load_model_runner(settings(model_dir))), exact)
+    assert 0 < mean < 0.06
+    assert largest < 0.5
+
+
+def test_every_form_is_another_model(quantized: Quantized, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    folders = [quantized("llama", form) for form in FORMS]
+    folders += [checkpoint("llama"), twin_of(folders[0])]
+    prints = [fingerprint(folder) for folder in folders]
+    prints += [fingerprint(folders[0], quantize="int8"), fingerprint(folders[0], "dummy")]
+    # Equal tensors, which version 2 reads in another way.
+    version_2 = Path(shutil.copytree(quantized("llama", "gptq"), tmp_path / "version-2"))
+    describe(version_2, {**FORMS["gptq"].config, "checkpoint_format": "gptq_v2"})
+    prints.append(fingerprint(version_2))
+    assert len(set(prints)) == len(prints)
+
+
+@pytest.mark.parametrize(("form", "quantize"), [("w8a8", "int8"), ("awq", "none")])
+def test_partitions_hold_them(
+    quantized: Quantized, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, quantize: str
+) -> None:
+    model_dir, out = quantized("llama", form), tmp_path / "out"
+    alone = load_arm(model_dir, "compiled")
+    assert main(["partition", str(model_dir), str(out)]) == 0
+    partition = read_partition(out)
+    assert partition is not None
+    assert partition.quantize == quantize
+    runner = load_arm(out, "compiled")
+    assert runner.kv_cache.layout == alone.kv_cache.layout
+    assert [run.tokens for run in run_mixed(runner)] == [run.tokens for run in run_mixed(alone)]
+    assert main(["partition", "--reuse", str(model_dir), str(out)]) == 0
+    assert capsys.readouterr().out.endswith("holds this partition\n")
+
+
+def test_plans_know_what_is_loaded(
+    quantized: Quantized, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = dict.fromkeys(("float32", "int8"), 1e12)
+    machine = Device("this machine", 1e9, 1e10, rates, "made up")
+    monkeypatch.setattr("tandem_cli.plan.probe", lambda _: SimpleNamespace(device=lambda: machine))
+
+    def plan(form: str, *flags: str) -> dict[str, Any]:
+        capsys.readouterr()
+        assert main(["plan", "--json", *flags, str(quantized("llama", form))]) == 0
+        made: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return made
+
+    layers = 3 * (4 * 64 * 64 + 3 * 64 * 96)
+    for form, itemsize, about in (("w8a8", 1, "compressed-tensors int-quantized, 8 bits"), ("awq", 4, "awq, 4 bits")):
+        numbers = ("--memory=16", "--bandwidth=100", "--flops=10")
+        here = plan(form)
+        assert here["quantized_checkpoint"] == about
+        matrices, rest = layers + VOCAB_SIZE * 64, VOCAB_SIZE * 64 + 7 * 64
+        assert here["memory"][0]["weights_bytes"] == matrices * itemsize + rest * 4
+        elsewhere = plan(form, *numbers, "--dtype=float16")
+        assert elsewhere["precision"]["weights"] == "float16"
+    assert main(["plan", str(quantized("llama", "awq"))]) == 0
+    assert "the checkpoint is quantised (awq, 4 bits): its matrices are loaded as float32" in capsys.readouterr().out
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def drop(part: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(f"{DOWN}.{part}")
+
+
+def put(part: str, change: Callable[[Tensors], torch.Tensor]) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({f"{DOWN}.{part}": change(tensors)})
+
+
+def replaced(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], object]:
+    return put(part, lambda tensors: change(tensors[f"{DOWN}.{part}"]))
+
+
+@pytest.mark.parametrize(
+    ("form", "damage", "words"),
+    [
+        ("awq", drop("scales"), r"down_proj\.qweight cannot be read without .*down_proj\.scales, which is missing"),
+        ("awq", drop("qzeros"), r"without .*down_proj\.qzeros, which is missing"),
+        ("gptq-8-order", drop("g_idx"), r"without .*down_proj\.g_idx, which is missing"),
+        ("gptq-8-order", replaced("g_idx", lambda index: index + 9), r"down_proj: its index names groups 9 to 14"),
+        ("w8a8", drop("weight_scale"), r"without .*weight_scale or .*weight_scale_inv, which is missing"),
+        ("w8a8", replaced("weight", torch.Tensor.float), None),
+        ("w8a8", replaced("weight", lambda weight: weight.to(torch.int16)), r"down_proj\.weight has dtype I16, which"),
+        ("w4a16-order", drop("weight_zero_point"), r"without .*weight_zero_point, which is missing"),
+        (
+            "w4a16",
+            replaced("weight_scale", lambda scales: scales[:, 1:]),
+            r"weight_scale has shape \[64, 5\].*\[64, 6\]",
+        ),
+        ("w4a16", replaced("weight_packed", lambda packed: packed[:, 1:]), r"weight_packed has shape \[64, 11\]"),
+        ("fp8", replaced("weight_scale_inv", lambda scales: scales.int()), r"weight_scale_inv has dtype I32.* F32 or"),
+        ("fp8", replaced("weight_scale_inv", lambda scales: scales * torch.nan), r"down_proj are NaN or infinite"),
+        ("w8a8", replaced("weight_scale", lambda scales: scales / 0), r"weight_scale are NaN or infinite"),
+        ("awq", put("weight", lambda tensors: torch.ones(64, 96)), r"down_proj\.weight is there beside .*qweight"),
+        (
+            "w4a16",
+            lambda tensors: tensors.update({f"{DOWN}.qweight": tensors.pop(f"{DOWN}.weight_packed")}),
+            r"down_proj\.qweight is not in the format that config\.json names \(compressed-tensors pack-quantized",
+        ),
+    ],
+)
+def test_broken_files_are_refused(
+    broken: Callable[[str], Path], form: str, damage: Callable[[Tensors], object], words: str | None
+) -> None:
+    model_dir = broken(form)
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    damage(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    scheme = "int8" if form == "w8a8" else "float"
+    if words is None:  # a float matrix among int8 ones
+        parameters(model_dir, scheme).read_all()
+        return
+    with pytest.raises(ConfigurationError, match=words):
+        parameters(model_dir, scheme).read_all()
+
+
+def changed(form: str, **changes: object) -> dict[str, Any]:
+    return json.loads(json.dumps(FORMS[form].config)) | changes
+
+
+def grouped(form: str, **changes: object) -> dict[str, Any]:
+    config = changed(form)
+    config["config_groups"]["group_0"]["weights"] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("form", "config", "words"),
+    [
+        ("awq", None, r"qweight is quantised, but config\.json has no quantization_config"),
+        ("awq", {"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; supported: awq, gptq"),
+        ("awq", {"quant_method": ["awq"]}, "is not supported"),
+        ("awq", changed("awq", bits=3), "awq: bits 3 is not supported; supported: 4"),
+        ("awq", changed("awq", version="gemv"), "version 'gemv' is not supported; supported: gemm"),
+        ("awq", changed("awq", group_size=40), r"down_proj\.qweight|groups of 40 do not divide its 64 inputs"),
+        ("awq", changed("awq", group_size=0), "group_size must be > 0, or -1"),
+        ("awq", changed("awq", group_size=-1), r"qzeros has shape \[4, 8\], config\.json implies \[1, 8\]"),
+        ("awq", changed("gptq"), r"qweight has shape \[64, 8\], config\.json implies \[8, 64\]"),
+        ("gptq", changed("gptq", bits=3), "bits 3 is not supported; supported: 4, 8"),
+        ("gptq", changed("gptq", checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
+        ("gptq", changed("gptq", is_marlin_format=True), "is_marlin_format is not supported"),
+        (
+            "gptq",
+            changed("gptq", dynamic={"-:.*q_proj": {}}),
+            r"says that .*q_proj is not \(gptq, 4 bits\)",
+        ),
+        ("w4a16", changed("w4a16", format="marlin-24"), "format 'marlin-24' is not supported"),
+        ("w4a16", changed("w4a16", ignore=["re:.*q_proj"]), r"config\.json says that .*q_proj is not"),
+        ("w4a16", changed("w4a16", transform_config={"a": 1}), "transform_config is not supported"),
+        ("w4a16", changed("w4a16", sparsity_config={"format": "sparse-24-bitmask"}), "format 'sparse-24-bitmask'"),
+        ("w4a16", changed("w4a16", config_groups=7), "the description of the quantisation is broken"),
+        ("w4a16", grouped("w4a16", num_bits=6), "num_bits 6 is not supported; supported: 4, 8"),
+        ("w4a16", grouped("w4a16", type="float"), "type 'float' is not supported; supported: int"),
+        ("w4a16", grouped("w4a16", strategy="tensor_group"), "strategy 'tensor_group' is not supported"),
+        ("w4a16", grouped("w4a16", strategy="group", group_size=None), "strategy 'group' needs a group_size"),
+        ("w4a16", changed("awq"), "is not in the format that config.json names"),
+    ],
+)
+def test_descriptions_that_do_not_fit_are_refused(
+    broken: Callable[[str], Path], form: str, config: dict[str, Any] | None, words: str
+) -> None:
+    model_dir = broken(form)
+    describe(model_dir, config)
+    with pytest.raises(ConfigurationError, match=words):
+        load_model_runner(settings(model_dir))
+
+
+def test_modules_have_schemes_of_their_own(tmp_path: Path) -> None:
+    config = changed("w4a16", ignore=["lm_head", r"re:.*layers\.9\."])
+    eight = {"targets": [r"re:.*down_proj$"], "weights": {"num_bits": 8, "group_size": 32, "strategy": "group"}}
+    exact = {"targets": ["model.layers.3.mlp.down_proj"], "weights": {"num_bits": 4, "group_size": -1}}
+    rows = {"targets": [r"re:.*k_proj"], "weights": None}
+    config["config_groups"] |= {"group_1": eight, "group_2": exact, "group_3": rows}
+    (tmp_path / "config.json").write_text(json.dumps({"compression_config": config}))
+    quantization = read_quantization(tmp_path)
+    assert quantization is not None
+    found = {name: quantization.scheme_of(f"model.layers.{name}_proj") for name in ("0.q", "0.mlp.down", "3.mlp.down")}
+    assert [(s.num_bits, s.block_inputs) for s in found.values() if s is not None] == [(4, 16), (8, 32), (4, 0)]
+    for plain in ("lm_head", "model.layers.9.self_attn.q_proj", "model.layers.0.self_attn.k_proj"):
+        assert quantization.scheme_of(plain) is None
+    assert str(quantization) == "compressed-tensors pack-quantized, 4 and 8 bits"
+
+
+def test_gptq_tells_modules_apart_and_has_a_file_of_its_own(tmp_path: Path) -> None:
+    dynamic = {"-:.*gate": {}, r"+:.*\.down": {"bits": 8, "group_size": 64}, r".*\.up": {"desc_act": True}}
+    (tmp_path / "config.json").write_text("{}")
+    assert read_quantization(tmp_path) is None
+    facts = {"bits": 4, "group_size": 128, "desc_act": False, "dynamic": dynamic}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(facts))
+    quantization = read_quantization(tmp_path)
+    assert quantization is not None
+    q, down, up = (quantization.scheme_of(f"layers.0.{name}") for name in ("q", "down", "up"))
+    assert q is not None
+    assert down is not None
+    assert up is not None
+    assert (q.num_bits, q.block_inputs, q.has_group_index, q.zeros_minus_one) == (4, 128, False, True)
+    assert (down.num_bits, down.block_inputs) == (8, 64)
+    assert up.has_group_index
+    assert quantization.scheme_of("layers.0.gate") is None
+
+
+def test_modules_that_are_not_quantised_stay(quantized: Quantized, tmp_path: Path) -> None:
+    """Lists such as modules_to_not_convert need not be complete: the tensors tell."""
+    for form in ("awq", "gptq", "fp8", "w4a16"):
+        folder = Path(shutil.copytree(quantized("llama", form), tmp_path / form))
+        tensors = load_file(folder / "model.safetensors")
+        twin = load_file(twin_of(quantized("llama", form)) / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{DOWN}.")}
+        save_file(kept | {f"{DOWN}.weight": twin[f"{DOWN}.weight"]}, folder / "model.safetensors")
+        assert torch.equal(parameters(folder).take_linear("layers.1.down").weight, twin[f"{DOWN}.weight"])

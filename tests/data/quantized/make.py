@@ -1,0 +1,259 @@
+"""Makes the checkpoints of this folder with the libraries themselves; see README.md. Run it in their environments:
+
+python make.py awq | gptq | compressed | actorder | fp8
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+HERE = Path(__file__).parent
+GROUP = 32
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 64,
+}
+SHAPES = {
+    "self_attn.q_proj": (64, 64),
+    "self_attn.k_proj": (32, 64),
+    "self_attn.v_proj": (32, 64),
+    "self_attn.o_proj": (64, 64),
+    "mlp.gate_proj": (128, 64),
+    "mlp.up_proj": (128, 64),
+    "mlp.down_proj": (64, 128),
+}
+MODULES = {f"model.layers.0.{name}": shape for name, shape in SHAPES.items()}
+
+
+def float_model(dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = {f"{name}.weight": shape for name, shape in MODULES.items()}
+    shapes |= {"model.embed_tokens.weight": (64, 64), "lm_head.weight": (64, 64)}
+    tensors = {name: (0.1 * torch.randn(shape, generator=generator)).to(dtype) for name, shape in shapes.items()}
+    norms = ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm")
+    return tensors | {f"{name}.weight": torch.ones(64, dtype=dtype) for name in norms}
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def save(
+    name: str, tensors: dict[str, Tensor], quantization: dict[str, Any], means: Callable[[str, torch.dtype], Tensor]
+) -> None:
+    """Write a checkpoint. `means(module, dtype)` is the library's own dequantised matrix [outputs, inputs], computed
+    with scales of `dtype`.
+    """
+    folder, dtype = HERE / name, tensors["model.norm.weight"].dtype
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = CONFIG | {"torch_dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+    expected = {
+        str(as_dtype).removeprefix("torch."): {module: digest(means(module, as_dtype)) for module in MODULES}
+        for as_dtype in (torch.float32, dtype)
+    }
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+
+
+def ranges(weight: Tensor, bits: int, group_of: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [outputs, groups] by the extremes of each group."""
+    groups = range(int(group_of.max()) + 1)
+    low = torch.stack([weight[:, group_of == group].amin(1) for group in groups], 1).float().clamp(max=0)
+    high = torch.stack([weight[:, group_of == group].amax(1) for group in groups], 1).float().clamp(min=0)
+    if symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    scales = ((high - low) / (2**bits - 1)).half().float()
+    zeros = torch.full_like(low, 2 ** (bits - 1)) if symmetric else torch.round(-low / scales).clamp(0, 2**bits - 1)
+    return scales, zeros
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    module.weight.data = weight
+    return module
+
+
+def make_awq() -> None:
+    from awq.models._config import AwqConfig
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import dequantize_gemm
+
+    tensors = float_model(torch.float16)
+    packed: dict[str, Any] = {}
+    for name in MODULES:
+        weight = tensors.pop(f"{name}.weight")
+        scales, zeros = ranges(weight, 4, torch.arange(weight.shape[1]) // GROUP, symmetric=False)
+        packed[name] = WQLinear_GEMM.from_linear(
+            linear(weight.float()), 4, GROUP, scales=scales.t().contiguous(), zeros=zeros.t().contiguous()
+        )
+        tensors |= {f"{name}.{part}": tensor for part, tensor in packed[name].state_dict().items()}
+
+    def means(name: str, dtype: torch.dtype) -> Tensor:
+        module = packed[name]
+        return dequantize_gemm(module.qweight, module.qzeros, module.scales.to(dtype), 4, GROUP).t()
+
+    config = AwqConfig(q_group_size=GROUP, w_bit=4, zero_point=True, version="gemm").to_transformers_dict()
+    save("awq", tensors, config, means)
+
+
+def make_gptq() -> None:
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
+
+    def make(folder: str, bits: int, *, symmetric: bool, desc_act: bool, kind: str) -> None:
+        tensors = float_model(torch.float16)
+        modules: dict[str, Any] = {}
+        for name in MODULES:
+            weight = tensors.pop(f"{name}.weight")
+            group_of = torch.arange(weight.shape[1]) // GROUP
+            if desc_act:
+                group_of = group_of[torch.randperm(len(group_of), generator=torch.Generator().manual_seed(9))]
+            scales, zeros = ranges(weight, bits, group_of, symmetric)
+            module = TorchLinear(bits, GROUP, symmetric, desc_act, weight.shape[1], weight.shape[0], bias=False)
+            module.pack(linear(weight.float()), scales, zeros, group_of.int())
+            if kind == "gptq":
+                convert_gptq_v2_to_v1_format_module(module, SimpleNamespace(bits=bits, pack_dtype=torch.int32))
+            parts = {part: module.state_dict()[part].clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
+            tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+            if kind == "gptq":
+                convert_gptq_v1_to_v2_format_module(module, bits, torch.int32)
+            modules[name] = module
+
+        def means(name: str, dtype: torch.dtype) -> Tensor:
+            module = modules[name]
+            module.scales = module.scales.to(dtype)
+            return module.dequantize_weight().t().contiguous()
+
+        facts = {"bits": bits, "group_size": GROUP, "desc_act": desc_act, "sym": symmetric, "lm_head": False}
+        meta = {"quantizer": [f"gptqmodel:{version('gptqmodel')}"]}
+        save(folder, tensors, {"quant_method": "gptq", **facts, "checkpoint_format": kind, "meta": meta}, means)
+
+    make("gptq-v1", 4, symmetric=True, desc_act=False, kind="gptq")
+    make("gptq-v1-asymmetric", 4, symmetric=False, desc_act=True, kind="gptq")
+    make("gptq-v2-8-bits", 8, symmetric=False, desc_act=True, kind="gptq_v2")
+
+
+def make_compressed() -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(folder: str, **recipe: Any) -> None:
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG)).bfloat16()
+        model.load_state_dict(float_model(torch.bfloat16))
+        made = HERE / folder / "made"
+        model.save_pretrained(made)
+        model = LlamaForCausalLM.from_pretrained(made, dtype="auto")  # llm-compressor asks for the folder's config.json
+        oneshot(model=model, recipe=QuantizationModifier(ignore=["lm_head"], **recipe))
+        model.save_pretrained(made, save_compressed=True)
+        tensors = load_file(made / "model.safetensors")
+        quantization = json.loads((made / "config.json").read_text())["quantization_config"]
+        for path in made.iterdir():
+            path.unlink()
+        made.rmdir()
+        schemes = {name: module.quantization_scheme for name, module in model.named_modules() if name in MODULES}
+
+        def means(name: str, dtype: torch.dtype) -> Tensor:
+            parts = {part[len(name) + 1 :]: tensor for part, tensor in tensors.items() if part.startswith(f"{name}.")}
+            parts["weight_scale"] = parts["weight_scale"].to(dtype)
+            scheme = schemes[name]
+            return BaseCompressor.get_value_from_registry(scheme.format).decompress(parts, scheme)["weight"]
+
+        save(folder, tensors, quantization, means)
+
+    def scheme(targets: list[str], rows: QuantizationArgs | None = None, **weights: Any) -> QuantizationScheme:
+        return QuantizationScheme(targets=targets, weights=QuantizationArgs(**weights), input_activations=rows)
+
+    dynamic = {"dynamic": True, "symmetric": True, "strategy": "token"}
+    bytes_ = QuantizationArgs(num_bits=8, type="int", **dynamic)
+    floats = QuantizationArgs(num_bits=8, type="float", **dynamic)
+    four = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+    eight = {"num_bits": 8, "type": "float", "symmetric": True}
+    make("w8a8", targets=["Linear"], scheme="W8A8")
+    make("w4a16", config_groups={"group_0": scheme(["Linear"], symmetric=True, **four)})
+    make("w4a16-asymmetric", config_groups={"group_0": scheme(["Linear"], symmetric=False, **four)})
+    make("fp8-dynamic", targets=["Linear"], scheme="FP8_DYNAMIC")
+    make(
+        "mixed",
+        config_groups={
+            "group_0": scheme([r"re:.*self_attn\.[qk]_proj$"], symmetric=False, **four),
+            "group_1": scheme(["model.layers.0.self_attn.v_proj"], bytes_, num_bits=8, strategy="channel"),
+            "group_2": scheme(["re:.*o_proj"], floats, strategy="tensor", **eight),
+            "group_3": scheme(["re:.*mlp.*"], floats, strategy="block", block_structure=[32, 48], **eight),
+        },
+    )
+
+
+def make_actorder() -> None:
+    """Groups in the order of activations, which compressed-tensors wrote until 0.15."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+    args = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=GROUP, actorder="group")
+    compressor, tensors = PackedQuantizationCompressor(), float_model(torch.bfloat16)
+    packed: dict[str, dict[str, Tensor]] = {}
+    for name in MODULES:
+        weight = tensors.pop(f"{name}.weight")
+        group_of = torch.arange(weight.shape[1]) // GROUP
+        group_of = group_of[torch.randperm(len(group_of), generator=torch.Generator().manual_seed(9))].int()
+        scales = ranges(weight, 4, group_of, symmetric=True)[0].bfloat16()
+        data = compressor.compress_weight(weight, scales, args, g_idx=group_of)
+        packed[name] = {**data, "weight_scale": scales, "weight_g_idx": group_of}
+        tensors |= {f"{name}.{part}": tensor for part, tensor in packed[name].items()}
+
+    def means(name: str, dtype: torch.dtype) -> Tensor:
+        parts = packed[name] | {"weight_scale": packed[name]["weight_scale"].to(dtype)}
+        return compressor.decompress_weight(parts, args)
+
+    groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=args)}
+    config = QuantizationConfig(config_groups=groups, format="pack-quantized", ignore=["lm_head"])
+    save("w4a16-actorder", tensors, json.loads(config.model_dump_json()), means)
+
+
+def make_fp8() -> None:
+    """As transformers quantises and dequantises on loading; its blocks must divide the matrices."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    config = FineGrainedFP8Config(weight_block_size=(32, 32), modules_to_not_convert=["lm_head"])
+    quantizer = type("Quantizer", (), {"quantization_config": config})()
+    tensors = float_model(torch.bfloat16)
+    made: dict[str, dict[str, Tensor]] = {}
+    for name in MODULES:
+        weight = tensors.pop(f"{name}.weight")
+        made[name] = Fp8Quantize(quantizer).convert({f"{name}.weight": weight})
+        tensors |= made[name]
+
+    def means(name: str, dtype: torch.dtype) -> Tensor:
+        values, scales = (made[name][f"{name}.{part}"] for part in ("weight", "weight_scale_inv"))
+        return Fp8Dequantize(quantizer)._dequantize_one(values, scales, dtype)
+
+    save("fp8-blocks", tensors, config.to_dict(), means)
+
+
+if __name__ == "__main__":
+    globals()[f"make_{sys.argv[1]}"]()

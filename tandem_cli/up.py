@@ -120,9 +120,9 @@ def run(args: argparse.Namespace) -> int:
         deployment = replace(_prepare(args, settings, low_code, display), core_table=core_table)
         environ = _child_environ(settings, trial_key, _handler_properties(deployment, low_code))
         deployment = _with_lmi_defaults(deployment, low_code, environ, display)
-        deployment = deployment.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
         trial = _check(deployment, environ, trial_key)
-        deployment = with_partition(deployment, environ, display)
+        deployment = with_partition(deployment, environ, display)  # which may say how many ranks there are
+        deployment = deployment.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
         for model in deployment.models if deployment.pin else ():
             display.line(model.cores.describe(model.name if len(deployment.models) > 1 else ""))
         return _serve(deployment, display, trial, programs=args.programs, environ=environ)

@@ -34,7 +34,7 @@ from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
-from engine.ranks.launch import fitting_ranks, fitting_stages, load_ranked_runner
+from engine.ranks.launch import fitting_ranks, load_ranked_runner
 from engine.ranks.remote import load_remote_runner
 from engine.resolve import kv_layout
 from engine.runner import LayerHook, Runner
@@ -217,8 +217,6 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         # Enough for all slots at full length: more blocks would never be used.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
-    if settings.pipeline_parallel == "max":
-        runner_settings = replace(runner_settings, pipeline_parallel=fitting_stages(runner_settings.model_dir))
     if settings.tensor_parallel == "max":
         runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings))
     draft_bytes = draft_block_bytes(limits.speculation, runner_settings)

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 
+from checkpoint.partition import read_partition
 from engine.load import reserve_blocks, reserve_memory
 from engine.load_runner import load_model_runner
 from engine.load_times import load_phase
@@ -31,7 +31,6 @@ from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.models.schemes import CUT_BY_INPUTS
 from engine.models.share import ALONE, rank_share
-from engine.partition import read_partition
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
@@ -70,14 +69,6 @@ def fitting_ranks(settings: RunnerSettings) -> int:
     if why_eager(settings, config, kv_layout(config, settings)) is not None:
         return 1
     return min(size, config.num_kv_heads)
-
-
-def fitting_stages(model_dir: Path) -> int:
-    """The stages that a partitioned model was partitioned for; 1 for others, since on one machine stages save neither
-    time nor memory. Raises ConfigurationError.
-    """
-    partition = read_partition(model_dir)
-    return 1 if partition is None else partition.degrees.pipeline
 
 
 def load_ranked_runner(

@@ -186,6 +186,11 @@ class WorkerSettings(ModelSettings):
         """The worker id; by default host name and process id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Payload paths of KV, in order of preference. Each role has its setting."""
+        return KV_TRANSPORTS[:2]
+
     def degrees(self) -> Degrees:
         """Return the parallel degrees as numbers. With "max" these are those of a partitioned model; another may have
         fewer tensor ranks. Raises ConfigurationError.

@@ -45,6 +45,7 @@ from engine.ranks.shared import (
 )
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
+from engine.sharded_kv_cache import ShardedKVCache
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 from mesh.domain.kv import Degrees
@@ -109,7 +110,7 @@ def load_ranked_runner(
             _connect(leader, processes)
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
         with load_phase("build"):
-            runner = leader.lead(caches[0], caches[1:], reservation)
+            runner = leader.lead(caches[0], ShardedKVCache(caches[0], caches[1:], reservation))
     except BaseException:
         processes.close()
         raise
@@ -155,7 +156,9 @@ def _require_divisible(settings: RunnerSettings, config: object) -> ModelConfig:
     if settings.device != "cpu":
         raise ConfigurationError(f"{wanted} on {settings.device} is not built yet: use 1")
     if not isinstance(config, ModelConfig):
-        raise ConfigurationError(f"{wanted} does not fit an encoder-decoder model: use 1")
+        raise ConfigurationError(
+            f"{wanted} does not fit an encoder-decoder model: ranks cannot divide its encoder yet; use 1"
+        )
     rank_share(config, 0, settings.degrees)
     reason = why_eager(settings, config, kv_layout(config, settings))
     if reason is not None and tensor > 1:

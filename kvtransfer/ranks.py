@@ -18,7 +18,8 @@ from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
 from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.transfer_checks import ExpectedTransfer
-from mesh.domain.errors import MeshError, TransferCorrupt, TransferFailed
+from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
+from mesh.domain.host import is_loopback
 from mesh.domain.kv import Flow, KVSpan, Span, flows
 from mesh.domain.tokens import SampledToken
 from mesh.domain.worker import KVEndpoint
@@ -32,6 +33,11 @@ class RankKV(Protocol):
     @property
     def span(self) -> KVSpan:
         """The part of the model's KV that the rank holds."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """The address of its machine as the leader sees it."""
         ...
 
     def ask(self, request: rank_pb2.HoldKvResponse) -> "Future[rank_pb2.HoldKvRequest]":
@@ -153,10 +159,17 @@ class RankedSender:
 
     def receivers(self, address: str, endpoints: Sequence[KVEndpoint]) -> tuple[KVEndpoint, ...]:
         """The ranks of a decode worker that take KV: these, or, if there are none, the process at `address` takes all.
-        Raises LayoutMismatch if the ranks here lack KV that one of them needs.
+        Raises LayoutMismatch if the ranks here lack KV that one of them needs, or cannot reach it.
         """
         receivers = tuple(endpoints) or (KVEndpoint(address, self.whole),)
-        self._flows_to(receivers)
+        for flow in self._flows_to(receivers):
+            to = receivers[flow.target].address
+            host = self._ranks[flow.source - 1].host if flow.source else ""
+            if host and not is_loopback(host) and is_loopback(to.rpartition(":")[0]):
+                raise LayoutMismatch(
+                    f"the rank at {host} sends its KV by itself and cannot reach the decode worker's {to}: give that "
+                    "worker a host that other machines reach"
+                )
         return receivers
 
     def open(self, spec: TransferSpec, receivers: Sequence[KVEndpoint]) -> "Outgoing":

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
@@ -22,6 +22,7 @@ import tandem
 from engine.cores import make_core_table
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import is_loopback
 from mesh.line_writer import steady_output
 from mesh.rpc.server import require_free
 from mesh.settings import load_settings
@@ -34,6 +35,7 @@ from tandem_cli.low_code import LowCode, read_low_code
 from tandem_cli.partitioned import with_partition
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up_settings import ROLES, HandlerChoice, UpSettings, check_names, passed_on, roles_of, split_by_role
+from worker.settings import WorkerSettings
 
 _LMI_PORT = 8080
 _REDIS_S = 5.0
@@ -235,8 +237,8 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     _require_redis(deployment.settings.routers, router.registry_url)
     identity = router.load_public_tls()
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
-    for worker in deployment.workers("127.0.0.1:1"):
-        deployment.resolve(worker, environ)
+    workers = deployment.workers("127.0.0.1:1")
+    _require_reachable([(worker.role, deployment.resolve(worker, environ)) for worker in workers])
     for number in range(deployment.settings.routers if deployment.settings.port else 1):
         require_free(deployment.settings.host, deployment.settings.port + number)
     gateway = deployment.gateway(["127.0.0.1:1"], router)
@@ -245,6 +247,19 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
         _require_installed("uvicorn")
         require_free(http.host, http.port)
     return Trial(router.prefill_threshold if deployment.has_prefill else 0, trial_key, tls)
+
+
+def _require_reachable(workers: Sequence[tuple[str, WorkerSettings]]) -> None:
+    """Reject decode workers that ranks of prefill workers on other machines, which send KV themselves, cannot reach."""
+    has_far_ranks = any(
+        role == "prefill" and settings.rank_listen and not is_loopback(settings.listen_for_ranks().host)
+        for role, settings in workers
+    )
+    if has_far_ranks and any(role == "decode" and is_loopback(settings.host) for role, settings in workers):
+        raise ConfigurationError(
+            "prefill.rank_listen: ranks on other machines send KV to the decode workers themselves, and these listen "
+            "on loopback; set an address that the ranks reach, as in --set decode.host=10.0.0.1"
+        )
 
 
 def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> None:

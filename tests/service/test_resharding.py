@@ -45,6 +45,7 @@ class Rank:
 
     def __init__(self, store: FakeKVStore) -> None:
         self.span = store.span
+        self.host = "127.0.0.1"
         self.store = store
         settings = RankSettings(leader="127.0.0.1:1", rank=1, model="m", mesh_key="a mesh key for tests")
         self.kv = RankKV(store, settings, "127.0.0.1", self._on_answer)  # type: ignore[arg-type]
@@ -262,3 +263,11 @@ async def test_kv_that_no_rank_has_is_refused() -> None:
         running.sender._ranks = ()
         with pytest.raises(LayoutMismatch, match=r"do not hold each of .* exactly once"):
             running.sender.receivers("127.0.0.1:1", ())
+
+
+async def test_a_decode_worker_that_a_rank_cannot_reach_is_named() -> None:
+    async with workers(Degrees(2), Degrees(1)) as running:
+        running.ranks[0].host = "10.0.0.2"
+        with pytest.raises(LayoutMismatch, match=r"rank at 10\.0\.0\.2 sends its KV by itself and cannot reach .*127"):
+            running.sender.receivers(running.endpoints[0].address, ())
+        assert running.sender.receivers("10.0.0.1:5", ()) == (KVEndpoint("10.0.0.1:5", LAYOUT.whole),)

@@ -315,6 +315,17 @@ def test_a_wrong_degree_is_refused(
     assert "must be at least 1, or max" in message
 
 
+def test_decode_workers_must_be_where_ranks_of_prefill_workers_reach_them(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TANDEM_MESH_KEY", "k")
+    listen = ("--set", "prefill.tensor_parallel=2", "--set", "prefill.rank_listen=10.0.0.1:5")
+    flags = (*listen, "--trust-fabric")
+    assert "these listen on loopback; set an address that the ranks reach" in refusal(capsys, *flags)
+    prepared(*flags, "--set", "decode.host=10.0.0.1")
+    prepared(*(flag.replace("10.0.0.1", "127.0.0.1") for flag in listen))
+
+
 def test_rope_of_tgi_and_lmi_reaches_workers_and_router(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repaired: Repaired
 ) -> None:

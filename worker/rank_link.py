@@ -54,6 +54,7 @@ class RankLink:
 
     def ask(self, request: rank_pb2.HoldKvResponse) -> "Future[rank_pb2.HoldKvRequest]":
         answer: Future[rank_pb2.HoldKvRequest] = Future()
+        answer.set_running_or_notify_cancel()  # a task that waits for it may be cancelled, not the answer
         with self._lock:
             request.number = next(self._numbers)
             if self._has_ended:

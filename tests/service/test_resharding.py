@@ -54,6 +54,7 @@ class Rank:
 
     def ask(self, request: rank_pb2.HoldKvResponse) -> "Future[rank_pb2.HoldKvRequest]":
         answer: Future[rank_pb2.HoldKvRequest] = Future()
+        answer.set_running_or_notify_cancel()
         request.number = next(self._numbers)
         self._answers[request.number] = answer
         self.kv.handle(request)

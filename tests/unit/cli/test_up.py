@@ -318,7 +318,7 @@ def test_a_wrong_degree_is_refused(
 def test_decode_workers_must_be_where_ranks_of_prefill_workers_reach_them(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("TANDEM_MESH_KEY", "k")
+    monkeypatch.setenv("TANDEM_MESH_KEY", "a mesh key for tests")
     listen = ("--set", "prefill.tensor_parallel=2", "--set", "prefill.rank_listen=10.0.0.1:5")
     flags = (*listen, "--trust-fabric")
     assert "these listen on loopback; set an address that the ranks reach" in refusal(capsys, *flags)

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import partial
@@ -35,9 +35,9 @@ from tandem_cli.low_code import LowCode, read_low_code
 from tandem_cli.partitioned import with_partition
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up_settings import ROLES, HandlerChoice, UpSettings, check_names, passed_on, roles_of, split_by_role
-from worker.settings import WorkerSettings
 
 _LMI_PORT = 8080
+_ANY_ADDRESS = ("0.0.0.0", "[::]")
 _REDIS_S = 5.0
 _TRIAL_S = 120.0
 _TRIAL_TEXT = "Hello"
@@ -122,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
         deployment = replace(_prepare(args, settings, low_code, display), core_table=core_table)
         environ = _child_environ(settings, trial_key, _handler_properties(deployment, low_code))
         deployment = _with_lmi_defaults(deployment, low_code, environ, display)
+        deployment = _with_decode_host(deployment, environ)
         trial = _check(deployment, environ, trial_key)
         deployment = with_partition(deployment, environ, display)  # which may say how many ranks there are
         deployment = deployment.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
@@ -237,8 +238,8 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     _require_redis(deployment.settings.routers, router.registry_url)
     identity = router.load_public_tls()
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
-    workers = deployment.workers("127.0.0.1:1")
-    _require_reachable([(worker.role, deployment.resolve(worker, environ)) for worker in workers])
+    for worker in deployment.workers("127.0.0.1:1"):
+        deployment.resolve(worker, environ)
     for number in range(deployment.settings.routers if deployment.settings.port else 1):
         require_free(deployment.settings.host, deployment.settings.port + number)
     gateway = deployment.gateway(["127.0.0.1:1"], router)
@@ -249,17 +250,20 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     return Trial(router.prefill_threshold if deployment.has_prefill else 0, trial_key, tls)
 
 
-def _require_reachable(workers: Sequence[tuple[str, WorkerSettings]]) -> None:
-    """Reject decode workers that ranks of prefill workers on other machines, which send KV themselves, cannot reach."""
-    has_far_ranks = any(
-        role == "prefill" and settings.rank_listen and not is_loopback(settings.listen_for_ranks().host)
-        for role, settings in workers
-    )
-    if has_far_ranks and any(role == "decode" and is_loopback(settings.host) for role, settings in workers):
+def _with_decode_host(deployment: Deployment, environ: Mapping[str, str]) -> Deployment:
+    """Let decode workers listen where ranks of prefill workers on other machines, which send KV themselves, reach them:
+    at the address that these ranks dial. Raises ConfigurationError.
+    """
+    workers = [(each.role, deployment.resolve(each, environ)) for each in deployment.workers("127.0.0.1:1")]
+    hosts = {each.listen_for_ranks().host for role, each in workers if role == "prefill" and each.rank_listen}
+    if not (far := sorted(host for host in hosts if not is_loopback(host))):
+        return deployment
+    if far[0] in _ANY_ADDRESS:
         raise ConfigurationError(
-            "prefill.rank_listen: ranks on other machines send KV to the decode workers themselves, and these listen "
-            "on loopback; set an address that the ranks reach, as in --set decode.host=10.0.0.1"
+            f"prefill.rank_listen must name an address of this machine, not {far[0]}: ranks on other machines send KV "
+            "to the decode workers, which listen there, too"
         )
+    return replace(deployment, decode_host=far[0])
 
 
 def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> None:

@@ -315,15 +315,19 @@ def test_a_wrong_degree_is_refused(
     assert "must be at least 1, or max" in message
 
 
-def test_decode_workers_must_be_where_ranks_of_prefill_workers_reach_them(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("host", "decode_host"), [("10.0.0.1", "10.0.0.1"), ("127.0.0.1", "127.0.0.1")])
+def test_decode_workers_listen_where_ranks_of_prefill_workers_reach_them(
+    prepared: Prepared, host: str, decode_host: str
 ) -> None:
-    monkeypatch.setenv("TANDEM_MESH_KEY", "a mesh key for tests")
-    listen = ("--set", "prefill.tensor_parallel=2", "--set", "prefill.rank_listen=10.0.0.1:5")
-    flags = (*listen, "--trust-fabric")
-    assert "these listen on loopback; set an address that the ranks reach" in refusal(capsys, *flags)
-    prepared(*flags, "--set", "decode.host=10.0.0.1")
-    prepared(*(flag.replace("10.0.0.1", "127.0.0.1") for flag in listen))
+    listen = ("--set", "prefill.tensor_parallel=2", "--set", f"prefill.rank_listen={host}:5", "--trust-fabric")
+    deployment, launch = prepared(*listen)
+    workers: list[Any] = [deployment.resolve(each, launch.environ) for each in deployment.workers("127.0.0.1:1")]
+    assert [worker.host for worker in workers] == ["127.0.0.1", decode_host]
+
+
+def test_ranks_of_prefill_workers_dial_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    listen = ("--set", "prefill.tensor_parallel=2", "--set", "prefill.rank_listen=0.0.0.0:5", "--trust-fabric")
+    assert "prefill.rank_listen must name an address of this machine, not 0.0.0.0" in refusal(capsys, *listen)
 
 
 def test_rope_of_tgi_and_lmi_reaches_workers_and_router(

@@ -5,7 +5,7 @@ import sys
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
-from kvtransfer import KVReceiver, KvTransferServicer, ReceiverCallbacks, TransferSettings
+from kvtransfer import KVReceiver, KvTransferServicer, RankedReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from mesh.v1 import decode_pb2_grpc
@@ -33,14 +33,14 @@ async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
         on_step=lambda result: service.on_step(result),
     )
     incarnation = worker.runtime.info.incarnation
-    receiver = KVReceiver(
-        worker.kv_cache,
-        incarnation,
+    transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
+    receiver = RankedReceiver(
+        lambda callbacks: KVReceiver(worker.kv_cache, incarnation, callbacks, transfer_settings),
+        worker.rank_links,
         ReceiverCallbacks(
             on_committed=lambda transfer_id, first_token: service.on_committed(transfer_id, first_token),
             on_failed=lambda transfer_id, error: service.on_transfer_failed(transfer_id, error),
         ),
-        TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric),
     )
     service = DecodeService(
         worker.engine,
@@ -51,7 +51,7 @@ async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
     )
     server = worker.runtime.server.grpc
     decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, incarnation), server)
-    KvTransferServicer(receiver).register(server)
+    KvTransferServicer(receiver.own).register(server)
     await worker.run(("mesh.v1.Decode", "mesh.v1.KvTransfer"), drained=service.drained, close=receiver.close)
 
 

@@ -25,7 +25,7 @@ import structlog
 from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
-from kvtransfer import ExpectedTransfer, KVReceiver
+from kvtransfer import ExpectedTransfer, RankedReceiver
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken, SequenceFailure
@@ -62,7 +62,7 @@ class DecodeService:
     def __init__(
         self,
         engine: EngineLoop,
-        receiver: KVReceiver,
+        receiver: RankedReceiver,
         *,
         block_size: int,
         is_draining: Callable[[], bool],
@@ -174,7 +174,7 @@ class DecodeService:
         ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
         if sequence.key not in self._owners:
             return  # it was aborted meanwhile; the abort waits for this task and frees the blocks
-        self._receiver.expect(
+        await self._receiver.expect(
             ExpectedTransfer(
                 transfer_id=transfer_id,
                 attempt=sequence.request.attempt,
@@ -183,10 +183,13 @@ class DecodeService:
                 num_tokens=sequence.num_tokens,
             )
         )
-        entry.transfer_id, entry.reserved_s = transfer_id, asyncio.get_running_loop().time()
+        entry.transfer_id = transfer_id
+        if sequence.key not in self._owners:
+            return  # the abort ends the transfer, too
+        self._by_transfer[transfer_id] = sequence.key
+        entry.reserved_s = asyncio.get_running_loop().time()
         entry.transfer_span = begin_span("decode_worker", "transfer", sequence.request)
         self._metrics.cached(ready_tokens)
-        self._by_transfer[transfer_id] = sequence.key
         self._send(session, Reserved(sequence.key, ready_tokens))
 
     def abort(self, session: Session, key: SequenceKey) -> None:

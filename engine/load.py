@@ -7,6 +7,7 @@ from math import prod
 import torch
 
 from checkpoint.grammar import GrammarCompiler
+from checkpoint.partition import read_partition
 from checkpoint.tensors import open_checkpoint
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
@@ -23,7 +24,7 @@ from engine.models.packed_decoder import PackedDecoder, pack_decoder
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.schemes import Parameters
 from engine.models.share import RankShare, share_specs
-from engine.partition import read_partition
+from engine.partition import read_rank
 from engine.resolve import attention_shape_of, kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import AnyKVCache
@@ -54,7 +55,7 @@ def load_packed(
     partition = read_partition(settings.model_dir)
     if partition is not None:
         with load_phase("map"):
-            return partition.read(share.rank, share.degrees, settings.quantize)
+            return read_rank(partition, share.rank, share.degrees, settings.quantize)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
     return pack_decoder(config, _parameters(settings, config, specs, on_progress), share)
 

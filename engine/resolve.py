@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.partition import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.kernels.cpu.machine import KEYS, why_no_loops
@@ -17,7 +18,6 @@ from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
-from engine.partition import read_partition
 from engine.quantized.config import read_quantization
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError

@@ -1,7 +1,7 @@
 """The KV cache of a worker whose heads are divided among ranks."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -10,34 +10,20 @@ from engine.kv_memory import KVReservation
 from mesh.domain.kv import KVLayout, KVSpan
 
 
-class KVShard(Protocol):
-    """One rank's KV as the leader sees it. Plug point: KVCache, and `engine.ranks.remote.RemoteShard`. The methods are
-    those of KVCache; calls that move KV return once it is moved, and may raise WorkerLost.
-    """
-
-    def copy_block(self, source: int, target: int) -> None: ...
-
-    def clear_blocks(self, block_ids: Sequence[int]) -> None: ...
-
-    def read_part(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None: ...
-
-    def write_part(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None: ...
-
-
 class ShardedKVCache:
     """The caches of all ranks as one, for the leader. Has the interface of KVCache, in all but `layer` and `elements`.
 
-    The leader copies KV in and out itself: in shared memory, or over the network for ranks on other machines. The whole
-    model's KV travels between workers, so prefill and decode workers may differ in their number of ranks.
+    The ranks share memory, so the leader copies all KV in and out itself. Between workers the whole model's KV travels,
+    so prefill and decode workers may differ in their number of ranks.
     """
 
-    def __init__(self, own: KVCache, others: Sequence[KVShard], reservation: KVReservation | None = None) -> None:
+    def __init__(self, own: KVCache, others: Sequence[KVCache], reservation: KVReservation | None = None) -> None:
         self.layout: KVLayout = own.layout
         self.num_blocks = own.num_blocks
         self.span = self.layout.whole
         self.reservation = reservation  # keeps the memory reserved as long as the cache lives
         self._own = own
-        self._shards: tuple[KVShard, ...] = (own, *others)
+        self._shards: tuple[KVCache, ...] = (own, *others)
 
     @property
     def tensor(self) -> Tensor:

@@ -33,17 +33,20 @@ The decode worker's side:
 
 receiver.py                KVReceiver, the entry point; the receiver's half of each conversation; the service of `Push`
 transfer_checks.py         ExpectedTransfer, and the checks of a transfer's messages (no I/O)
+assembly.py                a transfer that comes in several flows (no I/O)
 
 Both:
 
 messages.py, chunks.py     messages as values and as bytes; how KV is cut into chunks and checksummed
 store.py                   the interface of the KV cache that both sides use
+ranks.py                   KV that lies in other processes of the worker
 settings.py, tasks.py      limits and leases; asyncio helpers
 transports/                payload paths; base.py is the interface for another one
 """
 
 from kvtransfer.messages import SERVICE_NAME
 from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
+from kvtransfer.ranks import Outgoing, RankedReceiver, RankedSender
 from kvtransfer.receiver import KVReceiver, KvTransferServicer, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.settings import TransferSettings
@@ -57,7 +60,10 @@ __all__ = [
     "KVSender",
     "KVStore",
     "KvTransferServicer",
+    "Outgoing",
     "OutgoingTransfer",
+    "RankedReceiver",
+    "RankedSender",
     "ReceiverCallbacks",
     "TransferResult",
     "TransferSettings",

@@ -4,7 +4,8 @@ Life of a transfer here:
 
     expect()      registers reserved blocks; chunks of this transfer id and attempt may be written into them
     push()        runs the conversation, one gRPC call: checks open and chooses a transport; checks each chunk, waits
-                  for it, writes and verifies it on a thread, acknowledges it; checks commit
+                  for it, writes and verifies it on a thread, acknowledges it; checks commit. If the sender's KV lies in
+                  several processes, there are as many conversations, see assembly.py
     on_committed  all KV has arrived and is verified
     on_failed     the transfer failed: a chunk did not verify, the layout differs, or the sender disconnected, was
                   silent for a lease, or never came
@@ -24,6 +25,7 @@ from functools import partial
 import grpc
 import structlog
 
+from kvtransfer.assembly import Assembly
 from kvtransfer.messages import (
     SERVICE_NAME,
     Ack,
@@ -67,10 +69,14 @@ class ReceiverCallbacks:
 
 @dataclass(slots=True)
 class _Incoming:
-    checks: TransferChecks
+    """`conversations` are those of its flows that run."""
+
+    expected: ExpectedTransfer
+    assembly: Assembly
     opening_lease: asyncio.TimerHandle
-    conversation: "asyncio.Task[None] | None" = None
+    conversations: "set[asyncio.Task[None]]" = field(default_factory=set)
     is_aborted: bool = False
+    num_bytes: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -98,10 +104,10 @@ class KVReceiver:
         transfer_id = expected.transfer_id
         if transfer_id in self._incoming:
             raise ValueError(f"transfer {transfer_id} is expected already")
-        checks = TransferChecks(expected, self._store.layout, self._store.span)
+        TransferChecks(expected, self._store.layout, self._store.span)
         loop = asyncio.get_running_loop()
         opening_lease = loop.call_later(self._settings.opening_lease_s, self._never_opened, transfer_id)
-        self._incoming[transfer_id] = _Incoming(checks, opening_lease)
+        self._incoming[transfer_id] = _Incoming(expected, Assembly(self._store.span), opening_lease)
 
     async def abort(self, transfer_id: str) -> None:
         """End the transfer; idempotent. Its blocks may be freed afterwards: no write is in flight."""
@@ -109,10 +115,7 @@ class KVReceiver:
         if incoming is None:
             return
         incoming.is_aborted = True
-        if incoming.conversation is None:
-            self._end(incoming)
-            return
-        incoming.conversation.cancel()
+        self._fail(incoming, TransferFailed("the transfer was aborted by its receiver"))
         await incoming.ended.wait()
 
     async def close(self) -> None:
@@ -153,13 +156,27 @@ class KVReceiver:
         if not isinstance(opening, TransferOpen):
             raise TransferFailed("the first message of a transfer must be open")
         incoming = self._admit(opening)
+        task = asyncio.current_task()
+        assert task is not None
+        incoming.conversations.add(task)
         try:
-            commit = await self._fill(incoming.checks, opening, requests, reply)
+            checks = TransferChecks(incoming.expected, self._store.layout, opening.span)
+            checks.check_open(opening)
+            incoming.assembly.open(opening.span)
+            if incoming.assembly.is_opened:
+                incoming.opening_lease.cancel()
+            commit = await self._fill(checks, opening, requests, reply)
+            incoming.assembly.commit(opening.span, commit.first_token)
         except (Exception, asyncio.CancelledError) as error:
+            incoming.conversations.discard(task)
+            incoming.assembly.leave(opening.span)
             raise self._fail(incoming, error) from error
-        self._end(incoming)
-        log.debug("transfer_finished", transfer_id=opening.transfer_id, num_bytes=incoming.checks.num_bytes)
-        self._callbacks.on_committed(opening.transfer_id, commit.first_token)
+        incoming.conversations.discard(task)
+        incoming.num_bytes += checks.num_bytes
+        if incoming.assembly.is_committed:
+            self._end(incoming)
+            log.debug("transfer_finished", transfer_id=opening.transfer_id, num_bytes=incoming.num_bytes)
+            self._callbacks.on_committed(opening.transfer_id, commit.first_token)
         reply(Committed())
 
     def _admit(self, opening: TransferOpen) -> _Incoming:
@@ -167,19 +184,15 @@ class KVReceiver:
         if opening.receiver_incarnation != self._incarnation:
             raise TransferFailed("the transfer is for another incarnation of this worker")
         incoming = self._incoming.get(opening.transfer_id)
-        if incoming is None or incoming.checks.expected.attempt != opening.attempt:
+        if incoming is None or incoming.expected.attempt != opening.attempt:
             raise TransferFailed(f"transfer {opening.transfer_id}, attempt {opening.attempt}, is not expected here")
-        if incoming.conversation is not None:
-            raise TransferFailed(f"transfer {opening.transfer_id} has a sender already")
-        incoming.conversation = asyncio.current_task()
-        incoming.opening_lease.cancel()
+        incoming.assembly.require_free(opening.span)
         log.debug("transfer_started", transfer_id=opening.transfer_id, sender=opening.sender_id)
         return incoming
 
     async def _fill(
         self, checks: TransferChecks, opening: TransferOpen, requests: AsyncIterator[SenderMessage], reply: Reply
     ) -> Commit:
-        checks.check_open(opening)
         transport, source = await self._connect(opening.transports)
         credit = self._settings.credit_chunks
         try:
@@ -243,23 +256,35 @@ class KVReceiver:
         self._fail(self._incoming[transfer_id], LeaseExpired(f"no sender has opened the transfer for {limit:g} s"))
 
     def _fail(self, incoming: _Incoming, error: BaseException) -> MeshError:
-        """End the transfer and report it to `on_failed`, unless it was aborted. Return the error for the sender."""
-        transfer_id = incoming.checks.expected.transfer_id
-        self._end(incoming)
+        """The transfer fails, and its flows end. Once none of them writes any more, report it to `on_failed`, unless it
+        was aborted. Return the error for the sender.
+        """
+        transfer_id, assembly = incoming.expected.transfer_id, incoming.assembly
         if incoming.is_aborted:
-            return TransferFailed("the transfer was aborted by its receiver")
-        if isinstance(error, asyncio.CancelledError):
-            error = TransferFailed("the sender disconnected before the commit")
-        elif not isinstance(error, MeshError):
+            told: MeshError = TransferFailed("the transfer was aborted by its receiver")
+        elif isinstance(error, MeshError):
+            told = error
+        elif not isinstance(error, asyncio.CancelledError):
             log.error("transfer_failed", transfer_id=transfer_id, exc_info=error)
-            error = TransferFailed("the receiver failed; its log has the details")
-        log.info("transfer_failed", transfer_id=transfer_id, error=str(error))
-        self._callbacks.on_failed(transfer_id, error)
-        return error
+            told = TransferFailed("the receiver failed; its log has the details")
+        elif assembly.error is not None:
+            told = TransferFailed(f"another part of the transfer has failed: {assembly.error}")
+        else:
+            told = TransferFailed("the sender disconnected before the commit")
+        if assembly.error is None:
+            assembly.fail(told)
+            for conversation in incoming.conversations:
+                conversation.cancel()
+        if assembly.error is not None and assembly.has_failed and not incoming.ended.is_set():
+            self._end(incoming)
+            if not incoming.is_aborted:
+                log.info("transfer_failed", transfer_id=transfer_id, error=str(assembly.error))
+                self._callbacks.on_failed(transfer_id, assembly.error)
+        return told
 
     def _end(self, incoming: _Incoming) -> None:
         incoming.opening_lease.cancel()
-        del self._incoming[incoming.checks.expected.transfer_id]
+        del self._incoming[incoming.expected.transfer_id]
         incoming.ended.set()
 
 

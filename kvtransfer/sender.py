@@ -24,7 +24,7 @@ from kvtransfer.store import KVStore
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.base import SendTransport
 from mesh.domain.errors import ConfigurationError, MeshError, TransferFailed, WorkerLost
-from mesh.domain.kv import KVSpan, Span
+from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import MAX_MESSAGE_BYTES
@@ -70,6 +70,11 @@ class KVSender:
     def span(self) -> KVSpan:
         """The part of the model's KV that the store holds."""
         return self._resources.store.span
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of the whole model's KV."""
+        return self._resources.store.layout
 
     def open(self, spec: TransferSpec) -> "OutgoingTransfer":
         """Start a transfer. Raises ValueError for a bad spec; later errors are raised by `commit`."""
@@ -122,24 +127,28 @@ class OutgoingTransfer:
         if blocks_to_send is not None and layers_to_send is not None:
             self._conversation.announce(ChunkRange(blocks_to_send, KVSpan(layers_to_send, self.spec.span.heads)))
 
+    def finish(self, num_tokens: int, first_token: SampledToken) -> None:
+        """Say that all KV has been announced, and commit it without waiting."""
+        self._conversation.finish(num_tokens, first_token)
+
     async def commit(self, num_tokens: int, first_token: SampledToken) -> TransferResult:
         """Send everything that was announced and the first token, and wait until the receiver has verified it.
 
         Raises the MeshError with which the transfer failed, now or earlier. If the caller is cancelled, the transfer
         goes on until `abort`.
         """
-        self._conversation.finish(num_tokens, first_token)
+        self.finish(num_tokens, first_token)
+        return await self.ended()
+
+    async def ended(self) -> TransferResult:
+        """Wait until the transfer has ended; raise the MeshError with which it failed. Cancelling the wait does not
+        affect the transfer."""
         try:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
             if self._task.cancelled():  # aborted before the task started
                 raise TransferFailed("the transfer was aborted by its sender") from None
             raise
-
-    async def ended(self) -> None:
-        """Wait until the transfer has ended; raise the MeshError with which it failed. Cancelling the wait does not
-        affect the transfer."""
-        await asyncio.shield(self._task)
 
     async def abort(self) -> None:
         """End the transfer; idempotent. Its blocks may be freed afterwards: no thread reads the store any more."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvtransfer.chunks import ChunkRange, Coverage, Digest, chunk_checksum, chunk_hasher, transfer_seed
 from kvtransfer.messages import Chunk, Commit, TransferOpen
-from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed
+from mesh.domain.errors import TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.rpc.server import MAX_MESSAGE_BYTES
 
@@ -25,7 +25,9 @@ class ExpectedTransfer:
 
 
 class TransferChecks:
-    """Checks each message of one transfer, which brings the KV of `span`, and counts the chunks that have arrived."""
+    """Checks each message of one flow of a transfer, which brings the KV of `span`, and counts the chunks that have
+    arrived.
+    """
 
     def __init__(self, expected: ExpectedTransfer, layout: KVLayout, span: KVSpan) -> None:
         num_blocks = len(expected.block_ids)
@@ -37,7 +39,6 @@ class TransferChecks:
         self.num_bytes = 0
         self._layout = layout
         self._seed = transfer_seed(expected.transfer_id, expected.attempt)
-        self._span = span
         self._coverage = Coverage(Span(expected.first_block, num_blocks - expected.first_block), span)
         self._digest = Digest()
         self._num_chunks = 0
@@ -52,8 +53,6 @@ class TransferChecks:
                 f"blocks [{reserved[0]}, {reserved[1]}) are reserved, "
                 f"the sender offers [{opening.first_block}, {opening.num_blocks})"
             )
-        if opening.span != self._span:
-            raise LayoutMismatch(f"{self._span} are expected here, the sender offers {opening.span}")
 
     def accept(self, chunk: Chunk, credit: int) -> None:
         """Check and record `chunk` before its payload is read. Raises TransferCorrupt or TransferFailed."""

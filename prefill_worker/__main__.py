@@ -2,7 +2,7 @@
 
 import sys
 
-from kvtransfer import KVSender, TransferSettings
+from kvtransfer import KVSender, RankedSender, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from mesh.v1 import prefill_pb2_grpc
@@ -31,7 +31,7 @@ async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:
     sender = KVSender(worker.kv_cache, settings.identity, worker.runtime.credentials, transfer_settings)
     service = PrefillService(
         worker.engine,
-        sender,
+        RankedSender(sender, worker.rank_links),
         block_size=settings.block_size,
         is_draining=worker.runtime.is_draining,
         metrics=metrics,

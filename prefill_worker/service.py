@@ -25,9 +25,9 @@ from opentelemetry.trace import Span as TraceSpan
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
-from kvtransfer import KVSender, OutgoingTransfer, TransferSpec
+from kvtransfer import Outgoing, RankedSender, TransferSpec
 from mesh.domain import kv
-from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, WorkerDraining
+from mesh.domain.errors import InvalidRequest, MeshError, WorkerDraining
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import KVEndpoint
@@ -81,16 +81,16 @@ PrefillEvent = Started | FirstToken | Finished
 
 @dataclass(eq=False, slots=True)
 class _Prompt:
-    """A running prompt. `receiver` is the rank that takes the KV, with its part. `transfer` and `started` are set after
-    the first chunk, whose step began at `begun_s` in event loop time; the transfer was opened at `opened_s`. `context`
-    is the context of the call, for logs."""
+    """A running prompt. `receivers` are the ranks that take the KV, with their parts. `transfer` and `started` are set
+    after the first chunk, whose step began at `begun_s` in event loop time; the transfer was opened at `opened_s`.
+    `context` is the context of the call, for logs."""
 
     sequence: SequenceState
     destination: Destination
-    receiver: KVEndpoint
+    receivers: tuple[KVEndpoint, ...]
     first_token: asyncio.Future[SequenceOutput]
     started: asyncio.Event = field(default_factory=asyncio.Event)
-    transfer: OutgoingTransfer | None = None
+    transfer: Outgoing | None = None
     begun_s: float = 0.0
     opened_s: float = 0.0
     has_failed: bool = False
@@ -117,7 +117,7 @@ class PrefillService:
     def __init__(
         self,
         engine: EngineLoop,
-        sender: KVSender,
+        sender: RankedSender,
         *,
         block_size: int,
         is_draining: Callable[[], bool],
@@ -150,9 +150,9 @@ class PrefillService:
         sequence = SequenceState(request, hand_over=True)
         if sequence.key in self._prompts:
             raise InvalidRequest("this attempt is running here already")
-        receiver = self._receiver_of(destination)
+        receivers = self._sender.receivers(destination.address, destination.kv_endpoints)
         structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
-        prompt = _Prompt(sequence, destination, receiver, self._loop.create_future())
+        prompt = _Prompt(sequence, destination, receivers, self._loop.create_future())
         prompt.trace_span = begin_span("prefill_worker", "prefill", request)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
@@ -188,16 +188,6 @@ class PrefillService:
             release = asyncio.create_task(self._release(prompt))
             self._releases.add(release)
             release.add_done_callback(self._on_released)
-
-    def _receiver_of(self, destination: Destination) -> KVEndpoint:
-        """Return the rank that takes this worker's KV, and the part to send. Raises LayoutMismatch unless it is exactly
-        one rank."""
-        kv_part = self._sender.span
-        endpoints = destination.kv_endpoints or (KVEndpoint(destination.address, kv_part),)
-        flows = kv.flows((kv_part,), [endpoint.span for endpoint in endpoints])
-        if len(flows) != 1:
-            raise LayoutMismatch(f"this worker sends KV to one rank; the decode worker has {len(endpoints)}")
-        return KVEndpoint(endpoints[flows[0].target].address, flows[0].span)
 
     async def _release(self, prompt: _Prompt) -> None:
         """Stop the computation, and free the prompt's blocks once no thread reads them."""
@@ -247,19 +237,20 @@ class PrefillService:
             blocks = kv.Span(final.blocks.start, len(final.blocks))
             prompt.transfer.announce(blocks, kv.Span(first_layer, num_layers))
 
-    def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> OutgoingTransfer:
+    def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> Outgoing:
         destination = prompt.destination
         prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
         return self._sender.open(
             TransferSpec(
                 transfer_id=destination.transfer_id,
                 attempt=prompt.sequence.request.attempt,
-                address=prompt.receiver.address,
+                address=destination.address,
                 receiver_incarnation=destination.incarnation,
                 block_ids=block_table,
-                span=prompt.receiver.span,
+                span=self._sender.whole,
                 first_block=destination.ready_tokens // self._block_size,
-            )
+            ),
+            prompt.receivers,
         )
 
     def on_step(self, result: StepResult) -> None:
@@ -287,7 +278,7 @@ def final_blocks(item: ScheduledSequence, block_size: int) -> range:
     return range(start, max(start, end))
 
 
-async def _first_token(first_token: asyncio.Future[SequenceOutput], transfer: OutgoingTransfer) -> SequenceOutput:
+async def _first_token(first_token: asyncio.Future[SequenceOutput], transfer: Outgoing) -> SequenceOutput:
     """Wait for the first token. If the transfer fails first, raise its error: further computation would be useless."""
     ended = asyncio.ensure_future(transfer.ended())
     either: list[asyncio.Future[Any]] = [first_token, ended]

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -24,12 +24,19 @@ import torch
 from engine.kv_cache import KVCache
 from engine.ranks.collectives import NoteStore
 from engine.ranks.messages import read_settings
-from engine.ranks.remote import OwnMemoryRank, answer_kv, require_remote
-from engine.ranks.remote_messages import BlockCopy, KVCall, Step
+from engine.ranks.remote import OwnMemoryRank, require_remote
+from engine.ranks.remote_messages import BlockCopy, Step
 from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
-from mesh import wire
-from mesh.domain.errors import ConfigurationError, InvalidRequest, Overloaded, Replayable, Unauthenticated, WorkerLost
+from mesh.domain.errors import (
+    ConfigurationError,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    Replayable,
+    Unauthenticated,
+    WorkerLost,
+)
 from mesh.logs import flush_outputs
 from mesh.metrics import new_registry, serving_metrics
 from mesh.process import announce, keep_freed_memory, until_stopped
@@ -37,6 +44,7 @@ from mesh.retry import Backoff
 from mesh.rpc.channel import open_channel
 from mesh.rpc.status import error_from_rpc
 from mesh.v1 import rank_pb2, rank_pb2_grpc
+from rank_worker.kv import RankKV
 from rank_worker.settings import RankSettings
 from worker.rank_protocol import RANK_KEEPALIVE_MS, versions
 
@@ -46,12 +54,8 @@ log = structlog.get_logger(__name__)
 
 _VERDICT_S = 20.0
 """Limit on waiting for the leader to say which rank is lost. Longer than it takes to notice a machine that vanished."""
+_CLOSE_S = 0.5
 _MAX_REASON_CHARS = 4000
-_ACTIONS: dict[int, Literal["read", "write", "clear"]] = {
-    rank_pb2.HoldKvResponse.ACTION_READ: "read",
-    rank_pb2.HoldKvResponse.ACTION_WRITE: "write",
-    rank_pb2.HoldKvResponse.ACTION_CLEAR: "clear",
-}
 
 
 async def serve(settings: RankSettings) -> None:
@@ -68,7 +72,9 @@ async def serve(settings: RankSettings) -> None:
             os._exit(0)  # a thread may be downloading the model
         membership = joining.result()
         announce("joined", rank=settings.rank)
-        status = await Member(membership, settings).serve(stopped)
+        member = Member(membership, settings)
+        status = await member.serve(stopped)
+        await member.close()
         flush_outputs()
         os._exit(status)  # the thread may be in the middle of a sum
 
@@ -158,6 +164,14 @@ class Member:
         self._writing = asyncio.Lock()
         self._failed: asyncio.Future[Exception] = self._loop.create_future()
         self._is_ready = False
+        self._kv: RankKV | None = None
+
+    async def close(self) -> None:
+        """End transfers of KV, so that they leave no memory behind."""
+        if self._kv is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._kv.close()
 
     async def serve(self, stopped: asyncio.Task[None]) -> int:
         """Serve until the leader ends the call, or something fails here. Returns the exit status."""
@@ -184,7 +198,7 @@ class Member:
             log.critical("the worker is lost, exiting", reason=str(error))
             return 1
         reason, is_configuration = str(error), isinstance(error, ConfigurationError)
-        if is_configuration:
+        if isinstance(error, MeshError):
             log.critical("the rank cannot serve, exiting", reason=reason)
         else:
             log.critical("unexpected error, exiting", exc_info=error)
@@ -223,13 +237,17 @@ class Member:
                 call: Any = rank_pb2_grpc.RanksStub(channel).HoldKv(metadata=self._metadata)
                 hello = rank_pb2.HoldKvRequest(rank=self._settings.rank, group=self._membership.setup.group)
                 await call.write(hello)
-                while (request := await call.read()) is not grpc.aio.EOF:
-                    payload = await asyncio.to_thread(answer_kv, cache, _kv_call(request))
-                    await call.write(rank_pb2.HoldKvRequest(number=request.number, payload=payload))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                answers: asyncio.Queue[rank_pb2.HoldKvRequest] = asyncio.Queue()
+                self._kv = RankKV(cache, self._settings, self._membership.host, answers.put_nowait)
+                async with asyncio.TaskGroup() as tasks:
+                    writing = tasks.create_task(_write_all(call, answers))
+                    while (request := await call.read()) is not grpc.aio.EOF:
+                        self._kv.handle(request)
+                    writing.cancel()
+        except* (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass
-        except Exception as failure:
-            error = failure
+        except* Exception as failures:
+            error = failures.exceptions[0]
         self._set_failed(error)
 
     def _run(self) -> None:
@@ -301,6 +319,6 @@ def _message(response: rank_pb2.JoinResponse) -> int | Step | BlockCopy:
             raise ValueError(f"the leader sent {other}")
 
 
-def _kv_call(request: rank_pb2.HoldKvResponse) -> KVCall:
-    span = wire.span_from_proto(request.span)
-    return KVCall(_ACTIONS[request.action], list(request.block_ids), span, request.payload)
+async def _write_all(call: Any, answers: "asyncio.Queue[rank_pb2.HoldKvRequest]") -> None:
+    while True:
+        await call.write(await answers.get())

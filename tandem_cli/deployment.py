@@ -89,6 +89,8 @@ class Deployment:
     """Number of workers that share the KV memory of a device, by the name of the worker."""
     value_origins: Values = field(default_factory=dict)
     """The key or variable that each entry of `values` comes from, unless it comes from a flag."""
+    decode_host: str = "127.0.0.1"
+    """Where decode workers listen. All other workers listen on loopback."""
 
     @property
     def has_prefill(self) -> bool:
@@ -207,7 +209,8 @@ class Deployment:
     def _worker(self, model: ModelDeployment, assignment: tuple[str, int, Cores], registry_address: str) -> Service:
         role, number, cores = assignment
         name = f"{role}-{number}" if len(self.models) == 1 else f"{model.name}-{role}-{number}"
-        worker_settings = {"worker_id": name, "registry_address": registry_address, "host": "127.0.0.1", "port": 0}
+        host = self.decode_host if role == "decode" else "127.0.0.1"
+        worker_settings = {"worker_id": name, "registry_address": registry_address, "host": host, "port": 0}
         settings = {"model": model.folder, "name": model.name, **worker_settings}
         flags = self._flags(role, settings, model.values.get(role, {}))
         extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.model_loading_timeout)

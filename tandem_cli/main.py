@@ -6,9 +6,11 @@ command.
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn, Protocol, cast
 
 import tandem
@@ -72,7 +74,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse `argv` and run the subcommand; returns the exit status."""
+    """Parse `argv` and run the subcommand; returns the exit status. With the command line of this process, SIGTERM
+    raises SystemExit, so that commands end their child processes and remove what they have begun to write.
+    """
+    if argv is None:
+        signal.signal(signal.SIGTERM, _exit)
     return execute(parse_arguments(argv))
 
 
@@ -92,6 +98,11 @@ def execute(args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the cleanup
+    raise SystemExit(128 + number)
 
 
 def _fail(message: str, status: int) -> int:

@@ -5,12 +5,13 @@ import sys
 import time
 from pathlib import Path
 
+from checkpoint.partition import read_partition
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
 from engine.load import load_packed
 from engine.models.model_config import ModelConfig
 from engine.models.share import rank_share
-from engine.partition import read_partition, write_partition
+from engine.partition import write_partition
 from engine.ranks.launch import fitting_ranks
 from engine.resolve import kv_layout, resolve, weights_digest, why_eager
 from engine.runner_settings import RunnerSettings

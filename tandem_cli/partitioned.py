@@ -44,13 +44,15 @@ def _run(arguments: Sequence[str], python_path: str) -> str:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for this process, which passes it on
         text=True,
         env=os.environ | ({"PYTHONPATH": python_path} if python_path else {}),
     )
     try:
         out, err = process.communicate()
-    except KeyboardInterrupt:  # which the child has got, too: it removes what it has written
-        process.wait()
+    except BaseException:  # a signal: the child removes what it has written
+        process.terminate()
+        process.communicate()
         raise
     if process.returncode != 0:
         lines = err.strip().splitlines() or [f"tandem partition ended with status {process.returncode}"]

@@ -14,11 +14,11 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
+from checkpoint.partition import Partition, read_partition
 from checkpoint.source import ModelSource
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
-from engine.partition import Partition, read_partition
 from engine.quantized.config import read_quantization
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError

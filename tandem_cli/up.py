@@ -22,6 +22,7 @@ import tandem
 from engine.cores import make_core_table
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import is_loopback
 from mesh.line_writer import steady_output
 from mesh.rpc.server import require_free
 from mesh.settings import load_settings
@@ -36,6 +37,7 @@ from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up_settings import ROLES, HandlerChoice, UpSettings, check_names, passed_on, roles_of, split_by_role
 
 _LMI_PORT = 8080
+_ANY_ADDRESS = ("0.0.0.0", "[::]")
 _REDIS_S = 5.0
 _TRIAL_S = 120.0
 _TRIAL_TEXT = "Hello"
@@ -120,9 +122,10 @@ def run(args: argparse.Namespace) -> int:
         deployment = replace(_prepare(args, settings, low_code, display), core_table=core_table)
         environ = _child_environ(settings, trial_key, _handler_properties(deployment, low_code))
         deployment = _with_lmi_defaults(deployment, low_code, environ, display)
-        deployment = deployment.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
+        deployment = _with_decode_host(deployment, environ)
         trial = _check(deployment, environ, trial_key)
-        deployment = with_partition(deployment, environ, display)
+        deployment = with_partition(deployment, environ, display)  # which may say how many ranks there are
+        deployment = deployment.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
         for model in deployment.models if deployment.pin else ():
             display.line(model.cores.describe(model.name if len(deployment.models) > 1 else ""))
         return _serve(deployment, display, trial, programs=args.programs, environ=environ)
@@ -245,6 +248,22 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
         _require_installed("uvicorn")
         require_free(http.host, http.port)
     return Trial(router.prefill_threshold if deployment.has_prefill else 0, trial_key, tls)
+
+
+def _with_decode_host(deployment: Deployment, environ: Mapping[str, str]) -> Deployment:
+    """Let decode workers listen where ranks of prefill workers on other machines, which send KV themselves, reach them:
+    at the address that these ranks dial. Raises ConfigurationError.
+    """
+    workers = [(each.role, deployment.resolve(each, environ)) for each in deployment.workers("127.0.0.1:1")]
+    hosts = {each.listen_for_ranks().host for role, each in workers if role == "prefill" and each.rank_listen}
+    if not (far := sorted(host for host in hosts if not is_loopback(host))):
+        return deployment
+    if far[0] in _ANY_ADDRESS:
+        raise ConfigurationError(
+            f"prefill.rank_listen must name an address of this machine, not {far[0]}: ranks on other machines send KV "
+            "to the decode workers, which listen there, too"
+        )
+    return replace(deployment, decode_host=far[0])
 
 
 def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> None:

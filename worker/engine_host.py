@@ -34,7 +34,7 @@ from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
-from engine.ranks.launch import fitting_ranks, fitting_stages, load_ranked_runner
+from engine.ranks.launch import fitting_ranks, load_ranked_runner
 from engine.ranks.remote import load_remote_runner
 from engine.resolve import kv_layout
 from engine.runner import LayerHook, Runner
@@ -50,6 +50,7 @@ from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
+from worker.rank_link import RankLink
 from worker.rank_listener import RankListener
 from worker.settings import WorkerSettings
 
@@ -104,6 +105,8 @@ class EngineHost:
     kv_disk: DiskCache | None = None
     load_seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, see engine.load_times; "other" is what no phase counts."""
+    rank_links: tuple[RankLink, ...] = ()
+    """To ranks on other machines, which move their KV themselves."""
 
     def engine(self, on_layers: LayerHook | None = None) -> Engine:
         """Scheduler, runner and speculator, joined."""
@@ -217,8 +220,6 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         # Enough for all slots at full length: more blocks would never be used.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
-    if settings.pipeline_parallel == "max":
-        runner_settings = replace(runner_settings, pipeline_parallel=fitting_stages(runner_settings.model_dir))
     if settings.tensor_parallel == "max":
         runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings))
     draft_bytes = draft_block_bytes(limits.speculation, runner_settings)
@@ -264,8 +265,9 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
     begun_s = time.monotonic()
     progress = _Progress()
     limit_s = settings.model_loading_timeout
+    listeners: list[RankListener] = []
     if settings.rank_listen:
-        load = partial(_load_with_remote_ranks, settings)
+        load = partial(_load_with_remote_ranks, settings, listeners)
         limit_s += settings.rank_timeout_s
     with _limited(limit_s, progress), measured_load() as phases:
         host = build_host(located, limits, progress, load)
@@ -277,7 +279,8 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
         announce("kv_memory", summary=reservation.summary)
     about = {"folder": located.model, "seconds": round(seconds, 2), "phases": rounded(phases)}
     log.info("model loaded", **about, **_peak_memory(host))
-    return replace(host, load_seconds=phases)
+    links = tuple(link for listener in listeners for link in listener.links)
+    return replace(host, load_seconds=phases, rank_links=links)
 
 
 def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
@@ -287,9 +290,14 @@ def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -
 
 
 def _load_with_remote_ranks(
-    settings: WorkerSettings, runner_settings: RunnerSettings, on_progress: Progress | None = None
+    settings: WorkerSettings,
+    listeners: list[RankListener],
+    runner_settings: RunnerSettings,
+    on_progress: Progress | None = None,
 ) -> ModelRunner:
-    """As `load_runner`, with ranks that dial in from other machines; the draft model has one rank."""
+    """As `load_runner`, with ranks that dial in from other machines, to a listener that is added to `listeners`. The
+    draft model has one rank.
+    """
     size = runner_settings.tensor_parallel
     if size == 1:
         return load_model_runner(runner_settings, on_progress)
@@ -299,6 +307,7 @@ def _load_with_remote_ranks(
         timeout_s=settings.rank_timeout_s,
         on_leaving=lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
+    listeners.append(ranks)
     announce("waiting_for_ranks", port=ranks.port)
     return load_remote_runner(runner_settings, ranks, on_progress, on_lost=_end)
 

@@ -4,36 +4,33 @@ import ipaddress
 import itertools
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from urllib.parse import unquote
 
-from engine.ranks.remote_messages import KVCall
-from mesh import wire
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
+from mesh.domain.kv import Degrees, KVSpan, kv_spans
+from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerRole
+from mesh.rpc.status import named_error
 from mesh.v1 import rank_pb2
-
-_ACTION = {
-    "read": rank_pb2.HoldKvResponse.ACTION_READ,
-    "write": rank_pb2.HoldKvResponse.ACTION_WRITE,
-    "clear": rank_pb2.HoldKvResponse.ACTION_CLEAR,
-}
+from worker.settings import WorkerSettings
 
 
 class RankLink:
-    """The connection to one rank."""
+    """The connection to one rank, which holds the KV of `span`. Implements kvtransfer.ranks.RankKV."""
 
-    def __init__(self, rank: int, host: str) -> None:
+    def __init__(self, rank: int, host: str, span: KVSpan) -> None:
         self.rank = rank
         self.host = host
+        self.span = span
         self.is_admitted = False
         self.reports: dict[str, rank_pb2.JoinRequest] = {}
         self.error: MeshError | None = None
         self._messages: SimpleQueue[rank_pb2.JoinResponse | None] = SimpleQueue()
         self._kv_requests: SimpleQueue[rank_pb2.HoldKvResponse | None] = SimpleQueue()
         self._numbers = itertools.count(1)
-        self._answers: dict[int, Future[bytes]] = {}
+        self._answers: dict[int, Future[rank_pb2.HoldKvRequest]] = {}
         self._lock = threading.Lock()
         self._has_ended = False
         self._holds_kv = False
@@ -55,29 +52,31 @@ class RankLink:
     def send(self, message: rank_pb2.JoinResponse) -> None:
         self._messages.put(message)
 
-    def ask(self, call: KVCall) -> "Future[bytes]":
-        answer: Future[bytes] = Future()
+    def ask(self, request: rank_pb2.HoldKvResponse) -> "Future[rank_pb2.HoldKvRequest]":
+        answer: Future[rank_pb2.HoldKvRequest] = Future()
+        answer.set_running_or_notify_cancel()  # a task that waits for it may be cancelled, not the answer
         with self._lock:
+            request.number = next(self._numbers)
             if self._has_ended:
-                raise self._lost()
-            number = next(self._numbers)
-            self._answers[number] = answer
-        self._kv_requests.put(
-            rank_pb2.HoldKvResponse(
-                number=number,
-                action=_ACTION[call.action],
-                block_ids=call.block_ids,
-                span=wire.span_to_proto(call.span),
-                payload=call.payload,
-            )
-        )
+                answer.set_exception(self._lost())
+                return answer
+            self._answers[request.number] = answer
+            self._kv_requests.put(request)
         return answer
+
+    def tell(self, request: rank_pb2.HoldKvResponse) -> None:
+        request.number = next(self._numbers)
+        self._kv_requests.put(request)
 
     def answer(self, request: rank_pb2.HoldKvRequest) -> None:
         with self._lock:
             answer = self._answers.pop(request.number, None)
-        if answer is not None:
-            answer.set_result(request.payload)
+        if answer is None:
+            return
+        if request.HasField("failed"):
+            answer.set_exception(named_error(request.failed.error, request.failed.reason))
+        else:
+            answer.set_result(request)
 
     def fail(self, failed: rank_pb2.RankFailed) -> None:
         cls = ConfigurationError if failed.is_configuration else WorkerLost
@@ -95,6 +94,28 @@ class RankLink:
 
     def _lost(self) -> MeshError:
         return self.error or WorkerLost(f"rank {self.rank} ({self.host}) is lost")
+
+
+def set_up_kv(links: Sequence[RankLink], settings: WorkerSettings, info: WorkerInfo) -> tuple[KVEndpoint, ...]:
+    """Let the ranks move KV, as those of this worker. Returns where a decode worker's ranks take it, that of the leader
+    without address; nothing for other workers. Raises MeshError.
+    """
+    takes_kv = info.role is WorkerRole.DECODE
+    request = rank_pb2.KvSetup(
+        transports=settings.transports, worker_id=info.worker_id, incarnation=info.incarnation if takes_kv else ""
+    )
+    answers = [(link, link.ask(rank_pb2.HoldKvResponse(setup=request))) for link in links]
+    ports = [(link, answer.result().port) for link, answer in answers]
+    if not takes_kv or not links:
+        return ()
+    layout = info.layout
+    own = kv_spans(layout.num_layers, layout.num_kv_heads, Degrees(info.tensor_parallel))[0]
+    return (KVEndpoint("", own), *(KVEndpoint(f"{in_address(link.host)}:{port}", link.span) for link, port in ports))
+
+
+def in_address(host: str) -> str:
+    """The host as a part of host:port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def own_address(hosts: list[str]) -> str:

@@ -9,7 +9,7 @@ by the engine's thread.
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from functools import partial
@@ -20,9 +20,10 @@ import structlog
 
 from engine.ranks.collectives import NoteStore
 from engine.ranks.messages import OnLost, plain_settings
-from engine.ranks.remote_messages import BlockCopy, KVCall, Step
+from engine.ranks.remote_messages import BlockCopy, Step
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
+from mesh.domain.kv import Degrees, KVLayout, KVSpan, kv_spans
 from mesh.domain.request import mint_id
 from mesh.rpc.server import MAX_MESSAGE_BYTES, Listen, require_listenable
 from mesh.rpc.status import status_of
@@ -33,6 +34,9 @@ from worker.rank_protocol import RANK_KEEPALIVE_MS, versions
 log = structlog.get_logger(__name__)
 
 _STOP_GRACE_S = 2.0
+_MAX_NOTE_BYTES = 64 << 10
+_MAX_NOTES_PER_RANK = 16
+"""Gloo writes one for each rank, of some 200 bytes."""
 _GREETING_S = 60.0  # within which a rank must say what it is; it reads headers of its checkpoint
 
 
@@ -55,13 +59,15 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         self._is_gathered = self._is_closing = False
         self._setup = rank_pb2.RankSetup(num_ranks=num_ranks, group=mint_id())
         self._fingerprint = ""
+        self._spans: tuple[KVSpan, ...] = ()
         self.store = NoteStore(self._put_note, self._get_note)
         self._server, self.port = self._bind()
 
-    def gather(self, settings: RunnerSettings, fingerprint: str) -> str:
+    def gather(self, settings: RunnerSettings, layout: KVLayout) -> str:
         plain = plain_settings(settings)
         self._setup.settings = json.dumps({name: value for name, value in plain.items() if name != "model_dir"})
-        self._fingerprint = fingerprint
+        self._fingerprint = layout.model_fingerprint
+        self._spans = kv_spans(layout.num_layers, layout.num_kv_heads, Degrees(self._num_ranks))
         self._server.start()
         log.info("waiting for ranks", address=f"{self._listen.host}:{self.port}", ranks=self._num_ranks)
         with self._changed:
@@ -99,8 +105,15 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         )
         self._send(rank_pb2.JoinResponse(step=step), rank)
 
-    def call_kv(self, rank: int, call: KVCall) -> "Future[bytes]":
-        return self._links[rank].ask(call)
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        requests = [rank_pb2.HoldKvResponse(clear=rank_pb2.KvClear(block_ids=block_ids)) for _ in self._links]
+        for answer in [link.ask(request) for link, request in zip(self._links.values(), requests, strict=True)]:
+            answer.result()
+
+    @property
+    def links(self) -> tuple[RankLink, ...]:
+        """The connections to the ranks, from rank 1 on, once they have joined."""
+        return tuple(link for _, link in sorted(self._links.items()))
 
     def watch(self, on_lost: OnLost) -> None:
         with self._changed:
@@ -228,7 +241,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         with self._changed:
             if (other := self._links.get(hello.rank)) is not None:
                 raise WorkerBusy(f"rank {hello.rank} is taken, by {other.host}")
-            link = self._links[hello.rank] = RankLink(hello.rank, host_of(peer))
+            link = self._links[hello.rank] = RankLink(hello.rank, host_of(peer), self._spans[hello.rank])
         return link
 
     def _admit(self, link: RankLink, checked: rank_pb2.RankChecked) -> None:
@@ -310,7 +323,13 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             link.send(message)
 
     def _put_note(self, key: str, value: bytes) -> None:
+        """Raises InvalidRequest for a note, or a number of notes, that no rank needs."""
+        num_bytes, max_notes = len(key.encode()) + len(value), _MAX_NOTES_PER_RANK * self._num_ranks
+        if num_bytes > _MAX_NOTE_BYTES:
+            raise InvalidRequest(f"a note of {num_bytes} bytes is over the limit of {_MAX_NOTE_BYTES}")
         with self._changed:
+            if key not in self._notes and len(self._notes) >= max_notes:
+                raise InvalidRequest(f"{max_notes} notes are written, and {self._num_ranks} ranks need no more")
             self._notes[key] = value
             self._changed.notify_all()
 

@@ -54,7 +54,10 @@ class WorkerRuntime:
         listen = Listen(settings.host, settings.port, self.credentials.key, tls=self.credentials.tls)
         self.server = Server(listen)
         host = settings.advertise_host or settings.host
-        self.info = replace(info, address=f"{host}:{self.server.port}")
+        address = f"{host}:{self.server.port}"
+        # The leader's own KV has the address of the worker, which is known now.
+        endpoints = tuple(replace(each, address=each.address or address) for each in info.kv_endpoints)
+        self.info = replace(info, address=address, kv_endpoints=endpoints)
         self._agent = RegistryAgent(self.info, source, self.credentials)
         self._stay_registered = _registration(settings, self.credentials.key, self._agent)
         self._is_stopping = self._is_drained = self._is_stalled = False

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import structlog
 
+from checkpoint.partition import read_partition
 from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
@@ -189,12 +190,21 @@ class WorkerSettings(ModelSettings):
         """The worker id; by default host name and process id."""
         return self.worker_id or f"{socket.gethostname()}-{os.getpid()}"
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Payload paths of KV, in order of preference. Each role has its setting."""
+        return KV_TRANSPORTS[:2]
+
     def degrees(self) -> Degrees:
-        """Return the parallel degrees as numbers; the model may have fewer tensor ranks with "max". Raises
-        ConfigurationError.
+        """Return the parallel degrees as numbers. With "max" these are those of a partitioned model; another may have
+        fewer tensor ranks. Raises ConfigurationError.
         """
-        # Stages on one machine are no faster than as many tensor ranks, so there is never a reason to have the most.
-        return Degrees(self._degree("tensor_parallel", num_numa_nodes()), self._degree("pipeline_parallel", 1))
+        most = Degrees()
+        if "max" in (self.tensor_parallel, self.pipeline_parallel):
+            partition = read_partition(Path(self.model))
+            # Stages on one machine are no faster than as many tensor ranks, so there is never a reason to have more.
+            most = Degrees(num_numa_nodes()) if partition is None else partition.degrees
+        return Degrees(self._degree("tensor_parallel", most.tensor), self._degree("pipeline_parallel", most.pipeline))
 
     def _degree(self, name: str, most: int) -> int:
         value: str = getattr(self, name)

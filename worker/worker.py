@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from engine.runner import LayerHook
@@ -10,6 +11,7 @@ from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import keep_freed_memory
 from worker.engine_host import EngineLimits, Load, load_host
 from worker.metrics import WorkerMetrics
+from worker.rank_link import set_up_kv
 from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings
 
@@ -41,8 +43,11 @@ class Worker:
         self._engine_died = asyncio.Event()
         callbacks = LoopCallbacks(on_step, lambda _: self._engine_died.set(), metrics.stepped)
         self.engine = EngineLoop(host.engine(on_layers), callbacks)
+        self.rank_links = host.rank_links
         rank_pids = host.runner.rank_pids
-        self.runtime = WorkerRuntime(settings, host.worker_info(role), EngineReports(self.engine), rank_pids)
+        info = host.worker_info(role)
+        info = replace(info, kv_endpoints=set_up_kv(self.rank_links, settings, info))
+        self.runtime = WorkerRuntime(settings, info, EngineReports(self.engine), rank_pids)
         self.runtime.export_load(metrics)
         if rank_pids:
             metrics.watch_ranks(rank_pids)

@@ -67,7 +67,9 @@ def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> 
         (0, 0) if config.experts is None else (config.experts.num_experts, config.experts.shared_size)
     )
     if config.experts is not None and size > num_experts:
-        raise ConfigurationError(f"tensor_parallel {size} does not fit {num_experts} experts")
+        raise ConfigurationError(
+            f"tensor_parallel {size} does not fit {num_experts} experts: use {num_experts} or fewer"
+        )
     held = kv_spans(config.num_layers, config.num_kv_heads, degrees)[rank]
     stage, number = divmod(rank, size)
     first_expert, end_expert = (num_experts * each // size for each in (number, number + 1))

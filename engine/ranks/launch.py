@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 
+from checkpoint.partition import read_partition
 from engine.load import reserve_blocks, reserve_memory
 from engine.load_runner import load_model_runner
 from engine.load_times import load_phase
@@ -31,7 +31,6 @@ from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.models.schemes import CUT_BY_INPUTS
 from engine.models.share import ALONE, rank_share
-from engine.partition import read_partition
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
@@ -46,6 +45,7 @@ from engine.ranks.shared import (
 )
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
+from engine.sharded_kv_cache import ShardedKVCache
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 from mesh.domain.kv import Degrees
@@ -70,14 +70,6 @@ def fitting_ranks(settings: RunnerSettings) -> int:
     if why_eager(settings, config, kv_layout(config, settings)) is not None:
         return 1
     return min(size, config.num_kv_heads)
-
-
-def fitting_stages(model_dir: Path) -> int:
-    """The stages that a partitioned model was partitioned for; 1 for others, since on one machine stages save neither
-    time nor memory. Raises ConfigurationError.
-    """
-    partition = read_partition(model_dir)
-    return 1 if partition is None else partition.degrees.pipeline
 
 
 def load_ranked_runner(
@@ -118,7 +110,7 @@ def load_ranked_runner(
             _connect(leader, processes)
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
         with load_phase("build"):
-            runner = leader.lead(caches[0], caches[1:], reservation)
+            runner = leader.lead(caches[0], ShardedKVCache(caches[0], caches[1:], reservation))
     except BaseException:
         processes.close()
         raise
@@ -164,7 +156,9 @@ def _require_divisible(settings: RunnerSettings, config: object) -> ModelConfig:
     if settings.device != "cpu":
         raise ConfigurationError(f"{wanted} on {settings.device} is not built yet: use 1")
     if not isinstance(config, ModelConfig):
-        raise ConfigurationError(f"{wanted} does not fit an encoder-decoder model: use 1")
+        raise ConfigurationError(
+            f"{wanted} does not fit an encoder-decoder model: ranks cannot divide its encoder yet; use 1"
+        )
     rank_share(config, 0, settings.degrees)
     reason = why_eager(settings, config, kv_layout(config, settings))
     if reason is not None and tensor > 1:

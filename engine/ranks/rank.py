@@ -1,7 +1,7 @@
 """The work of every rank: load its share of the weights, hold its share of the KV, and compute its share of a step."""
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ import torch
 from engine.kernels.cpu.arguments import Bytes
 from engine.kernels.cpu.buffers import round_up
 from engine.kv_cache import KVCache
-from engine.kv_memory import KVReservation
 from engine.load import assemble_runner, decoder_memory, load_packed, load_parameters
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
@@ -24,7 +23,7 @@ from engine.ranks.collectives import GlooGroup, gloo
 from engine.ranks.shared import Command, Forward, SharedGroup
 from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
-from engine.sharded_kv_cache import KVShard, ShardedKVCache
+from engine.sharded_kv_cache import AnyKVCache
 from engine.weights import Progress
 from mesh.domain.kv import KVSpan, kv_spans
 
@@ -96,11 +95,10 @@ class Rank:
             return partial(_execute_summed, self._eager(cache, self._summing), self._summing)
         return partial(_execute_compiled, self._compiled(cache), self._group)
 
-    def lead(self, own: KVCache, others: Sequence[KVShard], reservation: KVReservation) -> ModelRunner:
-        """In rank 0: build the runner. The other ranks execute commands by now."""
+    def lead(self, own: KVCache, cache: AnyKVCache) -> ModelRunner:
+        """In rank 0: build the runner. `cache` copies and clears blocks in all ranks, which execute commands by now."""
         summing = self._summing
         decoder = self._compiled(own) if summing is None else self._eager(own, summing)
-        cache = ShardedKVCache(own, others, reservation)
         cache.clear_blocks([0])  # in which the decoder has compiled the loops
         return assemble_runner(self._settings, decoder, cache, self._group.degrees.pipeline)
 

@@ -1,15 +1,14 @@
-"""Ranks that share no memory, on several machines: the eager decoder over a network, and the leader's view of their KV.
+"""Ranks that share no memory, on several machines: the eager decoder over a network.
 
 The steps that ranks of one machine find in shared memory are sent here. Each rank has a `StepMemory` of its own, so the
-rest of the rank is the same. The KV of other ranks is read and written through their connections. How ranks are
-connected is not known here: `worker/rank_listener.py` is the leader's side, `rank_worker/joining.py` the others'.
+rest of the rank is the same. KV stays where it is computed, and each rank moves its own between workers
+(`kvtransfer/ranks.py`). How ranks are connected is not known here: `worker/rank_listener.py` is the leader's side,
+`rank_worker/joining.py` the others'.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +16,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from engine.kernels.cpu.arguments import Bytes
-from engine.kv_cache import Buffer, KVCache, part_of, payload_array
+from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.load import weights_bytes
 from engine.model_runner import ModelRunner
@@ -28,7 +26,7 @@ from engine.models.schemes import CUT_BY_INPUTS
 from engine.models.share import rank_share, share_specs
 from engine.ranks.messages import OnLost
 from engine.ranks.rank import Execute, Rank
-from engine.ranks.remote_messages import BlockCopy, KVCall, RemoteRanks, Step
+from engine.ranks.remote_messages import BlockCopy, RemoteRanks, Step
 from engine.ranks.shared import (
     Command,
     Forward,
@@ -41,8 +39,8 @@ from engine.ranks.shared import (
 from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
-from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import KVLayout, KVSpan, Span
+from mesh.domain.errors import ConfigurationError, WorkerBusy
+from mesh.domain.kv import KVLayout, KVSpan
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -50,9 +48,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _CPU = torch.device("cpu")
-_PIECE_BYTES = 2 << 20
-"""KV travels in pieces of about this size: small beside the limit of messages, large beside their cost."""
-_PIECES_AT_ONCE = 4
 
 
 def load_remote_runner(
@@ -69,16 +64,15 @@ def load_remote_runner(
             "the ranks are on several machines: the decoder is not compiled and sums by gloo, which is slow on CPU",
             ranks=settings.tensor_parallel,
         )
-        host = ranks.gather(settings, layout.model_fingerprint)
+        host = ranks.gather(settings, layout)
         own = OwnMemoryRank(settings, 0, ranks.store, on_progress, ranks.post)
         num_blocks = min(own.fitting_blocks(), *ranks.wait_loaded())
-        cache = own.allocate(num_blocks)
+        cache = own.allocate(num_blocks, ranks)
         ranks.watch(on_lost)  # before the first call in which this thread waits for the others' sockets
         ranks.allocate(num_blocks)
         own.rank.connect(host)
         ranks.wait_ready()
-        others = [RemoteShard(ranks, rank, layout, own.rank.span(rank)) for rank in range(1, settings.tensor_parallel)]
-        runner = own.rank.lead(cache, others, own.reservation)
+        runner = own.rank.lead(cache, cache)
     except BaseException:
         ranks.close()
         raise
@@ -92,7 +86,9 @@ def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
     if settings.device != "cpu":
         raise ConfigurationError(f"ranks on several machines on {settings.device} are not built yet: use device cpu")
     if not isinstance(config, ModelConfig):
-        raise ConfigurationError(f"tensor_parallel {size} does not fit an encoder-decoder model: use 1")
+        raise ConfigurationError(
+            f"tensor_parallel {size} does not fit an encoder-decoder model: ranks cannot divide its encoder yet; use 1"
+        )
     if settings.pipeline_parallel > 1:
         raise ConfigurationError(
             f"pipeline_parallel {settings.pipeline_parallel} over several machines is not built yet: use 1"
@@ -107,10 +103,28 @@ def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
     return config
 
 
+class LeadersKVCache(KVCache):
+    """The leader's part of the KV. Blocks are copied and cleared in all ranks."""
+
+    def __init__(
+        self, ranks: RemoteRanks, layout: KVLayout, num_blocks: int, span: KVSpan, reservation: KVReservation
+    ) -> None:
+        super().__init__(layout, num_blocks, _CPU, span, reservation)
+        self._ranks = ranks
+
+    def copy_block(self, source: int, target: int) -> None:
+        super().copy_block(source, target)
+        self._ranks.post(BlockCopy(source, target))
+
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        super().clear_blocks(block_ids)
+        self._ranks.clear_blocks(block_ids)
+
+
 class OwnMemoryRank:
     """A rank of a group that shares no memory. The constructor loads its weights; it counts its memory by itself.
 
-    `post` is for rank 0: sends a step to the others. Raises ConfigurationError.
+    `post` is for rank 0: sends a step to the others; it gives `ranks` to `allocate`, too. Raises ConfigurationError.
     """
 
     def __init__(
@@ -139,10 +153,15 @@ class OwnMemoryRank:
         with self._reserve(self._settings.num_blocks) as num_blocks:
             return num_blocks
 
-    def allocate(self, num_blocks: int) -> KVCache:
-        """The rank's KV, no more blocks than fit."""
-        with self._reserve(num_blocks):
-            return KVCache(self._layout, num_blocks, _CPU, self._span, self.reservation)
+    def allocate(self, num_blocks: int, ranks: RemoteRanks | None = None) -> KVCache:
+        """The rank's KV, no more blocks than fitted. Raises WorkerBusy if they fit no longer; a new start helps."""
+        try:
+            with self._reserve(num_blocks):
+                if ranks is not None:
+                    return LeadersKVCache(ranks, self._layout, num_blocks, self._span, self.reservation)
+                return KVCache(self._layout, num_blocks, _CPU, self._span, self.reservation)
+        except ConfigurationError as error:
+            raise WorkerBusy(f"others have taken memory since it was counted: {error}") from error
 
     def executing(self, cache: KVCache) -> Callable[[Step | BlockCopy], None]:
         """In other ranks than 0: build the decoder. Returns the function that executes messages."""
@@ -199,87 +218,3 @@ def _arrays(command: Forward) -> list[tuple[str, int, type]]:
         ("positions", 3 * command.num_tokens, np.int64),
         ("sequences", of_sequences, np.int32),
     ]
-
-
-class RemoteShard:
-    """The KV of a rank on another machine, for the leader. Implements KVShard.
-
-    Each call crosses the network; copies are ordered with the steps and need no answer.
-    """
-
-    def __init__(self, ranks: RemoteRanks, rank: int, layout: KVLayout, span: KVSpan) -> None:
-        self._ranks = ranks
-        self._rank = rank
-        self._layout = layout
-        self._span = span
-
-    def copy_block(self, source: int, target: int) -> None:
-        self._ranks.post(BlockCopy(source, target), self._rank)
-
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        self._ranks.call_kv(self._rank, KVCall("clear", list(block_ids), self._span)).result()
-
-    def read_part(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
-        if (held := span.intersection(self._span)) is None:
-            return
-        target = payload_array(out, self._layout, len(block_ids), span)
-        waiting: deque[tuple[_Piece, Future[bytes]]] = deque()
-        for piece in _pieces(len(block_ids), held, self._layout):
-            if len(waiting) == _PIECES_AT_ONCE:
-                self._fill(target, span, *waiting.popleft())
-            ids = block_ids[piece.first : piece.stop]
-            waiting.append((piece, self._ranks.call_kv(self._rank, KVCall("read", ids, piece.span))))
-        for piece, answer in waiting:
-            self._fill(target, span, piece, answer)
-
-    def write_part(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
-        if (held := span.intersection(self._span)) is None:
-            return
-        source = payload_array(data, self._layout, len(block_ids), span)
-        waiting: deque[Future[bytes]] = deque()
-        for piece in _pieces(len(block_ids), held, self._layout):
-            if len(waiting) == _PIECES_AT_ONCE:
-                waiting.popleft().result()
-            payload = source[part_of(piece.span, span)][:, :, piece.first : piece.stop].tobytes()
-            ids = block_ids[piece.first : piece.stop]
-            waiting.append(self._ranks.call_kv(self._rank, KVCall("write", ids, piece.span, payload)))
-        for answer in waiting:
-            answer.result()
-
-    def _fill(self, target: Bytes, span: KVSpan, piece: "_Piece", answer: "Future[bytes]") -> None:
-        payload = payload_array(answer.result(), self._layout, piece.stop - piece.first, piece.span)
-        target[part_of(piece.span, span)][:, :, piece.first : piece.stop] = payload
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some layers of block positions [first, stop)."""
-
-    span: KVSpan
-    first: int
-    stop: int
-
-
-def _pieces(num_blocks: int, span: KVSpan, layout: KVLayout) -> Iterator[_Piece]:
-    """Cut `span` of so many blocks. A piece has all layers, or as many of one block as fit, but at least one."""
-    layer_bytes = span.heads.count * layout.cell_bytes
-    num_layers = max(1, min(span.layers.count, _PIECE_BYTES // layer_bytes))
-    blocks_at_once = max(1, _PIECE_BYTES // (num_layers * layer_bytes))
-    for layer in range(span.layers.first, span.layers.end, num_layers):
-        layers = Span(layer, min(num_layers, span.layers.end - layer))
-        for first in range(0, num_blocks, blocks_at_once):
-            yield _Piece(KVSpan(layers, span.heads), first, min(first + blocks_at_once, num_blocks))
-
-
-def answer_kv(cache: KVCache, call: KVCall) -> bytes:
-    """In other ranks than 0: do what the leader asks. Returns the KV, for `read`."""
-    match call.action:
-        case "clear":
-            cache.clear_blocks(call.block_ids)
-        case "write":
-            cache.write_blocks(call.block_ids, call.span, call.payload)
-        case "read":
-            payload = bytearray(cache.payload_bytes(len(call.block_ids), call.span))
-            cache.read_blocks(call.block_ids, call.span, payload)
-            return bytes(payload)
-    return b""

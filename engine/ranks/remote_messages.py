@@ -1,13 +1,12 @@
 """Messages between the leader and ranks on other machines once they compute, and the contract of their connections."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.ranks.messages import OnLost
 from engine.runner_settings import RunnerSettings
-from mesh.domain.kv import KVSpan
+from mesh.domain.kv import KVLayout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -31,16 +30,6 @@ class BlockCopy:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
-class KVCall:
-    """A request about blocks of a rank's KV. It is executed beside steps, like calls to a KVCache in this process."""
-
-    action: Literal["read", "write", "clear"]
-    block_ids: Sequence[int]
-    span: KVSpan
-    payload: bytes = b""
-
-
 class RemoteRanks(Protocol):
     """The ranks from 1 on, as the leader sees them. Plug point: worker.rank_listener.RankListener.
 
@@ -53,9 +42,9 @@ class RemoteRanks(Protocol):
         """The store by which all ranks meet."""
         ...
 
-    def gather(self, settings: RunnerSettings, fingerprint: str) -> str:
-        """Wait until all ranks have joined, with checkpoints of this fingerprint. Returns this machine's address that
-        reaches theirs.
+    def gather(self, settings: RunnerSettings, layout: KVLayout) -> str:
+        """Wait until all ranks have joined, with checkpoints of this layout's fingerprint. Returns this machine's
+        address that reaches theirs.
         """
         ...
 
@@ -75,8 +64,8 @@ class RemoteRanks(Protocol):
         """Send a message to one rank or all. A rank executes messages in order."""
         ...
 
-    def call_kv(self, rank: int, call: KVCall) -> "Future[bytes]":
-        """Ask one rank. The result is the KV, for `read`."""
+    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+        """Fill blocks of their KV with zeros."""
         ...
 
     def watch(self, on_lost: OnLost) -> None:

@@ -33,6 +33,8 @@ _SENDER, _RECEIVER = 0, 1
 _NUM_THREADS = 2  # so the next payload is asked for while one arrives: gloo is more than twice as fast
 
 _LOOP_CHECK_S = 1.0
+_MAX_TOLD_BYTES = 64 << 10
+"""Names and values that a side may tell; gloo's have 200 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,19 @@ class _Meeting(Store):
         self._is_mutual = is_mutual
         self.told: futures.Future[dict[str, bytes]] = futures.Future()
         self._ours: dict[str, bytes] = {}
-        self._theirs = dict(theirs)
-        self._is_complete = bool(theirs)
+        self._theirs: dict[str, bytes] = {}
+        self._is_complete = False
         self._changed = threading.Condition()
         self._end: TransferFailed | None = None
+        if theirs:
+            self.add_theirs(theirs)
 
     def add_theirs(self, values: Mapping[str, bytes]) -> None:
-        """Add all that the other side tells."""
+        """Add all that the other side tells. If that is too much, all waits fail."""
+        num_bytes = sum(len(key.encode()) + len(value) for key, value in values.items())
+        if num_bytes > _MAX_TOLD_BYTES:
+            self.end(TransferFailed(f"the other side has told {num_bytes} bytes; the limit is {_MAX_TOLD_BYTES}"))
+            return
         with self._changed:
             self._theirs.update(values)
             self._is_complete = True

@@ -38,8 +38,8 @@ class WorkerInfo:
     """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`.
 
     `tensor_parallel * pipeline_parallel` processes, its ranks, compute each step together: the degrees divide the heads
-    and the layers. `kv_endpoints` names those whose KV has an address of its own. It is empty for every worker today,
-    also with several ranks: the process at `address` reaches all KV.
+    and the layers. `kv_endpoints` names those of a decode worker whose KV has an address of its own: ranks on several
+    machines. If it is empty, the process at `address` takes all KV.
     """
 
     worker_id: str

@@ -69,6 +69,11 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> MeshError:
     return cls((rpc_error.details() or rpc_error.code().name) + _hint(rpc_error))
 
 
+def named_error(name: str, message: str) -> MeshError:
+    """The error of the class with this name; WorkerLost if there is none."""
+    return _ERROR_BY_NAME.get(name, errors.WorkerLost)(message)
+
+
 def _hint(rpc_error: grpc.aio.AioRpcError) -> str:
     """Explain a failed TLS handshake: the server just closes the connection, and gRPC's message does not mention
     TLS."""

@@ -1,6 +1,6 @@
 from mesh.v1 import kvtransfer_pb2 as _kvtransfer_pb2
+from tandem.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -119,40 +119,146 @@ class RankCopy(_message.Message):
     def __init__(self, source: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
 
 class HoldKvRequest(_message.Message):
-    __slots__ = ("rank", "group", "number", "payload")
+    __slots__ = ("rank", "group", "number", "failed", "port", "first_token", "sent")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
     rank: int
     group: str
     number: int
-    payload: bytes
-    def __init__(self, rank: _Optional[int] = ..., group: _Optional[str] = ..., number: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    failed: KvFailed
+    port: int
+    first_token: _sampling_pb2.SampledToken
+    sent: KvSent
+    def __init__(self, rank: _Optional[int] = ..., group: _Optional[str] = ..., number: _Optional[int] = ..., failed: _Optional[_Union[KvFailed, _Mapping]] = ..., port: _Optional[int] = ..., first_token: _Optional[_Union[_sampling_pb2.SampledToken, _Mapping]] = ..., sent: _Optional[_Union[KvSent, _Mapping]] = ...) -> None: ...
 
 class HoldKvResponse(_message.Message):
-    __slots__ = ("number", "action", "block_ids", "span", "payload")
-    class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-        __slots__ = ()
-        ACTION_UNSPECIFIED: _ClassVar[HoldKvResponse.Action]
-        ACTION_READ: _ClassVar[HoldKvResponse.Action]
-        ACTION_WRITE: _ClassVar[HoldKvResponse.Action]
-        ACTION_CLEAR: _ClassVar[HoldKvResponse.Action]
-    ACTION_UNSPECIFIED: HoldKvResponse.Action
-    ACTION_READ: HoldKvResponse.Action
-    ACTION_WRITE: HoldKvResponse.Action
-    ACTION_CLEAR: HoldKvResponse.Action
+    __slots__ = ("number", "setup", "clear", "expect", "send", "announce", "finish", "abort", "collect")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    ACTION_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    SPAN_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    SETUP_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_FIELD_NUMBER: _ClassVar[int]
+    EXPECT_FIELD_NUMBER: _ClassVar[int]
+    SEND_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    COLLECT_FIELD_NUMBER: _ClassVar[int]
     number: int
-    action: HoldKvResponse.Action
+    setup: KvSetup
+    clear: KvClear
+    expect: KvExpect
+    send: KvSend
+    announce: KvAnnounce
+    finish: KvFinish
+    abort: KvAbort
+    collect: KvCollect
+    def __init__(self, number: _Optional[int] = ..., setup: _Optional[_Union[KvSetup, _Mapping]] = ..., clear: _Optional[_Union[KvClear, _Mapping]] = ..., expect: _Optional[_Union[KvExpect, _Mapping]] = ..., send: _Optional[_Union[KvSend, _Mapping]] = ..., announce: _Optional[_Union[KvAnnounce, _Mapping]] = ..., finish: _Optional[_Union[KvFinish, _Mapping]] = ..., abort: _Optional[_Union[KvAbort, _Mapping]] = ..., collect: _Optional[_Union[KvCollect, _Mapping]] = ...) -> None: ...
+
+class KvSetup(_message.Message):
+    __slots__ = ("transports", "worker_id", "incarnation")
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    worker_id: str
+    incarnation: str
+    def __init__(self, transports: _Optional[_Iterable[str]] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class KvClear(_message.Message):
+    __slots__ = ("block_ids",)
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class KvExpect(_message.Message):
+    __slots__ = ("transfer_id", "attempt", "block_ids", "first_block", "num_tokens")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    attempt: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_block: int
+    num_tokens: int
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class KvCollect(_message.Message):
+    __slots__ = ("expect",)
+    EXPECT_FIELD_NUMBER: _ClassVar[int]
+    expect: int
+    def __init__(self, expect: _Optional[int] = ...) -> None: ...
+
+class KvSend(_message.Message):
+    __slots__ = ("transfer_id", "attempt", "address", "receiver_incarnation", "block_ids", "first_block", "span")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    attempt: int
+    address: str
+    receiver_incarnation: str
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    first_block: int
     span: _kvtransfer_pb2.KvSpan
-    payload: bytes
-    def __init__(self, number: _Optional[int] = ..., action: _Optional[_Union[HoldKvResponse.Action, str]] = ..., block_ids: _Optional[_Iterable[int]] = ..., span: _Optional[_Union[_kvtransfer_pb2.KvSpan, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., address: _Optional[str] = ..., receiver_incarnation: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ..., span: _Optional[_Union[_kvtransfer_pb2.KvSpan, _Mapping]] = ...) -> None: ...
+
+class KvAnnounce(_message.Message):
+    __slots__ = ("send", "first_block", "num_blocks", "first_layer", "num_layers")
+    SEND_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    send: int
+    first_block: int
+    num_blocks: int
+    first_layer: int
+    num_layers: int
+    def __init__(self, send: _Optional[int] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
+
+class KvFinish(_message.Message):
+    __slots__ = ("send", "num_tokens", "first_token")
+    SEND_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    send: int
+    num_tokens: int
+    first_token: _sampling_pb2.SampledToken
+    def __init__(self, send: _Optional[int] = ..., num_tokens: _Optional[int] = ..., first_token: _Optional[_Union[_sampling_pb2.SampledToken, _Mapping]] = ...) -> None: ...
+
+class KvAbort(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    def __init__(self, request: _Optional[int] = ...) -> None: ...
+
+class KvFailed(_message.Message):
+    __slots__ = ("error", "reason")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    error: str
+    reason: str
+    def __init__(self, error: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class KvSent(_message.Message):
+    __slots__ = ("transport", "num_bytes", "num_chunks")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    transport: str
+    num_bytes: int
+    num_chunks: int
+    def __init__(self, transport: _Optional[str] = ..., num_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ...) -> None: ...
 
 class PutNoteRequest(_message.Message):
     __slots__ = ("key", "value", "group")

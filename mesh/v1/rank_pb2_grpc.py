@@ -70,8 +70,9 @@ class RanksServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HoldKv(self, request_iterator, context):
-        """The KV that the rank holds, for the leader: the rank's first message names it, then each response asks for some
-        blocks, and a request with the same number answers. On a connection of its own, so that steps do not wait behind KV.
+        """The KV that the rank holds: the rank's first message names it, then each response asks for something, and a request
+        with the same number answers. KV itself goes from rank to rank over KvTransfer, not through the leader. On a
+        connection of its own, so that steps do not wait behind KV.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

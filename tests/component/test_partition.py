@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.partition import MANIFEST, read_partition
 from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.share import ALONE
-from engine.partition import MANIFEST, read_partition
+from engine.partition import _locked
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main
@@ -196,6 +198,26 @@ def test_partitions_are_for_cpus(
     assert main(["partition", "--device=cuda", str(checkpoint("llama")), str(tmp_path / "out")]) == 2
     assert "partitions for cuda are not built" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_in_the_middle_leaves_nothing(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what a process that was killed has left; the folder of one that writes stays."""
+    load_arm(checkpoint("llama"), "compiled")
+    for number in ("1", "2"):
+        (tmp_path / f".out.{number}.partial").mkdir()
+    (tmp_path / ".out.old").mkdir()
+    monkeypatch.setattr("sys.argv", ["tandem", "partition", str(checkpoint("llama")), str(tmp_path / "out")])
+    monkeypatch.setattr("engine.partition.write_packed", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with _locked(tmp_path / ".out.2.partial"), pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.2.partial", ".out.old"]
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.partition import MANIFEST
 from decode_worker.settings import DecodeSettings
 from engine.load_runner import load_model_runner
-from engine.partition import MANIFEST
-from engine.ranks.launch import fitting_ranks, fitting_stages
+from engine.ranks.launch import fitting_ranks
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
@@ -49,10 +49,15 @@ def partitioned(model_dir: Path, out: Path, degrees: Degrees) -> Path:
     return out
 
 
-def test_max_of_a_partitioned_model_is_its_own_degree(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_max_of_a_partitioned_model_is_its_own_degree(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees(3, 2))
     assert [fitting_ranks(settings(out, tensor_parallel=size)) for size in (1, 8)] == [3, 3]
-    assert (fitting_stages(out), fitting_stages(checkpoint("llama"))) == (2, 1)
+    most = {"registry_address": "none", "tensor_parallel": "max", "pipeline_parallel": "max"}
+    assert DecodeSettings(model=str(out), **most).num_local_ranks == 6  # type: ignore[arg-type]
+    monkeypatch.setattr("worker.settings.num_numa_nodes", lambda: 2)
+    assert DecodeSettings(model=str(checkpoint("llama")), **most).num_local_ranks == 2  # type: ignore[arg-type]
 
 
 def test_a_partitioned_model_is_not_loaded_with_dummy_weights(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Ranks that dial in to their leader: they compute as one rank, the wrong ones are refused, and all end together."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -8,29 +9,47 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from decode_worker.settings import DecodeSettings
+from engine.kv_memory import KVMemorySettings
 from engine.load_runner import load_model_runner
+from engine.memory import device_memory
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks import remote
-from engine.ranks.remote import load_remote_runner
+from engine.ranks.collectives import NoteStore
+from engine.ranks.remote import OwnMemoryRank, load_remote_runner
 from engine.ranks.remote_messages import Step
 from engine.ranks.shared import Forward, StepMemory, encode_command
 from engine.resolve import kv_layout, resolve
 from engine.sequence import SequenceState
-from mesh.domain.errors import ConfigurationError, WorkerLost
-from mesh.domain.kv import KVSpan, Span
-from mesh.rpc.credentials import MeshKey
-from mesh.rpc.server import Listen
+from kvtransfer import (
+    SERVICE_NAME,
+    ExpectedTransfer,
+    KVReceiver,
+    KVSender,
+    KvTransferServicer,
+    RankedReceiver,
+    RankedSender,
+    TransferSpec,
+)
+from mesh.domain.errors import ConfigurationError, InvalidRequest, WorkerBusy, WorkerLost
+from mesh.domain.kv import Span
+from mesh.domain.worker import KVEndpoint
+from mesh.rpc.credentials import Credentials, MeshKey
+from mesh.rpc.server import Listen, Server
+from mesh.v1 import rank_pb2
 from rank_worker import joining
 from rank_worker.settings import RankSettings
 from tests.component.arms import settings
@@ -38,12 +57,15 @@ from tests.component.driving import Driver
 from tests.component.parity import check_parity, run_mixed
 from tests.component.test_forks import choices, run
 from tests.fakes.certificates import Authority, Issued
+from tests.fakes.kv_store import FakeKVStore
 from tests.fakes.requests import make_request
+from tests.fakes.transfers import FIRST_TOKEN, GRPC_ONLY, INCARNATION, Outcomes
 from tests.waiting import LIMIT_S, until
-from worker.rank_link import own_address
+from worker.rank_link import RankLink, own_address
 from worker.rank_listener import RankListener
 
 LOAD_S = 4 * LIMIT_S  # processes that import torch, on a busy machine
+END_S = 1.0
 KEY = "a key of these tests"
 
 Checkpoint = Callable[[str], Path]
@@ -105,35 +127,87 @@ def remote_runner(
     tls: Issued | None = None,
     on_lost: Callable[[str], None] = pytest.fail,
     **changes: object,
-) -> Iterator[tuple[ModelRunner, list[RankProcess]]]:
+) -> Iterator[tuple[ModelRunner, list[RankProcess], tuple[RankLink, ...]]]:
     ranks = listener(size, tls=tls)
     with rank_processes(ranks.port, model_dir, size, *flags, *(tls.flags if tls else ())) as processes:
         runner = load_remote_runner(settings(model_dir, tensor_parallel=size, **changes), ranks, on_lost=on_lost)
         try:
-            yield runner, processes
+            yield runner, processes, ranks.links
         finally:
             runner.close()
 
 
-def whole_kv(runner: ModelRunner) -> torch.Tensor:
-    cache = runner.kv_cache
-    kv = bytearray(cache.payload_bytes(cache.num_blocks, cache.layout.whole))
-    cache.read_blocks(range(cache.num_blocks), cache.layout.whole, kv)
-    return torch.frombuffer(kv, dtype=torch.float32)
+class MovingKV:
+    """Moves KV into the ranks of a runner and out of them, as the other worker's ranks do."""
+
+    def __init__(self, runner: ModelRunner, links: Sequence[RankLink], tls: Issued) -> None:
+        self._cache = runner.kv_cache
+        self._links = links
+        self._credentials = Credentials(MeshKey(KEY), tls.identity)
+        setup = rank_pb2.KvSetup(transports=["grpc"], worker_id="w")
+        taking = rank_pb2.KvSetup(transports=["grpc"], incarnation=INCARNATION)
+        for request in (setup, taking):  # a worker's ranks do one of them
+            ports = [link.ask(rank_pb2.HoldKvResponse(setup=request)).result(LIMIT_S).port for link in links]
+        self._endpoints = [KVEndpoint(f"127.0.0.1:{port}", link.span) for link, port in zip(links, ports, strict=True)]
+        self._num_moved = itertools.count()
+
+    def all(self) -> np.ndarray:
+        """All KV of all ranks: [layers, 2, blocks, tokens, heads, bytes]."""
+        target = FakeKVStore(self._cache.layout, self._cache.num_blocks)
+        asyncio.run(self._move(self._cache, self._links, target, (), range(self._cache.num_blocks)))
+        return target.data
+
+    def put(self, source: FakeKVStore, block_ids: Sequence[int]) -> None:
+        asyncio.run(self._move(source, (), self._cache, self._links, block_ids))
+
+    async def _move(
+        self, source: Any, senders: Sequence[RankLink], target: Any, takers: Sequence[RankLink], ids: Sequence[int]
+    ) -> None:
+        transfer_id, block_ids, outcomes = f"t{next(self._num_moved)}", tuple(ids), Outcomes()
+        num_tokens = len(block_ids) * self._cache.layout.block_size
+        receiver = RankedReceiver(
+            lambda callbacks: KVReceiver(target, INCARNATION, callbacks, GRPC_ONLY), takers, outcomes.callbacks()
+        )
+        sender = RankedSender(KVSender(source, "w", self._credentials, GRPC_ONLY), senders)
+        server = Server(Listen("127.0.0.1", 0, MeshKey(KEY), tls=self._credentials.tls))
+        KvTransferServicer(receiver.own).register(server.grpc)
+        await server.start([SERVICE_NAME])
+        try:
+            await receiver.expect(ExpectedTransfer(transfer_id, 1, block_ids, 0, num_tokens))
+            spec = TransferSpec(transfer_id, 1, "", INCARNATION, block_ids, target.layout.whole)
+            endpoints = [KVEndpoint(server.address, target.span), *(self._endpoints if takers else ())]
+            transfer = sender.open(spec, endpoints)
+            transfer.announce(Span(0, len(block_ids)), target.layout.whole.layers)
+            await transfer.commit(num_tokens, FIRST_TOKEN)
+            await asyncio.wait_for(outcomes.changed.wait(), LIMIT_S)
+            assert outcomes.committed == [(transfer_id, FIRST_TOKEN)]
+        finally:
+            await sender.close()
+            await receiver.close()
+            await server.stop(0)
 
 
-def test_ranks_compute_as_one(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps, forks, whose blocks are copied, and KV, in small pieces. Under TLS, as in a mesh that has it."""
-    monkeypatch.setattr(remote, "_PIECE_BYTES", 3000)
-    model_dir = checkpoint("llama")
+def floats(kv: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(kv.reshape(-1).view(np.float32))
+
+
+def test_ranks_compute_as_one(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Steps, forks, whose blocks are copied, and KV. Under TLS, as in a mesh that has it."""
+    model_dir, tls = checkpoint("llama"), Authority(tmp_path / "ca").issue("all")
     alone = load_model_runner(settings(model_dir, enforce_eager=True))
-    with remote_runner(model_dir, tls=Authority(tmp_path / "ca").issue("all")) as (runner, processes):
+    with remote_runner(model_dir, tls=tls) as (runner, processes, links):
+        moving = MovingKV(runner, links, tls)
         check_parity(model_dir, runner)
         run_mixed(alone)
-        torch.testing.assert_close(whole_kv(runner), whole_kv(alone), atol=1e-4, rtol=1e-4)
+        cache = alone.kv_cache
+        expected = bytearray(cache.payload_bytes(cache.num_blocks, cache.span))
+        cache.read_blocks(range(cache.num_blocks), cache.span, expected)
+        torch.testing.assert_close(
+            floats(moving.all()), torch.frombuffer(expected, dtype=torch.float32), atol=1e-4, rtol=1e-4
+        )
         forked = [_forked_tokens(each) for each in (runner, alone)]
         assert forked[0] == forked[1]
-        _move_kv(runner)
+        _move_kv(runner, moving)
         runner.close()
         status, log = processes[0].end()
         assert (status, "the leader has stopped" in log) == (0, True), log
@@ -146,25 +220,17 @@ def _forked_tokens(runner: ModelRunner) -> list[list[int]]:
     return [[token.id for token in tokens] for tokens in outputs.values()]
 
 
-def _move_kv(runner: ModelRunner) -> None:
-    """What is written is read, a copy happens before the next step, and cleared blocks are zeros."""
+def _move_kv(runner: ModelRunner, moving: MovingKV) -> None:
+    """What comes is there, a copy happens before the next step, and cleared blocks are zeros, in all ranks."""
     cache, blocks = runner.kv_cache, [9, 3, 4]
-    span = KVSpan(Span(1, 1), Span(1, cache.layout.num_kv_heads - 1))
-    data = os.urandom(cache.payload_bytes(len(blocks), span))
-    cache.write_blocks(blocks, span, data)
-    out = bytearray(len(data))
-    cache.read_blocks(blocks, span, out)
-    assert out == data
+    source = FakeKVStore(cache.layout, seed=3)
+    moving.put(source, blocks)
+    assert np.array_equal(moving.all()[:, :, blocks], source.data[:, :, blocks])
     cache.copy_block(9, 3)
     Driver(runner).step((Driver(runner).add(make_request("0", [1, 2, 3])), 3))
-    copied, source = (bytearray(cache.payload_bytes(1, cache.layout.whole)) for _ in range(2))
-    cache.read_blocks([3], cache.layout.whole, copied)
-    cache.read_blocks([9], cache.layout.whole, source)
-    assert copied == source
-    assert any(source)
+    assert np.array_equal(moving.all()[:, :, 3], source.data[:, :, 9])
     cache.clear_blocks([9])
-    cache.read_blocks([9], cache.layout.whole, source)
-    assert not any(source)
+    assert not moving.all()[:, :, 9].any()
 
 
 def test_experts_and_the_least_number_of_blocks(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -173,7 +239,7 @@ def test_experts_and_the_least_number_of_blocks(checkpoint: Checkpoint, tmp_path
     # Half of what is left, for a cache of about 60 blocks; the leader has memory for 500.
     fraction = 2 * 60 * (layout.block_bytes / 2) / psutil.virtual_memory().available
     flags = ("--kv-memory-fraction", f"{fraction:.12f}", "--kv-memory-ledger", str(tmp_path))
-    with remote_runner(model_dir, 2, *flags, num_blocks=None, max_blocks=500) as (runner, _):
+    with remote_runner(model_dir, 2, *flags, num_blocks=None, max_blocks=500) as (runner, _, _):
         assert 20 < runner.kv_cache.num_blocks < 200
         check_parity(model_dir, runner)
 
@@ -195,7 +261,7 @@ def test_a_killed_rank_is_told(checkpoint: Checkpoint) -> None:
         lost.append(reason)
         is_lost.set()
 
-    with remote_runner(checkpoint("llama"), 3, on_lost=on_lost) as (runner, processes):
+    with remote_runner(checkpoint("llama"), 3, on_lost=on_lost) as (runner, processes, links):
         driver = Driver(runner)
         begun = driver.add(make_request("0", [1, 2, 3], max_new_tokens=20))
         driver.step((begun, 3))
@@ -205,7 +271,9 @@ def test_a_killed_rank_is_told(checkpoint: Checkpoint) -> None:
         with pytest.raises(WorkerLost):
             driver.step((begun, 1))
         with pytest.raises(WorkerLost):
-            whole_kv(runner)
+            runner.kv_cache.clear_blocks([1])
+        with pytest.raises(WorkerLost):
+            links[0].ask(rank_pb2.HoldKvResponse()).result(LIMIT_S)
         status, log = processes[0].end()
         assert (status, "rank 2 (127.0.0.1) is lost" in log) == (1, True), log
 
@@ -233,7 +301,9 @@ def worker_and_rank(model_dir: Path) -> Iterator[tuple[subprocess.Popen[str], Ra
 def test_a_killed_leader_ends_the_rank(checkpoint: Checkpoint) -> None:
     with worker_and_rank(checkpoint("llama")) as (worker, rank):
         worker.kill()
+        killed_s = time.monotonic()
         status, log = rank.end()
+        assert time.monotonic() - killed_s < END_S
         assert (status, "the leader is lost, exiting" in log) == (1, True), log
 
 
@@ -254,8 +324,8 @@ async def gathering(model_dir: Path, size: int = 2) -> AsyncIterator[tuple[RankL
     """A leader that waits for its ranks."""
     ranks = listener(size)
     wanted = settings(model_dir, tensor_parallel=size)
-    fingerprint = kv_layout(resolve(wanted)[1], wanted).model_fingerprint
-    gathered = asyncio.create_task(asyncio.to_thread(ranks.gather, wanted, fingerprint))
+    layout = kv_layout(resolve(wanted)[1], wanted)
+    gathered = asyncio.create_task(asyncio.to_thread(ranks.gather, wanted, layout))
     try:
         yield ranks, gathered
     finally:
@@ -309,14 +379,52 @@ async def test_a_rank_that_is_taken_is_free_again_once_it_leaves(checkpoint: Che
 
 async def test_missing_ranks_are_named(checkpoint: Checkpoint) -> None:
     ranks = listener(4, timeout_s=0.1)
+    wanted = settings(checkpoint("llama"))
+    layout = kv_layout(resolve(wanted)[1], wanted)
     with pytest.raises(WorkerLost, match=r"ranks 1, 2, 3 of 4 not joined at 127.0.0.1:\d+ within rank_timeout_s 0.1"):
-        await asyncio.to_thread(ranks.gather, settings(checkpoint("llama")), "")
+        await asyncio.to_thread(ranks.gather, wanted, layout)
     await asyncio.to_thread(ranks.close)
 
 
 async def test_no_leader(checkpoint: Checkpoint) -> None:
     with pytest.raises(WorkerLost, match=r"rank 1 could not join 127.0.0.1:1 within leader_timeout_s 0.2"):
         await joining._dial(rank_settings(1, checkpoint("llama")))
+
+
+async def test_notes_have_limits(checkpoint: Checkpoint) -> None:
+    async with gathering(checkpoint("llama")) as (ranks, gathered):
+        member = await joining._dial(rank_settings(ranks.port, checkpoint("llama")))
+        await gathered
+        joined = joining.Member(member, rank_settings(ranks.port, checkpoint("llama")))
+        with pytest.raises(InvalidRequest, match="a note of 65537 bytes is over the limit of 65536"):
+            await asyncio.to_thread(joined._put_note, "k", bytes(1 << 16))
+        for number in range(32):
+            ranks._put_note(str(number), b"")
+        await asyncio.to_thread(joined._put_note, "31", b"again")
+        with pytest.raises(InvalidRequest, match="32 notes are written, and 2 ranks need no more"):
+            await asyncio.to_thread(joined._put_note, "32", b"")
+        await member.channel.close()
+
+
+async def test_memory_that_others_have_taken_meanwhile_is_no_wrong_setting(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker then ends with status 1 and is started again."""
+    memory = KVMemorySettings(ledger=str(tmp_path))
+    wanted = settings(checkpoint("llama"), tensor_parallel=2, num_blocks=None, max_blocks=8, kv_memory=memory)
+    own = OwnMemoryRank(wanted, 1, NoteStore(lambda *_: None, lambda _: b""))
+    num_blocks = own.fitting_blocks()
+    none_left = replace(device_memory(torch.device("cpu")), free_bytes=0)
+    monkeypatch.setattr("engine.kv_memory.device_memory", lambda _: none_left)
+    with pytest.raises(WorkerBusy, match=r"others have taken memory since it was counted: .* are left") as taken:
+        own.allocate(num_blocks)
+    async with gathering(checkpoint("llama")) as (ranks, gathered):
+        rank = rank_settings(ranks.port, checkpoint("llama"))
+        joined = joining.Member(await joining._dial(rank), rank)
+        await gathered
+        assert await joined._fail(taken.value, asyncio.create_task(joined._read())) == 1
+        assert isinstance(ranks._lost, WorkerLost)
+        assert str(ranks._lost).startswith("rank 1 (127.0.0.1): others have taken memory")
 
 
 async def test_a_rank_of_an_earlier_run_disturbs_nothing(checkpoint: Checkpoint) -> None:

@@ -1,9 +1,12 @@
 """Meshes whose workers have ranks and stages answer as a mesh without, to the bit, also when ranks are killed."""
 
 import asyncio
+import itertools
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,7 +25,9 @@ from tests.waiting import until
 
 NUM_STREAMS = 6
 NUM_TOKENS = 420  # enough that no stream ends before all have begun
-NUM_KILLS = 40
+NUM_KILLS = int(os.environ.get("TANDEM_RANK_KILLS", "40"))
+PAUSES_S = {"slowed": (0.05,) * 40, "stopped": (2.0,)}
+"""For so long the rank is stopped, again and again, with a pause as long between."""
 
 Request = dict[str, Any]
 Ranked = tuple[MeshProcess, tandem.AsyncClient]
@@ -159,6 +164,44 @@ async def test_a_stopped_rank_is_a_stall_and_ends_its_worker(checkpoint: Callabl
         logs = "".join(path.read_text() for path in running.log_dir.glob("decode*.log"))
     for event in ("engine stalled", "engine wedged, exiting"):
         assert f'"event": "{event}"' in logs
+
+
+def pause_rank(running: MeshProcess, role: str, pauses_s: Sequence[float]) -> threading.Thread:
+    """Stop a rank of the role's worker for a moment, several times, on the thread that is returned."""
+    pid = ranks_of(running, role)[0]
+
+    def pause() -> None:
+        for pause_s in pauses_s:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(pause_s)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(pause_s)
+
+    pausing = threading.Thread(target=pause)
+    pausing.start()
+    return pausing
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+async def test_ranks_that_are_slowed_or_stopped_only_take_longer(
+    checkpoint: Callable[[str], Path], tmp_path: Path, evidence: Evidence
+) -> None:
+    num_wrong = 0
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, STAGES, TWO) as (running, client):
+        expected = await ask(client, requests())
+        pids = sorted((*running.pids("rank_worker"), *running.pids("decode_worker"), *running.pids("prefill_worker")))
+        for role, pauses_s in itertools.product(("prefill", "decode"), PAUSES_S.values()):
+            hit, pausing = await stream_and_hit(client, requests(), partial(pause_rank, running, role, pauses_s))
+            await asyncio.to_thread(pausing.join)
+            num_wrong += sum(
+                [event.token for event in events] != list(tokens) for events, tokens in zip(hit, expected, strict=True)
+            )
+        await pools_are_whole(client)
+        after = sorted((*running.pids("rank_worker"), *running.pids("decode_worker"), *running.pids("prefill_worker")))
+    assert after == pids, "a worker was started again"
+    measured = f"{num_wrong} of {2 * len(PAUSES_S) * NUM_STREAMS}"
+    evidence("R6", "streams not exact while a rank is slowed or stopped", measured, target="0", ok=num_wrong == 0)
 
 
 @pytest.mark.soak

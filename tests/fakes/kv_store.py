@@ -54,18 +54,22 @@ class Gate:
 
 
 class FakeKVStore:
-    """Random KV from `seed`, or zeros. `written` counts writes of each (layer, block)."""
+    """Random KV from `seed`, or zeros, of `span`: by default the whole model's. `written` counts writes of each
+    (layer, block).
+    """
 
-    def __init__(self, layout: KVLayout = TINY, num_blocks: int = 16, seed: int | None = None) -> None:
+    def __init__(
+        self, layout: KVLayout = TINY, num_blocks: int = 16, seed: int | None = None, span: KVSpan | None = None
+    ) -> None:
         self.layout = layout
-        self.span = layout.whole
+        self.span = span or layout.whole
         row = layout.row_bytes * layout.unit_tokens
         units = layout.block_size // layout.unit_tokens
-        shape = (layout.num_layers, 2, num_blocks, units, layout.num_kv_heads, row)
+        shape = (self.span.layers.count, 2, num_blocks, units, self.span.heads.count, row)
         self.data = np.zeros(shape, np.uint8)
         if seed is not None:
             self.data[:] = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
-        self.written = np.zeros((layout.num_layers, num_blocks), np.int64)
+        self.written = np.zeros((self.span.layers.count, num_blocks), np.int64)
         self.reading = Gate()
         self.writing = Gate()
 

@@ -202,7 +202,12 @@ async def test_the_network_is_not_used_unless_it_is_trusted(tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("store", "message"),
-    [({}, "has not told 0/1"), ({"0/1": b""}, "has not told 0/1"), ({"0/1": b"nonsense"}, "gloo: ")],
+    [
+        ({}, "has not told 0/1"),
+        ({"0/1": b""}, "has not told 0/1"),
+        ({"0/1": b"nonsense"}, "gloo: "),
+        ({"0/1": bytes(1 << 16)}, "the other side has told 65539 bytes; the limit is 65536"),
+    ],
 )
 async def test_a_receiver_that_answers_nonsense_is_avoided(
     tmp_path: Path, store: Mapping[str, bytes], message: str
@@ -229,6 +234,7 @@ async def test_a_receiver_that_answers_nonsense_is_avoided(
         ("a-1", {"0/0": b"nonsense"}),
         ("a-1", {"0/0": os.urandom(170)}),
         ("a-1", {"another": b"x"}),
+        ("a-1", {"0/0": bytes(1 << 16)}),
     ],
 )
 async def test_offers_of_nonsense_end_that_transfer_only(pair: Pair, name: str, store: Mapping[str, bytes]) -> None:

@@ -12,7 +12,15 @@ from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.scheduler import Scheduler
 from engine.settings import SchedulerConfig
 from engine.speculation.speculator import Speculator
-from kvtransfer import KVReceiver, KVSender, KvTransferServicer, ReceiverCallbacks, TransferSettings
+from kvtransfer import (
+    KVReceiver,
+    KVSender,
+    KvTransferServicer,
+    RankedReceiver,
+    RankedSender,
+    ReceiverCallbacks,
+    TransferSettings,
+)
 from mesh.rpc.credentials import Credentials, MeshKey, TlsIdentity
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import decode_pb2_grpc, prefill_pb2_grpc
@@ -119,10 +127,12 @@ async def worker_rig(
             lambda *commit: decode_service.on_committed(*commit),
             lambda *failure: decode_service.on_transfer_failed(*failure),
         )
-        receiver = KVReceiver(decode.runner.store, INCARNATION, receiver_callbacks, settings)
+        receiver = RankedReceiver(
+            lambda callbacks: KVReceiver(decode.runner.store, INCARNATION, callbacks, settings), (), receiver_callbacks
+        )
         prefill_service = PrefillService(
             prefill_engine,
-            sender,
+            RankedSender(sender),
             block_size=FAKE_LAYOUT.block_size,
             is_draining=draining.is_set,
             metrics=prefill_metrics,
@@ -138,7 +148,7 @@ async def worker_rig(
         prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(prefill_service), prefill_server.grpc)
         decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
         decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(decode_service, INCARNATION), decode_server.grpc)
-        KvTransferServicer(receiver).register(decode_server.grpc)
+        KvTransferServicer(receiver.own).register(decode_server.grpc)
         for engine in (prefill_engine, decode_engine):
             engine.start()
             stack.push_async_callback(engine.stop)

@@ -1,19 +1,24 @@
 """`tandem up --partition`: what is written before the start, and what is refused."""
 
 import json
+import os
+import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from checkpoint.partition import read_partition
 from engine.kernels.cpu.machine import why_no_loops
-from engine.partition import read_partition
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.cores import CoreAssignment
 from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment
 from tandem_cli.display import Display
+from tandem_cli.main import _exit
 from tandem_cli.partitioned import with_partition
 from tandem_cli.up_settings import UpSettings
 
@@ -69,3 +74,29 @@ def test_the_reason_of_a_failure_is_told(prepared: Prepared, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigurationError, match=r"^an encoder-decoder model cannot be partitioned"):
         with_partition(prepared(tmp_path), {}, DISPLAY)
+
+
+def test_a_signal_ends_the_child_and_waits_for_it(
+    tmp_path: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 600")
+    program.chmod(0o700)
+    children: list[subprocess.Popen[str]] = []
+    communicate: Any = subprocess.Popen.communicate
+
+    def end_and_communicate(process: subprocess.Popen[str]) -> Any:
+        children.append(process)
+        if len(children) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return communicate(process)
+
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr(subprocess.Popen, "communicate", end_and_communicate)
+    handler = signal.signal(signal.SIGTERM, _exit)
+    try:
+        with pytest.raises(SystemExit):
+            with_partition(prepared(tmp_path), {}, DISPLAY)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert [child.returncode for child in children] == [-signal.SIGTERM] * 2

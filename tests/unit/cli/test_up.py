@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from checkpoint.partition import MANIFEST
 from gateway.handler.__main__ import HandlerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.probe import ProbeSettings
@@ -270,6 +271,27 @@ def test_workers_have_ranks_and_cores_for_them(
     repaired("F5", "tensor_parallel_degree=2, SM_NUM_GPUS=2: each worker has two ranks, with cores for both")
 
 
+def test_the_ranks_of_a_partition_have_cores(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not known before the model is partitioned how many `max` are."""
+    out = tmp_path / "out"
+
+    def write(arguments: Sequence[str], python_path: str) -> str:
+        files = [{"name": f"rank-{rank}-of-3.safetensors", "num_bytes": 1, "xxh3": ""} for rank in range(3)]
+        manifest = {"version": 2, "weights_digest": "00", "quantize": "none", "files": files}
+        out.mkdir()
+        (out / MANIFEST).write_text(json.dumps(manifest | {"tensor_parallel": 3, "pipeline_parallel": 1}))
+        return ""
+
+    monkeypatch.setattr("tandem_cli.partitioned._run", write)
+    for module in ("up", "deployment"):
+        monkeypatch.setattr(f"tandem_cli.{module}.available_cores", lambda: range(8))
+    deployment, _ = prepared("--partition", str(out), "--tensor-parallel", "max")
+    assert [len(worker.cores) for worker in deployment.workers("127.0.0.1:1")] == [3, 3]
+    assert [deployment.models[0].cores.prefill_ranks, deployment.models[0].cores.decode_ranks] == [(3,), (3,)]
+
+
 @pytest.mark.parametrize(
     ("flags", "environ", "said"),
     [
@@ -291,6 +313,21 @@ def test_a_wrong_degree_is_refused(
     message = refusal(capsys, *flags)
     assert said in message
     assert "must be at least 1, or max" in message
+
+
+@pytest.mark.parametrize(("host", "decode_host"), [("10.0.0.1", "10.0.0.1"), ("127.0.0.1", "127.0.0.1")])
+def test_decode_workers_listen_where_ranks_of_prefill_workers_reach_them(
+    prepared: Prepared, host: str, decode_host: str
+) -> None:
+    listen = ("--set", "prefill.tensor_parallel=2", "--set", f"prefill.rank_listen={host}:5", "--trust-fabric")
+    deployment, launch = prepared(*listen)
+    workers: list[Any] = [deployment.resolve(each, launch.environ) for each in deployment.workers("127.0.0.1:1")]
+    assert [worker.host for worker in workers] == ["127.0.0.1", decode_host]
+
+
+def test_ranks_of_prefill_workers_dial_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    listen = ("--set", "prefill.tensor_parallel=2", "--set", "prefill.rank_listen=0.0.0.0:5", "--trust-fabric")
+    assert "prefill.rank_listen must name an address of this machine, not 0.0.0.0" in refusal(capsys, *listen)
 
 
 def test_rope_of_tgi_and_lmi_reaches_workers_and_router(

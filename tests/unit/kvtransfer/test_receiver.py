@@ -128,9 +128,9 @@ async def test_other_blocks_than_reserved(bench: Bench, change: dict[str, int]) 
 
 
 async def test_other_heads_than_held_here(bench: Bench) -> None:
-    part = replace(bench.opening.span, heads=Span(0, 1))
+    part = replace(bench.opening.span, heads=Span(1, 2))
     with pytest.raises(
-        LayoutMismatch, match=r"KV heads 0\.\.1 are expected here, the sender offers .* KV heads 0\.\.0"
+        LayoutMismatch, match=r"KV heads 0\.\.1 are expected here, the sender offers .* KV heads 1\.\.2"
     ):
         await bench.run(replace(bench.opening, span=part))
     assert [transfer_id for transfer_id, _ in bench.outcomes.failed] == ["transfer"]

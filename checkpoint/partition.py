@@ -1,0 +1,81 @@
+"""The manifest of a model that is partitioned ahead of time; `engine/partition.py` has the weights."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
+
+MANIFEST = "tandem-partition.json"
+VERSION = 2
+"""Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/packing.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """The weights of a rank."""
+
+    name: str
+    num_bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A partitioned model. `weights_digest` identifies the weights of the checkpoint that it was made of."""
+
+    folder: Path
+    weights_digest: str
+    quantize: str
+    degrees: Degrees
+    files: tuple[RankFile, ...]
+
+    @property
+    def identity(self) -> str:
+        """Equal for all processes that map these files, whatever path they see them under."""
+        status = (self.folder / MANIFEST).stat()
+        return f"{status.st_dev}:{status.st_ino}"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def require(self, degrees: Degrees, quantize: str) -> None:
+        """Raise ConfigurationError unless the partition is for these settings."""
+        if (degrees, quantize) != (self.degrees, self.quantize):
+            raise ConfigurationError(
+                f"{self.folder} is partitioned for {_described(self.degrees, self.quantize)}, not for "
+                f"{_described(degrees, quantize)}: set these, serve the original checkpoint, or run `tandem partition` "
+                "again"
+            )
+
+
+def read_partition(model_dir: Path) -> Partition | None:
+    """The partition in a folder, or None if it holds a checkpoint. Raises ConfigurationError."""
+    path = model_dir / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+    try:
+        if manifest["version"] != VERSION:
+            raise ConfigurationError(
+                f"{model_dir} was partitioned in version {manifest['version']} of the format, not {VERSION}: "
+                "run `tandem partition` again"
+            )
+        files = tuple(RankFile(**file) for file in manifest["files"])
+        if any(Path(file.name).name != file.name for file in files):
+            raise ConfigurationError(f"{path} names a file outside its folder")
+        degrees = Degrees(manifest["tensor_parallel"], manifest["pipeline_parallel"])
+        if degrees.num_ranks != len(files):
+            raise ConfigurationError(f"{path} names {len(files)} files for {degrees.num_ranks} ranks")
+        return Partition(model_dir, manifest["weights_digest"], manifest["quantize"], degrees, files)
+    except (KeyError, TypeError) as error:
+        raise ConfigurationError(f"{path} is not the manifest of a partitioned model: {error!r}") from error
+
+
+def _described(degrees: Degrees, quantize: str) -> str:
+    return f"tensor_parallel {degrees.tensor}, pipeline_parallel {degrees.pipeline} and quantize {quantize}"

@@ -1,0 +1,324 @@
+"""KV that lies in other ranks of the worker: transfers are theirs, and the leader tells them which.
+
+    PrefillService ──▶ RankedSender    a flow from each rank to each rank of the decode worker that needs some of its KV
+    DecodeService  ──▶ RankedReceiver  each rank takes its part; committed once all have theirs
+
+KV goes from rank to rank, as described in `__init__.py`; a flow is one such conversation. The requests to a rank go
+over the connection of `protos/mesh/v1/rank.proto`. The worker ends if it loses a rank.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
+from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
+from kvtransfer.sender import KVSender, OutgoingTransfer
+from kvtransfer.transfer_checks import ExpectedTransfer
+from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
+from mesh.domain.host import is_loopback
+from mesh.domain.kv import Flow, KVSpan, Span, flows
+from mesh.domain.tokens import SampledToken
+from mesh.domain.worker import KVEndpoint
+from mesh.v1 import rank_pb2
+from mesh.wire import span_to_proto, token_from_proto, token_to_proto
+
+
+class RankKV(Protocol):
+    """The connection to another rank. Plug point: worker.rank_link.RankLink."""
+
+    @property
+    def span(self) -> KVSpan:
+        """The part of the model's KV that the rank holds."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """The address of its machine as the leader sees it."""
+        ...
+
+    def ask(self, request: rank_pb2.HoldKvResponse) -> "Future[rank_pb2.HoldKvRequest]":
+        """Number the request and send it. The result raises the MeshError with which it failed, and WorkerLost if the
+        rank is lost.
+        """
+        ...
+
+    def tell(self, request: rank_pb2.HoldKvResponse) -> None:
+        """Send a request that has no answer."""
+        ...
+
+
+class SendingFlow(Protocol):
+    """One flow of an outgoing transfer. Plug point: OutgoingTransfer, and `RankFlow`."""
+
+    def announce(self, blocks: Span, layers: Span) -> None: ...
+
+    def finish(self, num_tokens: int, first_token: SampledToken) -> None: ...
+
+    async def ended(self) -> TransferResult: ...
+
+    async def abort(self) -> None: ...
+
+
+class RankFlow:
+    """A flow from another rank. The methods are those of OutgoingTransfer, on the event loop."""
+
+    def __init__(self, rank: RankKV, spec: TransferSpec) -> None:
+        self._rank = rank
+        request = rank_pb2.HoldKvResponse(
+            send=rank_pb2.KvSend(
+                transfer_id=spec.transfer_id,
+                attempt=spec.attempt,
+                address=spec.address,
+                receiver_incarnation=spec.receiver_incarnation,
+                block_ids=spec.block_ids,
+                first_block=spec.first_block,
+                span=span_to_proto(spec.span),
+            )
+        )
+        self._answer = _answer(rank.ask(request))
+        self._number = request.number
+
+    def announce(self, blocks: Span, layers: Span) -> None:
+        announced = rank_pb2.KvAnnounce(
+            send=self._number,
+            first_block=blocks.first,
+            num_blocks=blocks.count,
+            first_layer=layers.first,
+            num_layers=layers.count,
+        )
+        self._rank.tell(rank_pb2.HoldKvResponse(announce=announced))
+
+    def finish(self, num_tokens: int, first_token: SampledToken) -> None:
+        finished = rank_pb2.KvFinish(send=self._number, num_tokens=num_tokens, first_token=token_to_proto(first_token))
+        self._rank.tell(rank_pb2.HoldKvResponse(finish=finished))
+
+    async def ended(self) -> TransferResult:
+        sent = (await asyncio.shield(self._answer)).sent
+        return TransferResult(sent.transport, sent.num_bytes, sent.num_chunks)
+
+    async def abort(self) -> None:
+        if not self._answer.done():
+            await _abort(self._rank, self._number)
+
+
+class OutgoingFlows:
+    """A transfer of several flows, each of its part of the KV. The methods are those of OutgoingTransfer, on the event
+    loop. If one flow fails, all are aborted.
+    """
+
+    def __init__(self, parts: Mapping[KVSpan, SendingFlow]) -> None:
+        self._parts = parts
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(_retrieved)
+
+    def announce(self, blocks: Span, layers: Span) -> None:
+        for span, part in self._parts.items():
+            if (of_part := layers.intersection(span.layers)) is not None:
+                part.announce(blocks, of_part)
+
+    async def commit(self, num_tokens: int, first_token: SampledToken) -> TransferResult:
+        for part in self._parts.values():
+            part.finish(num_tokens, first_token)
+        return await self.ended()
+
+    async def ended(self) -> TransferResult:
+        return await asyncio.shield(self._task)
+
+    async def abort(self) -> None:
+        await asyncio.gather(*(part.abort() for part in self._parts.values()))
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> TransferResult:
+        try:
+            results = await asyncio.gather(*(part.ended() for part in self._parts.values()))
+        except MeshError:
+            await asyncio.gather(*(part.abort() for part in self._parts.values()))
+            raise
+        return TransferResult(
+            "+".join(sorted({result.transport for result in results})),
+            sum(result.num_bytes for result in results),
+            sum(result.num_chunks for result in results),
+        )
+
+
+class RankedSender:
+    """Sends the KV of all ranks. `own` sends that of this process."""
+
+    def __init__(self, own: KVSender, ranks: Sequence[RankKV] = ()) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    @property
+    def whole(self) -> KVSpan:
+        """All KV of the model."""
+        return self._own.layout.whole
+
+    def receivers(self, address: str, endpoints: Sequence[KVEndpoint]) -> tuple[KVEndpoint, ...]:
+        """The ranks of a decode worker that take KV: these, or, if there are none, the process at `address` takes all.
+        Raises LayoutMismatch if the ranks here lack KV that one of them needs, or cannot reach it.
+        """
+        receivers = tuple(endpoints) or (KVEndpoint(address, self.whole),)
+        for flow in self._flows_to(receivers):
+            to = receivers[flow.target].address
+            host = self._ranks[flow.source - 1].host if flow.source else ""
+            if host and not is_loopback(host) and is_loopback(to.rpartition(":")[0]):
+                raise LayoutMismatch(
+                    f"the rank at {host} sends its KV by itself and cannot reach the decode worker's {to}: give that "
+                    "worker a host that other machines reach"
+                )
+        return receivers
+
+    def open(self, spec: TransferSpec, receivers: Sequence[KVEndpoint]) -> "Outgoing":
+        """Start a transfer of `spec` to the ranks of a decode worker, each of which gets its part. Later errors are
+        raised by `commit`.
+        """
+        parts: dict[KVSpan, SendingFlow] = {}
+        for flow in self._flows_to(receivers):
+            part = replace(spec, address=receivers[flow.target].address, span=flow.span)
+            own = self._own.open(part) if flow.source == 0 else None
+            if own is not None and part.span == self.whole:
+                return own  # the only one
+            parts[flow.span] = own or RankFlow(self._ranks[flow.source - 1], part)
+        return OutgoingFlows(parts)
+
+    async def close(self) -> None:
+        await self._own.close()
+
+    def _flows_to(self, receivers: Sequence[KVEndpoint]) -> tuple[Flow, ...]:
+        spans = (self._own.span, *(rank.span for rank in self._ranks))
+        return flows(spans, [receiver.span for receiver in receivers])
+
+
+Outgoing = OutgoingTransfer | OutgoingFlows
+
+
+@dataclass(slots=True)
+class _Expected:
+    """A transfer that comes to several ranks. `own`: the token that came with this process's part. `parts`: other ranks
+    with the numbers of their requests.
+    """
+
+    own: "asyncio.Future[SampledToken]"
+    parts: list[tuple[RankKV, int]] = field(default_factory=list)
+    is_aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    task: "asyncio.Task[None] | None" = None
+
+
+class RankedReceiver:
+    """Receives KV into all ranks; methods and callbacks are those of KVReceiver. `open_own` makes this process's."""
+
+    def __init__(
+        self, open_own: Callable[[ReceiverCallbacks], KVReceiver], ranks: Sequence[RankKV], callbacks: ReceiverCallbacks
+    ) -> None:
+        own_callbacks = ReceiverCallbacks(self._on_own_committed, self._on_own_failed)
+        self.own = open_own(own_callbacks if ranks else callbacks)
+        self._ranks = ranks
+        self._callbacks = callbacks
+        self._expected: dict[str, _Expected] = {}
+
+    async def expect(self, expected: ExpectedTransfer) -> None:
+        """Returns when all ranks let the transfer come. Raises ValueError like KVReceiver, and WorkerLost."""
+        if expected.transfer_id in self._expected:
+            raise ValueError(f"transfer {expected.transfer_id} is expected already")
+        self.own.expect(expected)
+        if not self._ranks:
+            return
+        transfer = _Expected(asyncio.get_running_loop().create_future())
+        self._expected[expected.transfer_id] = transfer
+        registered, tokens = [], [transfer.own]
+        for rank in self._ranks:
+            request = rank_pb2.HoldKvResponse(expect=_expect_to_proto(expected))
+            registered.append(_answer(rank.ask(request)))
+            transfer.parts.append((rank, request.number))
+            collected = rank.ask(rank_pb2.HoldKvResponse(collect=rank_pb2.KvCollect(expect=request.number)))
+            tokens.append(asyncio.ensure_future(_first_token(_answer(collected))))
+        transfer.task = asyncio.create_task(self._follow(expected.transfer_id, transfer, tokens))
+        await asyncio.gather(*registered)
+
+    async def abort(self, transfer_id: str) -> None:
+        transfer = self._expected.get(transfer_id)
+        if transfer is None or transfer.task is None:
+            await self.own.abort(transfer_id)
+            return
+        transfer.is_aborted.set()
+        await asyncio.wait([transfer.task])
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._expected)))
+        await self.own.close()
+
+    async def _follow(
+        self, transfer_id: str, transfer: _Expected, tokens: "Sequence[asyncio.Future[SampledToken]]"
+    ) -> None:
+        """Report the transfer once all parts are committed, or, if one fails, once nothing writes to any."""
+        parts = asyncio.gather(*tokens)
+        parts.add_done_callback(_retrieved)
+        aborted = asyncio.create_task(transfer.is_aborted.wait())
+        either: list[asyncio.Future[Any]] = [parts, aborted]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        aborted.cancel()
+        outcome: SampledToken | MeshError = TransferFailed("the transfer was aborted by its receiver")
+        if not transfer.is_aborted.is_set():
+            try:
+                outcome = _agreed(await parts)
+            except MeshError as error:
+                outcome = error
+        if isinstance(outcome, MeshError):
+            stops = (_abort(rank, number) for rank, number in transfer.parts)
+            await asyncio.gather(self.own.abort(transfer_id), *stops)
+        transfer.own.cancel()
+        del self._expected[transfer_id]
+        if transfer.is_aborted.is_set():
+            return
+        if isinstance(outcome, MeshError):
+            self._callbacks.on_failed(transfer_id, outcome)
+        else:
+            self._callbacks.on_committed(transfer_id, outcome)
+
+    def _on_own_committed(self, transfer_id: str, first_token: SampledToken) -> None:
+        self._expected[transfer_id].own.set_result(first_token)
+
+    def _on_own_failed(self, transfer_id: str, error: MeshError) -> None:
+        self._expected[transfer_id].own.set_exception(error)
+
+
+def _expect_to_proto(expected: ExpectedTransfer) -> rank_pb2.KvExpect:
+    return rank_pb2.KvExpect(
+        transfer_id=expected.transfer_id,
+        attempt=expected.attempt,
+        block_ids=expected.block_ids,
+        first_block=expected.first_block,
+        num_tokens=expected.num_tokens,
+    )
+
+
+def _agreed(tokens: Sequence[SampledToken]) -> SampledToken:
+    """The token that came with all parts. Raises TransferCorrupt."""
+    if len(ids := {token.id for token in tokens}) > 1:
+        raise TransferCorrupt(f"the parts of the transfer bring first tokens {sorted(ids)}")
+    return tokens[0]
+
+
+async def _first_token(answer: "asyncio.Future[rank_pb2.HoldKvRequest]") -> SampledToken:
+    return token_from_proto((await answer).first_token)
+
+
+def _answer(future: "Future[rank_pb2.HoldKvRequest]") -> "asyncio.Future[rank_pb2.HoldKvRequest]":
+    answer = asyncio.wrap_future(future)
+    answer.add_done_callback(_retrieved)
+    return answer
+
+
+def _retrieved(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()  # marks the exception as retrieved
+
+
+async def _abort(rank: RankKV, number: int) -> None:
+    """End what was asked. Returns when no thread of the rank touches its blocks; a lost rank touches none."""
+    with suppress(MeshError):
+        await asyncio.wrap_future(rank.ask(rank_pb2.HoldKvResponse(abort=rank_pb2.KvAbort(request=number))))

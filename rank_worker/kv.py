@@ -1,0 +1,197 @@
+"""The rank's part of KV transfers. The leader says what comes and what goes; KV itself goes from rank to rank."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from engine.kv_cache import KVCache
+from kvtransfer import (
+    SERVICE_NAME,
+    ExpectedTransfer,
+    KVReceiver,
+    KVSender,
+    KvTransferServicer,
+    OutgoingTransfer,
+    ReceiverCallbacks,
+    TransferSettings,
+    TransferSpec,
+)
+from mesh import wire
+from mesh.domain.errors import MeshError, TransferFailed, WorkerLost
+from mesh.domain.kv import Span
+from mesh.domain.tokens import SampledToken
+from mesh.rpc.server import Listen, Server
+from mesh.v1 import rank_pb2
+from rank_worker.settings import RankSettings
+from worker.rank_link import in_address
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    transfer_id: str
+    outcome: "asyncio.Future[SampledToken]"
+
+
+class RankKV:
+    """Does what the leader asks about the KV in `cache`, on the event loop. `host` is this machine's address at which
+    prefill workers reach it. `answer` sends an answer to the leader.
+    """
+
+    def __init__(
+        self, cache: KVCache, settings: RankSettings, host: str, answer: Callable[[rank_pb2.HoldKvRequest], None]
+    ) -> None:
+        self._cache = cache
+        self._settings = settings
+        self._host = host
+        self._answer = answer
+        self._sender: KVSender | None = None
+        self._receiver: KVReceiver | None = None
+        self._server: Server | None = None
+        self._sends: dict[int, OutgoingTransfer] = {}
+        self._expected: dict[int, _Expected] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def handle(self, request: rank_pb2.HoldKvResponse) -> None:
+        """Begin to do it; answers come later. Raises ValueError for a request that the rank does not expect."""
+        number = request.number
+        match request.WhichOneof("request"):
+            case "setup":
+                self._spawn(number, self._set_up(request.setup))
+            case "clear":
+                self._spawn(number, self._clear(list(request.clear.block_ids)))
+            case "expect":
+                self._spawn(number, self._expect(number, request.expect))
+            case "collect":
+                self._spawn(number, self._collect(request.collect.expect))
+            case "send":
+                self._send(number, request.send)
+            case "announce":
+                announced = request.announce
+                if (transfer := self._sends.get(announced.send)) is not None:
+                    blocks = Span(announced.first_block, announced.num_blocks)
+                    transfer.announce(blocks, Span(announced.first_layer, announced.num_layers))
+            case "finish":
+                if (transfer := self._sends.get(request.finish.send)) is not None:
+                    first_token = wire.token_from_proto(request.finish.first_token)
+                    transfer.finish(request.finish.num_tokens, first_token)
+            case "abort":
+                self._spawn(number, self._abort(request.abort.request))
+            case other:
+                raise ValueError(f"the leader sent {other}")
+
+    async def close(self) -> None:
+        """End all transfers."""
+        if self._sender is not None:
+            await self._sender.close()
+        if self._receiver is not None:
+            await self._receiver.close()
+        if self._server is not None:
+            await self._server.stop(0)
+
+    async def _set_up(self, setup: rank_pb2.KvSetup) -> rank_pb2.HoldKvRequest:
+        credentials = self._settings.load_credentials()
+        settings = TransferSettings(transports=tuple(setup.transports), trust_fabric=self._settings.trust_fabric)
+        if not setup.incarnation:
+            name = f"{setup.worker_id} rank {self._settings.rank}"
+            self._sender = KVSender(self._cache, name, credentials, settings)
+            return rank_pb2.HoldKvRequest()
+        callbacks = ReceiverCallbacks(self._on_committed, self._on_failed)
+        self._receiver = KVReceiver(self._cache, setup.incarnation, callbacks, settings)
+        self._server = Server(Listen(in_address(self._host), 0, credentials.key, tls=credentials.tls))
+        KvTransferServicer(self._receiver).register(self._server.grpc)
+        await self._server.start([SERVICE_NAME])
+        log.info("taking KV", address=self._server.address)
+        return rank_pb2.HoldKvRequest(port=self._server.port)
+
+    async def _clear(self, block_ids: list[int]) -> rank_pb2.HoldKvRequest:
+        await asyncio.to_thread(self._cache.clear_blocks, block_ids)
+        return rank_pb2.HoldKvRequest()
+
+    async def _expect(self, number: int, expect: rank_pb2.KvExpect) -> rank_pb2.HoldKvRequest:
+        assert self._receiver is not None, "the rank is of a prefill worker"
+        self._receiver.expect(
+            ExpectedTransfer(
+                transfer_id=expect.transfer_id,
+                attempt=expect.attempt,
+                block_ids=tuple(expect.block_ids),
+                first_block=expect.first_block,
+                num_tokens=expect.num_tokens,
+            )
+        )
+        outcome: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
+        self._expected[number] = _Expected(expect.transfer_id, outcome)
+        return rank_pb2.HoldKvRequest()
+
+    def _send(self, number: int, send: rank_pb2.KvSend) -> None:
+        assert self._sender is not None, "the rank is of a decode worker"
+        transfer = self._sender.open(
+            TransferSpec(
+                transfer_id=send.transfer_id,
+                attempt=send.attempt,
+                address=send.address,
+                receiver_incarnation=send.receiver_incarnation,
+                block_ids=tuple(send.block_ids),
+                span=wire.span_from_proto(send.span),
+                first_block=send.first_block,
+            )
+        )
+        self._sends[number] = transfer
+        self._spawn(number, self._follow(number, transfer))
+
+    async def _follow(self, number: int, transfer: OutgoingTransfer) -> rank_pb2.HoldKvRequest:
+        try:
+            result = await transfer.ended()
+        finally:
+            del self._sends[number]
+        sent = rank_pb2.KvSent(transport=result.transport, num_bytes=result.num_bytes, num_chunks=result.num_chunks)
+        return rank_pb2.HoldKvRequest(sent=sent)
+
+    async def _abort(self, number: int) -> rank_pb2.HoldKvRequest:
+        if (transfer := self._sends.get(number)) is not None:
+            await transfer.abort()
+        if (expected := self._expected.get(number)) is not None and self._receiver is not None:
+            await self._receiver.abort(expected.transfer_id)
+            if not expected.outcome.done():
+                expected.outcome.set_exception(TransferFailed("the transfer was aborted by its receiver"))
+        return rank_pb2.HoldKvRequest()
+
+    async def _collect(self, number: int) -> rank_pb2.HoldKvRequest:
+        try:
+            first_token = await self._expected[number].outcome
+        finally:
+            del self._expected[number]
+        return rank_pb2.HoldKvRequest(first_token=wire.token_to_proto(first_token))
+
+    def _on_committed(self, transfer_id: str, first_token: SampledToken) -> None:
+        self._outcome_of(transfer_id).set_result(first_token)
+
+    def _on_failed(self, transfer_id: str, error: MeshError) -> None:
+        self._outcome_of(transfer_id).set_exception(error)
+
+    def _outcome_of(self, transfer_id: str) -> "asyncio.Future[SampledToken]":
+        return next(each.outcome for each in self._expected.values() if each.transfer_id == transfer_id)
+
+    def _spawn(self, number: int, work: Coroutine[Any, Any, rank_pb2.HoldKvRequest]) -> None:
+        task = asyncio.create_task(self._run(number, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, number: int, work: Coroutine[Any, Any, rank_pb2.HoldKvRequest]) -> None:
+        try:
+            answer = await work
+        except MeshError as error:
+            answer = _failed(error)
+        except Exception as error:
+            log.error("a request about KV failed", exc_info=error)
+            answer = _failed(WorkerLost(f"{type(error).__name__}: {error}; the rank's log has the details"))
+        answer.number = number
+        self._answer(answer)
+
+
+def _failed(error: MeshError) -> rank_pb2.HoldKvRequest:
+    return rank_pb2.HoldKvRequest(failed=rank_pb2.KvFailed(error=type(error).__name__, reason=str(error)))

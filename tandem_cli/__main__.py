@@ -2,6 +2,7 @@
 
 import sys
 
-from tandem_cli.main import main
+from tandem_cli.main import run_process
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(run_process())

@@ -18,9 +18,10 @@ from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.deployment import find_model
+from tandem_cli.parser import CommandParser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("model", help="model folder, name of a bundled model, or any other source of `tandem up`")
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
     about = "ranks of each stage (1); max: as a worker's --tensor-parallel max"

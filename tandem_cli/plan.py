@@ -36,12 +36,13 @@ from tandem_cli.capacity.prediction import (
 from tandem_cli.capacity.ranks import RankMemory, rank_memory, total
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device, model_size
 from tandem_cli.deployment import find_model
+from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import wide_console
 
 _HERE = "here"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("model", nargs="?", default="tandem-small", help="model folder, or name of a bundled model")
     parser.add_argument(
         "--dtype",

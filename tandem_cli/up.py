@@ -31,6 +31,7 @@ from tandem_cli.child import Launch, Programs, make_log_folder
 from tandem_cli.deployment import Deployment, Overrides, available_cores, find_draft, join_models, prepare_models
 from tandem_cli.display import Display
 from tandem_cli.low_code import LowCode, read_low_code
+from tandem_cli.parser import CommandParser
 from tandem_cli.partitioned import with_partition
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up_settings import ROLES, HandlerChoice, UpSettings, check_names, passed_on, roles_of, split_by_role
@@ -67,7 +68,7 @@ class Trial:
         await client.generate(token_ids=prompt, model=model.name, max_new_tokens=2, ignore_eos=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Declare the settings of `tandem up`, and those of the services under the same names."""
     parser.set_defaults(programs=PROGRAMS)
     parser.add_argument(

@@ -89,7 +89,7 @@ def command(line: str, conversation: Conversation) -> bool:
     elif name == "/system":
         conversation.system = argument.strip()
     else:
-        sys.stderr.write(_HELP + "\n")
+        sys.stderr.write(f"there is no {strip_controls(name)}: {_HELP}\n")
     return True
 
 

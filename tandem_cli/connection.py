@@ -38,7 +38,7 @@ def add_connection_arguments(parser: CommandParser) -> None:
 
 def connection_settings(args: argparse.Namespace) -> ConnectionSettings:
     """The settings from the flags in `args` and from the environment."""
-    names = [setting.name for field in fields(ConnectionSettings) if setting.name in args]
+    names = [field.name for field in fields(ConnectionSettings) if field.name in args]
     flags = [f"{flag_name(name)}={getattr(args, name)}" for name in names]
     return load_settings(ConnectionSettings, flags, prog="client").values
 

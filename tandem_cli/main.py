@@ -50,7 +50,7 @@ COMMANDS = {name: about for commands in GROUPS.values() for name, about in comma
 _MODULES = {"serve": "up"}
 
 _ADVICE = {
-    "ConnectionFailed": "is the mesh running? see: tandem ps; start one with: tandem up",
+    "ConnectionFailed": "start a mesh with: tandem up; those that run here: tandem ps",
     "Unauthenticated": "set TANDEM_API_KEY",
     "NoWorkers": "see: tandem workers",
     "ModelNotFound": "see: tandem models",
@@ -73,7 +73,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         import tandem
 
-        parser.exit(message=f"tandem {tandem.__version__}\n")
+        sys.stdout.write(f"tandem {tandem.__version__}\n")
+        parser.exit()
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -151,6 +152,8 @@ def run_process() -> int:
     # jobs, and so do they.
     outside = signal.SIG_DFL if handler is signal.default_int_handler else handler
     signal.signal(signal.SIGINT, outside)
+    # gRPC reads this when it is imported. Its own lines about a failed connection say less than the command's.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     args = parse_arguments()
     try:
         signal.signal(signal.SIGINT, handler)

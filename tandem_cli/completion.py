@@ -20,7 +20,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    sys.stdout.write(argcomplete.shellcode(["tandem"], shell=args.shell) + "\n")
+    sys.stdout.write(shellcode(["tandem"], shell=args.shell) + "\n")
     return 0

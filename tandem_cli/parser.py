@@ -19,8 +19,8 @@ class CommandParser(argparse.ArgumentParser):
     With `show_all`, `--help` has rare options too.
     """
 
-    def __init__(self, *args: Any, show_all: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, *, show_all: bool = False, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
         self._show_all = show_all
         self._switches: set[str] = set()
 

@@ -10,7 +10,7 @@ FAST := 'not gpu and not soak'
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ./client -e '.[dev,gateway,redis]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ./client -e '.[dev]'
 	touch $@
 
 demo: .venv/.installed  ## Start a mesh of three processes, ask the bundled model, stop.

@@ -228,10 +228,12 @@ def _degrees(up_flags: Sequence[str], cores: int) -> list[int]:
     from tandem_cli.capacity.ranks import fitting_degrees
     from tandem_cli.deployment import find_model, join_models
     from tandem_cli.main import parse_arguments
+    from tandem_cli.up_arguments import models_of
     from tandem_cli.up_settings import UpSettings
 
     flags = parse_arguments(["up", *up_flags])
-    model = [f"--model={join_models(flags.model)}"] if "model" in flags else []
+    models = models_of(flags)
+    model = [f"--model={join_models(models)}"] if models else []
     settings = load_settings(UpSettings, model, prog="up").values
     if len(split_models(settings.model)) > 1:
         raise ConfigurationError("the preset tensor-parallel measures one model")

@@ -46,11 +46,18 @@ class CommandParser(argparse.ArgumentParser):
         """
         flag = flag_name(setting.name)
         declared = {"default": argparse.SUPPRESS, **flag_options(setting, note), **options}
-        if is_rare and not self._show_all:
-            declared["help"] = argparse.SUPPRESS
         if setting.type is bool:
             self._switches.add(flag)
-        (group or self).add_argument(flag, **declared)
+        if is_rare:
+            self.add_rare(flag, group=group, **declared)
+        else:
+            (group or self).add_argument(flag, **declared)
+
+    def add_rare(self, flag: str, *, group: argparse._ArgumentGroup | None = None, **options: Any) -> None:
+        """Declare an option that only `--help-all` shows."""
+        if not self._show_all:
+            options["help"] = argparse.SUPPRESS
+        (group or self).add_argument(flag, **options)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

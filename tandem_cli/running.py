@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,10 +76,13 @@ class Registration:
 
 
 @contextmanager
-def registered(mesh: RunningMesh) -> Iterator[Registration]:
-    """Register the mesh while the block runs. Raises OSError if its file cannot be written."""
+def registered(mesh: RunningMesh, on_failure: Callable[[str], object]) -> Iterator[Registration]:
+    """Register the mesh while the block runs. `on_failure` gets a message if its file cannot be written."""
     registration = Registration(mesh)
-    registration.write()
+    try:
+        registration.write()
+    except OSError as error:
+        on_failure(f"`tandem ps` will not list this mesh: {error}")
     try:
         yield registration
     finally:

@@ -130,7 +130,7 @@ async def own_mesh(flags: Sequence[str], pace: str = "") -> AsyncIterator[str]:
         log = Path(folder) / "stderr"
         with log.open("w") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", *program, "--port=0", f"--log-dir={folder}", *flags),
+                *(sys.executable, "-m", *program, "--port=0", "--no-http", f"--log-dir={folder}", *flags),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
                 env=os.environ | ({PACE_ENV: pace} if pace else {}),

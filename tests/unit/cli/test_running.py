@@ -42,7 +42,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_a_mesh_is_listed_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with registered(RunningMesh.of_process(os.getpid(), ("small", "large"), tmp_path)) as registration:
+    with registered(RunningMesh.of_process(os.getpid(), ("small", "large"), tmp_path), pytest.fail) as registration:
         assert main(["ps"]) == 0
         assert f"{os.getpid()} small large starting" in " ".join(capsys.readouterr().out.split())
         registration.ready("127.0.0.1:50051", "127.0.0.1:8080")

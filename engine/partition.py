@@ -14,13 +14,16 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from checkpoint.source import FILES
-from engine.models.packed_decoder import PackedDecoder, read_packed, write_packed
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
+
+if TYPE_CHECKING:
+    from engine.models.packed_decoder import PackedDecoder
 
 MANIFEST = "tandem-partition.json"
 _VERSION = 2
@@ -66,8 +69,11 @@ class Partition:
                 "again"
             )
 
-    def read(self, rank: int, degrees: Degrees, quantize: str) -> PackedDecoder:
+    def read(self, rank: int, degrees: Degrees, quantize: str) -> "PackedDecoder":
         """The weights of rank `rank`. Raises ConfigurationError if the partition is another, or broken."""
+        # torch, which a reader of the manifest alone can do without
+        from engine.models.packed_decoder import read_packed
+
         self.require(degrees, quantize)
         file = self.files[rank]
         path = self.folder / file.name
@@ -105,7 +111,13 @@ def read_partition(model_dir: Path) -> Partition | None:
 
 
 def write_partition(
-    model_dir: Path, out: Path, ranks: Iterator[PackedDecoder], *, degrees: Degrees, weights_digest: str, quantize: str
+    model_dir: Path,
+    out: Path,
+    ranks: Iterator["PackedDecoder"],
+    *,
+    degrees: Degrees,
+    weights_digest: str,
+    quantize: str,
 ) -> Partition:
     """Write a partition of the checkpoint in `model_dir`; `ranks` yields the weights of each rank.
 
@@ -139,7 +151,9 @@ def _described(degrees: Degrees, quantize: str) -> str:
     return f"tensor_parallel {degrees.tensor}, pipeline_parallel {degrees.pipeline} and quantize {quantize}"
 
 
-def _write(path: Path, packed: PackedDecoder) -> RankFile:
+def _write(path: Path, packed: "PackedDecoder") -> RankFile:
+    from engine.models.packed_decoder import write_packed
+
     write_packed(path, packed)
     with path.open("rb") as file:
         os.fsync(file.fileno())

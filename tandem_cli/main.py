@@ -6,7 +6,6 @@ command. This module itself imports neither the SDK nor rich, which take longer 
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -80,6 +79,8 @@ class _Version(argparse.Action):
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse `argv`, or the command line of this process. `run` of the result is that of the chosen subcommand."""
     argv = sys.argv[1:] if argv is None else argv
+    # gRPC reads this when it is imported. Its own lines about a failed connection say less than the commands'.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # A shell that completes a command line passes it in a variable.
     words = os.environ["COMP_LINE"].split()[1:] if "COMP_LINE" in os.environ else argv
     chosen = next((word for word in words if not word.startswith("-")), None)
@@ -143,25 +144,6 @@ def execute(args: argparse.Namespace) -> int:
         advice = _ADVICE.get(type(error).__name__)
         return _fail(f"{error}; {advice}" if advice else str(error), 1)
     return status
-
-
-def run_process() -> int:
-    """The command as a process: Ctrl-C ends it without a traceback, whenever it comes."""
-    handler = signal.getsignal(signal.SIGINT)
-    # Python would raise KeyboardInterrupt in whatever is imported or cleaned up. A shell ignores SIGINT in background
-    # jobs, and so do they.
-    outside = signal.SIG_DFL if handler is signal.default_int_handler else handler
-    signal.signal(signal.SIGINT, outside)
-    # gRPC reads this when it is imported. Its own lines about a failed connection say less than the command's.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    args = parse_arguments()
-    try:
-        signal.signal(signal.SIGINT, handler)
-        return execute(args)
-    except KeyboardInterrupt:  # while an error was handled
-        return 130
-    finally:
-        signal.signal(signal.SIGINT, outside)
 
 
 def _fail(message: str, status: int) -> int:

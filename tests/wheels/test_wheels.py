@@ -159,7 +159,8 @@ def test_the_commands_of_the_wheel(mesh: Mesh) -> None:
 
 
 def test_http_of_the_wheel(mesh: Mesh) -> None:
-    with urllib.request.urlopen(mesh.http, timeout=60) as page:
+    browser = urllib.request.Request(mesh.http, headers={"accept": "text/html"})
+    with urllib.request.urlopen(browser, timeout=60) as page:
         assert b"<html" in page.read()
     body = json.dumps({"model": "tandem-small", "messages": [{"role": "user", "content": "What is 17 + 25?"}]})
     headers = {"content-type": "application/json"}

@@ -162,7 +162,8 @@ def test_http_of_the_wheel(mesh: Mesh) -> None:
     browser = urllib.request.Request(mesh.http, headers={"accept": "text/html"})
     with urllib.request.urlopen(browser, timeout=60) as page:
         assert b"<html" in page.read()
-    body = json.dumps({"model": "tandem-small", "messages": [{"role": "user", "content": "What is 17 + 25?"}]})
+    messages = [{"role": "user", "content": "What is 17 + 25?"}]
+    body = json.dumps({"model": "tandem-small", "messages": messages, "temperature": 0})
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{mesh.http}/v1/chat/completions", body.encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:

@@ -10,11 +10,15 @@ WORKDIR /opt/tandem
 RUN python3 -m venv .venv
 ENV PATH=/opt/tandem/.venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
-# Dependencies first: they change less often than the code. PIP_ARGS can name a package index of your own.
+# Dependencies first: they change less often than the code. PIP_ARGS can name a package index of your own. On x86, PyPI
+# has the CUDA build of PyTorch only, of several gigabytes; TORCH_INDEX=https://pypi.org/simple takes that one.
 ARG PIP_ARGS=""
-COPY pyproject.toml constraints.txt README.md ./
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY constraints.txt ./
+RUN pip install -q --no-cache-dir ${PIP_ARGS} --extra-index-url ${TORCH_INDEX} -c constraints.txt torch
+COPY pyproject.toml README.md ./
 COPY client/pyproject.toml client/README.md client/
-RUN pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt ./client '.[gateway,hub,otel,redis,s3]' \
+RUN pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt ./client '.[hub,otel,redis,s3]' \
     && pip uninstall -q -y tandem-client tandem-serve
 
 COPY . .

@@ -10,10 +10,10 @@ FAST := 'not gpu and not soak'
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ./client -e '.[dev,gateway,redis]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ./client -e '.[dev]'
 	touch $@
 
-demo: .venv/.installed  ## Start a mesh of three processes, ask the bundled model, stop.
+demo: .venv/.installed  ## Start a mesh, show confidence, kill a decode worker in the middle of an answer, stop.
 	$(BIN)/python examples/demo.py
 
 up: .venv/.installed  ## Serve the bundled model until Ctrl-C.

@@ -47,6 +47,44 @@ _JSON_SETTINGS = ("rope_scaling", "handler_properties")  # settings with JSON te
 # Names with at least this similarity count as misspellings. No two real settings are so similar, except _ALIKE.
 _NEAR = 0.88
 _ALIKE = frozenset({"router", "routers"})
+_METAVARS = {
+    "per_s": "N",
+    "s": "SECONDS",
+    "timeout": "SECONDS",
+    "bytes": "BYTES",
+    "port": "PORT",
+    "host": "HOST",
+    "hosts": "HOST,...",
+    "address": "HOST:PORT",
+    "listen": "HOST:PORT",
+    "router": "HOST:PORT",
+    "leader": "HOST:PORT",
+    "endpoint": "URL",
+    "url": "URL",
+    "origin": "URL,...",
+    "model": "MODEL",
+    "dir": "FOLDER",
+    "cache": "FOLDER",
+    "ledger": "FOLDER",
+    "partition": "FOLDER",
+    "file": "FILE",
+    "table": "FILE",
+    "cert": "FILE",
+    "key": "FILE",
+    "ca": "FILE",
+    "handler": "FILE",
+    "cpu_list": "CORES",
+    "cores": "CORES",
+    "rope_scaling": "JSON",
+    "tensor_parallel": "N|max",
+    "pipeline_parallel": "N|max",
+    "transports": "NAME,...",
+}
+"""What values are called in `--help`, by the endings of their settings' names."""
+_METAVARS_BY_TYPE: Mapping[object, str] = {int: "N", float: "X", str: "NAME"}
+
+BARE = "true"
+"""The value of a flag without one, as in `--colocated`."""
 
 
 def setting(default: Any, about: str, *, env: Sequence[str] = (), secret: bool = False) -> Any:
@@ -107,7 +145,7 @@ def load_settings(
                 origin = flag_origins.get(f.name, origin)
             values[f.name], origins[f.name] = _convert(f.name, raw, hints[f.name], origin), origin
         elif f.default is MISSING:
-            raise ConfigurationError(f"{f.name} is not set: give {_flag(f.name)} or {_env_names(f)[0]}")
+            raise ConfigurationError(f"{f.name} is not set: give {flag_name(f.name)} or {_env_names(f)[0]}")
         else:
             values[f.name], origins[f.name] = f.default, "default"
     try:
@@ -127,7 +165,7 @@ def _find(
 ) -> tuple[object, str] | None:
     """Return the raw value of field `f` and its origin, None if it is not set."""
     if f.name in flags:
-        return flags[f.name], f"flag {_flag(f.name)}"
+        return flags[f.name], f"flag {flag_name(f.name)}"
     for name in _env_names(f):
         if environ.get(name):  # empty counts as unset
             return environ[name], f"environment {name}"
@@ -137,24 +175,53 @@ def _find(
 
 
 def _env_names(f: Field[object]) -> tuple[str, ...]:
-    return (ENV_PREFIX + f.name.upper(), *f.metadata.get("env", ()))
+    return (env_name(f.name), *f.metadata.get("env", ()))
 
 
-def _flag(name: str) -> str:
+def env_name(name: str) -> str:
+    """The variable of a setting."""
+    return ENV_PREFIX + name.upper()
+
+
+def flag_name(name: str) -> str:
+    """The flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def _parse_flags(cls: type, hints: Mapping[str, object], argv: Sequence[str], prog: str) -> dict[str, str]:
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config", help="TOML file with settings")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     for f in fields(cls):
-        if f.metadata.get("secret"):
-            continue
-        default = "required" if f.default is MISSING else f"default {f.default}"
-        about = f"{f.metadata['about']} ({default}; env {', '.join(_env_names(f))})".replace("%", "%%")
-        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if hints[f.name] is bool else {}
-        parser.add_argument(_flag(f.name), dest=f.name, help=about, metavar="VALUE", **bare)
+        if not f.metadata.get("secret"):
+            note = f"env {', '.join(_env_names(f))}"
+            parser.add_argument(flag_name(f.name), **flag_options(f, note))
     return vars(parser.parse_args(list(argv)))
+
+
+def flag_options(f: Field[Any], note: str = "") -> dict[str, Any]:
+    """Keyword arguments with which argparse declares the flag of setting `f`. `note` is added to its help text."""
+    notes = filter(None, (_describe_default(f), note))
+    about = f"{f.metadata['about']} ({'; '.join(notes)})".removesuffix(" ()").replace("%", "%%")
+    optional_value: dict[str, Any] = {"nargs": "?", "const": BARE} if f.type is bool else {}
+    return {"dest": f.name, "help": about, "metavar": _metavar(f), **optional_value}
+
+
+def _describe_default(f: Field[Any]) -> str:
+    """Empty where the default is nothing: the text about such a setting says what happens then."""
+    if f.default is MISSING:
+        return "required"
+    if f.default is None or f.default == "":
+        return ""
+    return f"default {str(f.default).lower() if isinstance(f.default, bool) else f.default}"
+
+
+def _metavar(f: Field[Any]) -> str:
+    """The name of the value in `--help`, from the ending of the setting's name, else from its type."""
+    if f.type is bool:
+        return "true|false"
+    by_name = (metavar for ending, metavar in _METAVARS.items() if f"_{f.name}".endswith(f"_{ending}"))
+    kinds = [kind for kind in get_args(f.type) or (f.type,) if kind is not type(None)]
+    return next(by_name, "") or _METAVARS_BY_TYPE[kinds[0]]
 
 
 def _refuse_misspelt(environ: Mapping[str, str], names: Collection[str]) -> None:
@@ -176,11 +243,16 @@ def _convert(name: str, raw: object, hint: object, origin: str) -> object:
         raise ConfigurationError(f"{name} must be {kinds[0].__name__}, got {raw!r} (from {origin})") from error
 
 
+def is_bool(text: str) -> bool:
+    """Whether `text` spells a boolean."""
+    return text.lower() in _TRUE | _FALSE
+
+
 def _to_bool(raw: object) -> bool:
-    text = str(raw).lower()
-    if text not in _TRUE | _FALSE:
+    text = str(raw)
+    if not is_bool(text):
         raise ValueError(text)
-    return text in _TRUE
+    return text.lower() in _TRUE
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:

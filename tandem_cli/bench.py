@@ -33,6 +33,7 @@ from tandem_cli.load_test.figures import BURST, Outcome, Record, RunFailed
 from tandem_cli.load_test.jobs import Lengths, read_jobs
 from tandem_cli.load_test.report import Report, describe_machine, num_cores, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
+from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import wide_console
 
 _DEFAULTS = Benchmark()
@@ -48,7 +49,7 @@ _OF_BURST = {
 _INTERRUPTED = 130
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     """Declare the arguments. Options of the benchmark default to None, so that a preset's values stay in force."""
     parser.add_argument("--preset", choices=PRESETS, metavar="NAME", help=f"one of: {', '.join(PRESETS)}")
     parser.add_argument("--list-presets", action="store_true", help="describe each preset and exit")
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results.add_argument("--plot-from", metavar="FILE", help=about)
 
 
-def _add_servers(parser: argparse.ArgumentParser) -> None:
+def _add_servers(parser: CommandParser) -> None:
     servers = parser.add_argument_group("target (default: the mesh at --address)")
     about = "start a mesh with these flags of tandem up; with a preset, add them to the preset's flags"
     servers.add_argument("--up", metavar="FLAGS", help=about)
@@ -193,12 +194,12 @@ def _save(args: argparse.Namespace, report: Report) -> None:
 
 def _arms(args: argparse.Namespace, report: Report) -> Mapping[str, Opener]:
     """The endpoints to measure, by name. Raises ConfigurationError if several flags name one."""
-    targets = [name for name in ("address", "openai", "up") if getattr(args, name) is not None]
+    targets = [name for name in ("address", "openai", "up") if getattr(args, name, None) is not None]
     if len(targets) > 1:
         raise ConfigurationError(f"use only one of {', '.join(f'--{name}' for name in targets)}")
     if args.openai:
         return {"server": partial(openai_endpoint, openai_server(args))}
-    if args.up is None and (args.address or not args.preset):
+    if args.up is None and ("address" in args or not args.preset):
         settings = connection_settings(args)
         options: ClientOptions = {"api_key": settings.api_key, "tls": settings.client_tls}
         return {"mesh": partial(mesh_endpoint, settings.address, args.model, options)}
@@ -227,10 +228,12 @@ def _degrees(up_flags: Sequence[str], cores: int) -> list[int]:
     from tandem_cli.capacity.ranks import fitting_degrees
     from tandem_cli.deployment import find_model, join_models
     from tandem_cli.main import parse_arguments
+    from tandem_cli.up_arguments import models_of
     from tandem_cli.up_settings import UpSettings
 
     flags = parse_arguments(["up", *up_flags])
-    model = [f"--model={join_models(flags.model)}"] if "model" in flags else []
+    models = models_of(flags)
+    model = [f"--model={join_models(models)}"] if models else []
     settings = load_settings(UpSettings, model, prog="up").values
     if len(split_models(settings.model)) > 1:
         raise ConfigurationError("the preset tensor-parallel measures one model")

@@ -24,6 +24,7 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import RunFailed, percentile
+from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import strip_controls, wide_console
 
 CLIENT = "client"
@@ -69,7 +70,7 @@ class PhaseFigures:
     share: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     parser.add_argument("--up", metavar="FLAGS", help='start a mesh to measure: --up="FLAGS of tandem up"')
     parser.add_argument("--model", help="served model (default: the only one)")

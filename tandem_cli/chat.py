@@ -11,6 +11,7 @@ import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem import GenerateArguments
 from tandem_cli.connection import add_connection_arguments, open_client
+from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import Painter, StreamedAnswer, show_answer, strip_controls
 
 _HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit ends"
@@ -39,7 +40,7 @@ class Conversation:
         return [*first, *self.turns]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     parser.add_argument("--model", help="served model (default: the only one)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
@@ -88,7 +89,7 @@ def command(line: str, conversation: Conversation) -> bool:
     elif name == "/system":
         conversation.system = argument.strip()
     else:
-        sys.stderr.write(_HELP + "\n")
+        sys.stderr.write(f"there is no {strip_controls(name)}: {_HELP}\n")
     return True
 
 

@@ -1,10 +1,11 @@
 """Command-line arguments and settings of commands that connect to a running mesh."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import tandem
-from mesh.settings import load_settings, setting
+from mesh.settings import env_name, flag_name, load_settings, setting
+from tandem_cli.parser import CommandParser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,26 +26,20 @@ class ConnectionSettings:
         return self.tls
 
 
-def add_connection_arguments(parser: argparse.ArgumentParser) -> None:
+def add_connection_arguments(parser: CommandParser) -> None:
     """Add `--address` and the TLS flags. The API key is read from the environment only, which other users
     cannot see.
     """
-    about = (
-        "address of the router, or several with commas (default 127.0.0.1:50051; env TANDEM_ADDRESS, TANDEM_API_KEY)"
-    )
-    parser.add_argument("--address", metavar="HOST:PORT", help=about)
-    about = "the router has a certificate of a public CA (env TANDEM_TLS)"
-    parser.add_argument("--tls", action="store_const", const="true", help=about)
-    about = "PEM file: the CA of the router's certificate, or the certificate itself (env TANDEM_TLS_CA)"
-    parser.add_argument("--tls-ca", metavar="FILE", help=about)
-    about = "name in the router's certificate, if not its address (env TANDEM_TLS_NAME)"
-    parser.add_argument("--tls-name", metavar="NAME", help=about)
+    group = parser.add_argument_group("the router", description="An API key comes from the variable TANDEM_API_KEY.")
+    for field in fields(ConnectionSettings):
+        if not field.metadata["secret"]:
+            parser.add_setting(field, group=group, note=f"env {env_name(field.name)}")
 
 
 def connection_settings(args: argparse.Namespace) -> ConnectionSettings:
     """The settings from the flags in `args` and from the environment."""
-    options = {name: getattr(args, name) for name in ("address", "tls", "tls_ca", "tls_name")}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items() if value is not None]
+    names = [field.name for field in fields(ConnectionSettings) if field.name in args]
+    flags = [f"{flag_name(name)}={getattr(args, name)}" for name in names]
     return load_settings(ConnectionSettings, flags, prog="client").values
 
 

@@ -10,10 +10,11 @@ import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem import GenerateArguments
 from tandem_cli.connection import add_connection_arguments, open_client
+from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import Painter, StreamedAnswer, escape_json_controls, show_answer
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
     form = parser.add_mutually_exclusive_group()

@@ -5,14 +5,15 @@ import sys
 
 from mesh.domain.errors import ConfigurationError
 from router.tenants import Priority, Tenant, digest_of, new_key
+from tandem_cli.parser import CommandParser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     about = (
         "create a key: print the key on stderr, once, and its line for the keys file (TANDEM_API_KEYS_FILE) on stdout"
     )
-    new = actions.add_parser("new", help=about, description=about, allow_abbrev=False)
+    new = actions.add_parser("new", help=about, description=about)
     new.add_argument("tenant", metavar="TENANT", help="name of the tenant that gets the key")
     new.add_argument("--operator", action="store_true", help="allow the tenant to list the workers")
     new.add_argument(

@@ -1,7 +1,7 @@
 """Entry point of the `tandem` command. Each subcommand is the module of its name, imported when it is chosen.
 
 `tandem generate` therefore starts without the engine that `tandem plan` measures, and `tandem --help` imports no
-command.
+command. This module itself imports neither the SDK nor rich, which take longer than `--help` may.
 """
 
 import argparse
@@ -11,66 +11,114 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import FrameType
-from typing import NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
-import tandem
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.terminal import strip_controls
+from mesh.settings import suggestion
+from tandem_cli.parser import CommandParser, complete, shows_all
 
-COMMANDS = {
-    "up": 'start a router and workers in the foreground; prints "ready HOST:PORT" on stdout once they serve',
-    "generate": "answer one prompt; tokens are coloured by the model's confidence",
-    "chat": "talk with the model; Ctrl-C stops an answer, Ctrl-D ends the conversation",
-    "workers": "show the workers and their load",
-    "models": "list the served models and their limits",
-    "keys": "create API keys for tenants",
-    "bench": "measure speed under load: latency, throughput, goodput and price, as a table, JSON and plots",
-    "partition": "write a model's weights as workers map them: packed, one file per tensor-parallel rank",
-    "plan": "plan capacity: memory, concurrent users, best-case speed, workers for a load, and cost",
-    "breakdown": "send sample requests and show where their time goes: queue, prefill, transfer, decode, ...",
+GROUPS = {
+    "serve": {
+        "up": "start a mesh on this machine and serve until Ctrl-C",
+        "serve": "the same as up",
+        "ps": "list the meshes that run on this machine",
+        "logs": "show what the services of a mesh have logged",
+        "stop": "stop a mesh",
+    },
+    "ask": {
+        "generate": "answer one prompt; tokens are coloured by the model's confidence",
+        "chat": "talk with the model; Ctrl-C stops an answer, Ctrl-D ends the conversation",
+    },
+    "look inside": {
+        "workers": "show the workers and their load",
+        "models": "list the served models and their limits",
+        "breakdown": "send sample requests and show where their time goes",
+    },
+    "plan and measure": {
+        "plan": "plan capacity: memory, concurrent users, best-case speed, workers, cost",
+        "bench": "measure speed under load: latency, throughput, goodput and price",
+    },
+    "prepare": {
+        "keys": "create API keys for tenants",
+        "partition": "write a model's weights as workers map them, one file per rank",
+        "completion": "print what makes bash, zsh or fish complete tandem's commands and options",
+    },
 }
-"""All subcommands, with their descriptions."""
+"""All subcommands, with their descriptions, as `tandem --help` groups them."""
+
+COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
+
+_MODULES = {"serve": "up"}
 
 _ADVICE = {
-    tandem.ConnectionFailed: "is the mesh running? start it with: tandem up",
-    tandem.Unauthenticated: "set TANDEM_API_KEY",
-    tandem.NoWorkers: "see: tandem workers",
-    tandem.ModelNotFound: "see: tandem models",
-    tandem.Overloaded: "try again a little later",
-    tandem.InternalError: "the services' logs have the details",
+    "ConnectionFailed": "start a mesh with: tandem up; those that run here: tandem ps",
+    "Unauthenticated": "set TANDEM_API_KEY",
+    "NoWorkers": "see: tandem workers",
+    "ModelNotFound": "see: tandem models",
+    "Overloaded": "try again a little later",
+    "InternalError": "see: tandem logs",
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see: {self.prog} --help)\n")
+"""What a user can do about errors of the SDK, by the name of the error."""
 
 
 class Command(Protocol):
     """The interface of a subcommand's module."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: CommandParser) -> None: ...
 
     def run(self, args: argparse.Namespace) -> int:
         """Run the command; returns the exit status."""
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import tandem
+
+        sys.stdout.write(f"tandem {tandem.__version__}\n")
+        parser.exit()
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse `argv`, or the command line of this process. `run` of the result is that of the chosen subcommand."""
     argv = sys.argv[1:] if argv is None else argv
-    chosen = next((word for word in argv if not word.startswith("-")), None)
-    parser = _Parser(prog="tandem", description="Serves large language models with prefill and decode separated.")
-    parser.add_argument("--version", action="version", version=f"tandem {tandem.__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+    # gRPC reads this when it is imported. Its own lines about a failed connection say less than the commands'.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # A shell that completes a command line passes it in a variable.
+    words = os.environ["COMP_LINE"].split()[1:] if "COMP_LINE" in os.environ else argv
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    parser = CommandParser(
+        prog="tandem",
+        usage="tandem COMMAND [OPTIONS]",
+        description="Serves large language models with prefill and decode separated.",
+        epilog=_list_commands(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    subparsers = parser.add_subparsers(prog="tandem", metavar="COMMAND", help=argparse.SUPPRESS)
     for name, about in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=about, description=about, allow_abbrev=False)
+        subparser = subparsers.add_parser(name, description=about, help=about, show_all=shows_all(words))
         if name == chosen:
-            command = cast(Command, import_module(f"tandem_cli.{name}"))
+            command = cast(Command, import_module(f"tandem_cli.{_MODULES.get(name, name)}"))
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)
-    return parser.parse_args(argv)
+    complete(parser)
+    if not argv:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if chosen is not None and chosen not in COMMANDS:
+        parser.error(f"there is no command {chosen!r}{suggestion(chosen, COMMANDS)}")
+    args = parser.parse_args(argv)
+    if chosen is None:
+        parser.error("a command is missing")
+    return args
+
+
+def _list_commands() -> str:
+    """The commands in groups, as argparse cannot print them."""
+    lines: list[str] = []
+    for title, commands in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:11} {about}" for name, about in commands.items()), ""]
+    return "\n".join([*lines, "tandem COMMAND --help describes a command."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,15 +136,19 @@ def execute(args: argparse.Namespace) -> int:
         status: int = args.run(args)
     except ConfigurationError as error:
         return _fail(str(error), 2)
-    except tandem.TandemError as error:
-        advice = _ADVICE.get(type(error))
-        return _fail(f"{error}; {advice}" if advice else str(error), 1)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader of stdout has gone. Redirect stdout, or Python reports an error when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        from tandem import TandemError
+
+        if not isinstance(error, TandemError):
+            raise
+        advice = _ADVICE.get(type(error).__name__)
+        return _fail(f"{error}; {advice}" if advice else str(error), 1)
     return status
 
 
@@ -106,5 +158,7 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _fail(message: str, status: int) -> int:
+    from tandem_cli.terminal import strip_controls
+
     sys.stderr.write(f"tandem: {strip_controls(' '.join(message.split()))}\n")
     return status

@@ -6,10 +6,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem_cli.connection import add_connection_arguments, open_client
+from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import strip_controls, wide_console
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
 
 

@@ -1,4 +1,7 @@
-"""`tandem plan`: memory and best-case speed of a model on a device, and the number of workers that a load needs."""
+"""`tandem plan`: memory and best-case speed of a model on a device, and the number of workers that a load needs.
+
+The engine is imported only to measure this machine and to divide a model among ranks.
+"""
 
 import argparse
 import json
@@ -9,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 from rich.console import Console
@@ -23,7 +27,6 @@ from engine.quantized.config import read_quantization
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Degrees, Span
-from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, probe
 from tandem_cli.capacity.prediction import (
     PREFILL,
     Load,
@@ -34,15 +37,18 @@ from tandem_cli.capacity.prediction import (
     plan_capacity,
     read_measured,
 )
-from tandem_cli.capacity.ranks import RankMemory, rank_memory, total
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device, model_size
 from tandem_cli.deployment import find_model
+from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import wide_console
+
+if TYPE_CHECKING:
+    from tandem_cli.capacity.ranks import RankMemory
 
 _HERE = "here"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("model", nargs="?", default="tandem-small", help="model folder, or name of a bundled model")
     parser.add_argument(
         "--dtype",
@@ -128,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         device = _device(args, precision)
         capacity = Capacity(model_size(config), precision, device.rates(precision), args.memory_share)
         args.batch = batches_to_plan(capacity, load, args.batch)
-        ranks = [] if degrees == Degrees() else rank_memory(config, precision, degrees, _num_threads(args))
+        ranks = [] if degrees == Degrees() else _rank_memory(args, config, precision, degrees)
         measured_ms = _measured_ms(args, model_dir, degrees)
     request = PlanRequest(
         load,
@@ -188,6 +194,14 @@ def _about(partition: Partition) -> dict[str, object]:
     return {"quantize": partition.quantize, "files": len(partition.files), "num_bytes": partition.num_bytes, **degrees}
 
 
+def _rank_memory(
+    args: argparse.Namespace, config: ModelConfig, precision: Precision, degrees: Degrees
+) -> list["RankMemory"]:
+    from tandem_cli.capacity.ranks import rank_memory
+
+    return rank_memory(config, precision, degrees, _num_threads(args))
+
+
 def _device(args: argparse.Namespace, precision: Precision) -> Device:
     numbers = (args.memory, args.bandwidth, args.flops)
     if any(value is not None for value in numbers):
@@ -196,6 +210,8 @@ def _device(args: argparse.Namespace, precision: Precision) -> Device:
         rates = dict.fromkeys((precision.weights, precision.other), args.flops * 1e12)
         return Device("as given", args.memory * 1e9, args.bandwidth * 1e9, rates, "the command line")
     if (args.device or _HERE) == _HERE:
+        from tandem_cli.capacity.measurement import probe
+
         return probe(_num_threads(args)).device()
     return find_device(args.device)
 
@@ -205,6 +221,8 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
     if args.measured is not None:
         times_ms = read_measured(args.measured, args.input_tokens)
     if args.measure:
+        from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
+
         if (args.device or _HERE) != _HERE:
             raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
         if degrees.pipeline > 1:
@@ -252,7 +270,7 @@ def _positive_int(text: str) -> int:
     return value
 
 
-def show(plan: PlanResult, ranks: Sequence[RankMemory], console: Console) -> None:
+def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> None:
     """Print the tables, and the lines between them."""
     model, device = plan["model"], plan["device"]
     console.print(
@@ -312,7 +330,7 @@ def _memory(plan: PlanResult) -> Table:
     return table
 
 
-def _ranks(ranks: Sequence[RankMemory], context_tokens: int) -> Table:
+def _ranks(ranks: Sequence["RankMemory"], context_tokens: int) -> Table:
     columns = ("layers", "KV heads", "weights bytes", "KV bytes/token", f"KV of {context_tokens} tokens", "cores")
     table = _table("rank", *columns)
 
@@ -325,6 +343,8 @@ def _ranks(ranks: Sequence[RankMemory], context_tokens: int) -> Table:
     for rank in ranks:
         add(str(rank.rank), (rank.layers, rank.heads), (rank.weights_bytes, rank.kv_bytes_per_token), rank.cores)
     whole = Span(0, ranks[-1].layers.end), Span(0, ranks[-1].heads.end)
+    from tandem_cli.capacity.ranks import total
+
     add("worker", whole, total(ranks), sum(rank.cores for rank in ranks))
     return table
 

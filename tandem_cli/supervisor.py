@@ -25,6 +25,8 @@ from tandem_cli.display import Display
 
 _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
+_HINT_AFTER_S = 10.0
+_COMPILE_HINT = "the first start compiles kernels for this CPU, which takes a minute or two; later starts take seconds"
 
 Trial = Callable[[str], Coroutine[Any, Any, None]]
 """Sends a request through the router at an address and all parts behind it. Raises TandemError."""
@@ -76,6 +78,7 @@ class Supervisor:
         self._registries: dict[str, str] = {}
         """The registry address of each router, by its name."""
         self._down: set[str] = set()
+        self._compile_hint: asyncio.TimerHandle | None = None
         self._is_stopping = False
 
     async def run(self, on_ready: Callable[[str, str], None]) -> None:
@@ -125,6 +128,8 @@ class Supervisor:
                 await self._run_trial(address)
         finally:
             timer.cancel()
+            if self._compile_hint is not None:
+                self._compile_hint.cancel()
 
     async def _until_all_ready(self) -> None:
         not_ready = set(self._children)
@@ -134,7 +139,7 @@ class Supervisor:
                 continue
             name = event.child.service.name
             if event.kind == "loading":
-                self._display.loading(name, float(event.fields["fraction"]))
+                self._on_loading(name, float(event.fields["fraction"]))
             elif event.kind == "kv_memory":
                 self._display.line(f"{name}: {event.fields['summary']}")
             elif event.kind == "waiting_for_ranks":
@@ -148,6 +153,13 @@ class Supervisor:
                 for service in self._services_behind_routers():
                     not_ready.add(service.name)
                     await self._spawn(service)
+
+    def _on_loading(self, name: str, fraction: float) -> None:
+        """Show the progress. A worker that has loaded its model and is not ready soon probably compiles."""
+        self._display.loading(name, fraction)
+        if fraction >= 1 and self._compile_hint is None:
+            loop = asyncio.get_running_loop()
+            self._compile_hint = loop.call_later(_HINT_AFTER_S, self._display.line, _COMPILE_HINT)
 
     def _services_behind_routers(self) -> list[Service]:
         """Workers and gateway, which need the addresses of the routers. With several routers, workers register in

@@ -46,6 +46,11 @@ class Painter:
         return f"\x1b[38;5;{colour_of(logprob)}m{text}\x1b[39m"
 
 
+def show_confidence(confidence: float) -> str:
+    """`confidence` with three digits, cut off rather than rounded: only certainty is 1."""
+    return f"{math.floor(confidence * 1000) / 1000:.3f}"
+
+
 def colour_of(logprob: float) -> int:
     """The number in the 256-colour palette for a log-prob (natural log)."""
     probability = math.exp(min(0.0, logprob))
@@ -120,7 +125,7 @@ class StreamedAnswer:
         """One line of statistics to print below the answer."""
         statistics = [self.finish_reason, f"{len(self.tokens)} tokens"]
         if self.confidence is not None:
-            statistics.append(f"confidence {self.confidence:.2f}")
+            statistics.append(f"confidence {show_confidence(self.confidence)}")
         if self.ttft_s is not None:
             statistics.append(f"first token {self.ttft_s * 1000:.0f} ms")
         if self.tokens_per_s is not None:

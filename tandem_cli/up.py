@@ -11,10 +11,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -32,11 +31,22 @@ from tandem_cli.child import Launch, Programs, make_log_folder
 from tandem_cli.deployment import Deployment, Overrides, available_cores, find_draft, join_models, prepare_models
 from tandem_cli.display import Display
 from tandem_cli.low_code import LowCode, read_low_code
+from tandem_cli.parser import CommandParser
 from tandem_cli.partitioned import with_partition
+from tandem_cli.running import RunningMesh, registered
 from tandem_cli.supervisor import MeshFailed, Supervisor
-from tandem_cli.up_settings import ROLES, HandlerChoice, UpSettings, check_names, passed_on, roles_of, split_by_role
+from tandem_cli.up_arguments import add_up_arguments, models_of
+from tandem_cli.up_settings import (
+    DEFAULT_HTTP_PORT,
+    ROLES,
+    HandlerChoice,
+    UpSettings,
+    check_names,
+    passed_on,
+    roles_of,
+    split_by_role,
+)
 
-_LMI_PORT = 8080
 _ANY_ADDRESS = ("0.0.0.0", "[::]")
 _REDIS_S = 5.0
 _TRIAL_S = 120.0
@@ -69,40 +79,9 @@ class Trial:
         await client.generate(token_ids=prompt, model=model.name, max_new_tokens=2, ignore_eos=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings of `tandem up`, and those of the services under the same names."""
+def add_arguments(parser: CommandParser) -> None:
     parser.set_defaults(programs=PROGRAMS)
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file; tables: up, router, gateway, prefill_worker, decode_worker"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="[MODEL/]ROLE.KEY=VALUE",
-        help="set a setting of one role, or of one role of one model; repeatable",
-    )
-    parser.add_argument(
-        "--serving-properties",
-        metavar="FILE",
-        help="serving.properties file of LMI; OPTION_* and variables of TGI and SageMaker are always read",
-    )
-    for setting in fields(UpSettings):
-        if not setting.metadata["secret"]:
-            _add_flag(parser, setting)
-    services = parser.add_argument_group("settings of the services")
-    for roles, setting in passed_on().values():
-        _add_flag(services, setting, f" ({roles})")
-
-
-def _add_flag(parser: argparse._ActionsContainer, setting: Field[object], suffix: str = "") -> None:
-    about = f"{setting.metadata['about']} (default {setting.default!r}){suffix}".replace("%", "%%")
-    optional_value: dict[str, Any] = {"nargs": "?", "const": "true"} if setting.type is bool else {}
-    flag = "--" + setting.name.replace("_", "-")
-    action: dict[str, Any] = {"action": "append"} if setting.name == "model" else {}
-    parser.add_argument(
-        flag, dest=setting.name, default=argparse.SUPPRESS, metavar="VALUE", help=about, **optional_value, **action
-    )
+    add_up_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -114,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         display.line(line)
     for line in (*low_code.warnings, *unknown):
         display.line(line, "yellow")
-    settings = _settings(args, low_code, display)
+    settings = _with_http(_settings(args, low_code, display), display)
     trial_key = new_key()
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
         core_table = Path(folder) / "table"
@@ -136,13 +115,25 @@ def _serve(
 ) -> int:
     with steady_output():
         try:
-            with _log_folder(deployment.settings, display) as log_dir:
+            with (
+                _log_folder(deployment.settings, display) as log_dir,
+                registered(_running_mesh(deployment, log_dir), display.line) as registration,
+            ):
+
+                def on_ready(address: str, http_address: str) -> None:
+                    registration.ready(address, http_address)
+                    _announce_ready(address, http_address)
+
                 supervisor = Supervisor(deployment, Launch(programs, environ, log_dir), display, trial)
-                asyncio.run(supervisor.run(_announce_ready))
+                asyncio.run(supervisor.run(on_ready))
         except MeshFailed as error:
             sys.stderr.write(f"tandem: {error}\n")
             return 1
     return 0
+
+
+def _running_mesh(deployment: Deployment, log_dir: Path) -> RunningMesh:
+    return RunningMesh.of_process(os.getpid(), tuple(model.name for model in deployment.models), log_dir)
 
 
 def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> UpSettings:
@@ -150,9 +141,9 @@ def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> 
         setting.name: getattr(args, setting.name) for setting in fields(UpSettings) if setting.name in args
     }
     if args.serving_properties:
-        values = {"http_port": _LMI_PORT} | values
-    if "model" in args:
-        values["model"] = join_models(args.model)
+        values = {"http_port": DEFAULT_HTTP_PORT} | values
+    if models := models_of(args):
+        values["model"] = join_models(models)
     if "@" in values.get("registry_url", ""):
         raise ConfigurationError(
             "--registry-url contains a password, and flags are visible to all users: set TANDEM_REGISTRY_URL instead"
@@ -168,6 +159,20 @@ def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> 
     if any(low_code.values.values()):
         display.line(f"no key or variable names a model: serving the bundled {resolved.values.model}", "yellow")
     return resolved.values
+
+
+def _with_http(settings: UpSettings, display: Display) -> UpSettings:
+    """The settings with a port for HTTP, unless they have one, want none, or its port is taken."""
+    if settings.http_port is not None or settings.no_http:
+        return settings
+    try:
+        require_free(settings.http_host, DEFAULT_HTTP_PORT)
+    except ConfigurationError:
+        display.line(
+            f"no HTTP, because port {DEFAULT_HTTP_PORT} is taken: choose another with --http-port PORT, or 0", "yellow"
+        )
+        return settings
+    return replace(settings, http_port=DEFAULT_HTTP_PORT)
 
 
 def _model_beside(folder: Path, properties: str) -> str:
@@ -245,7 +250,6 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     gateway = deployment.gateway(["127.0.0.1:1"], router)
     if gateway is not None:
         http: GatewaySettings = deployment.resolve(gateway, environ)
-        _require_installed("uvicorn")
         require_free(http.host, http.port)
     return Trial(router.prefill_threshold if deployment.has_prefill else 0, trial_key, tls)
 
@@ -298,11 +302,6 @@ def _require_redis(num_routers: int, url: str) -> None:
         raise ConfigurationError(f"the Redis of registry_url does not answer: {error}") from error
 
 
-def _require_installed(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigurationError("the HTTP gateway is not installed: pip install 'tandem-serve[gateway]'")
-
-
 def _child_environ(settings: UpSettings, trial_key: str, properties: Mapping[str, str]) -> dict[str, str]:
     handler_environ = {"TANDEM_HANDLER_PROPERTIES": json.dumps(properties)} if properties else {}
     mesh_environ = {
@@ -352,5 +351,5 @@ def _create_log_folder(path: str) -> Path:
 def _announce_ready(address: str, http_address: str) -> None:
     sys.stdout.write(f"ready {address}\n")
     if http_address:
-        sys.stdout.write(f"http http://{http_address}\n")
+        sys.stdout.write(f"chat http://{http_address}\n")
     sys.stdout.flush()

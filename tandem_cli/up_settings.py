@@ -50,14 +50,17 @@ _KUBERNETES = re.compile(r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_
 _OTHER_NAMES = {"config", "pace", "http"}  # the latter two belong to tandem_cli.load_test.paced and to examples/http
 
 
+DEFAULT_HTTP_PORT = 8080
+
+
 @dataclass(frozen=True, kw_only=True)
 class UpSettings:
     """Settings of `tandem up` itself. The constructor raises ConfigurationError for values out of range."""
 
     model: str = setting(
         "tandem-small",
-        "model folder, org/name on the Hugging Face hub, s3://bucket/prefix, or name of a bundled model; repeat "
-        "NAME=MODEL for several models",
+        "model folder, org/name on the Hugging Face hub, s3://bucket/prefix, or name of a bundled model; several need "
+        "names, as in NAME=MODEL",
         env=("MODEL_ID", "HF_MODEL_ID"),
     )
     name: str = setting("", "served model name; default: name of the model without path or organisation")
@@ -80,7 +83,12 @@ class UpSettings:
         "password in the environment, because flags are visible to other users",
     )
     http_host: str = setting("127.0.0.1", "address that HTTP clients connect to")
-    http_port: int | None = setting(None, "port of the HTTP gateway; 0 picks a free port; default: no gateway")
+    http_port: int | None = setting(
+        None,
+        "port of the HTTP gateway, which serves the pages and OpenAI's API; 0 picks a free port; default: "
+        f"{DEFAULT_HTTP_PORT} if it is free, else no HTTP",
+    )
+    no_http: bool = setting(False, "serve no HTTP, unless http_port is set")
     metrics_port: int | None = setting(
         None,
         "metrics port of the first router; other routers and workers use the next ports; 0 picks free ports; default: "

@@ -12,6 +12,7 @@ from rich.text import Text
 
 import tandem
 from tandem_cli.connection import add_connection_arguments, open_client
+from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import strip_controls, wide_console
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
@@ -26,7 +27,7 @@ class MeshSnapshot:
     mesh: tandem.Mesh
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     parser.add_argument("--watch", action="store_true", help="refresh the table until Ctrl-C")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates (1)")

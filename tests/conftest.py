@@ -16,7 +16,7 @@ __all__ = ["evidence", "repaired"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run a ledger of KV memory of its own, and interrupts as in a terminal.
+    """Give the run a ledger of KV memory and a list of meshes of its own, and interrupts as in a terminal.
 
     A shell ignores SIGINT in background jobs, and children inherit that. Tests of Ctrl-C need the default.
     """
@@ -25,6 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     folder = tempfile.TemporaryDirectory(prefix="tandem-test-memory-")
     config.add_cleanup(folder.cleanup)
     os.environ.setdefault("TANDEM_KV_MEMORY_LEDGER", folder.name)
+    os.environ["XDG_RUNTIME_DIR"] = folder.name
 
 
 @pytest.hookimpl(tryfirst=True)

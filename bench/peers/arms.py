@@ -133,7 +133,7 @@ async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
     model = str(checkpoint_of(setup.shape, setup.envs))
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tandem_cli", "up", "--model", model, "--port", "0", *flags),
+            *(sys.executable, "-m", "tandem_cli", "up", "--model", model, "--port", "0", "--no-http", *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             preexec_fn=lambda: os.sched_setaffinity(0, setup.cores),

@@ -25,6 +25,15 @@ _NO_CONNECTION = "failed to connect"
 # Messages of gRPC for a connection that was established and lost. Proxies have other messages.
 _BROKEN_SIGNS = ("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY")
 _TLS_SIGNS = ("Socket closed", "Tls handshake failed", "Hostname Verification")
+_REASONS = {
+    "address lookup failed": "its host name is not known",
+    "Failed parsing HTTP/2": "what listens there does not speak gRPC (is it the port for HTTP?)",
+    "Connection refused": "nothing listens there",
+    "unreachable": "there is no route to it",
+    "No route to host": "there is no route to it",
+    "imed out": "it does not answer",
+}
+"""What gRPC's messages about a connection that was not made mean, by a part of the message."""
 
 ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
     {
@@ -78,7 +87,9 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError
         return Overloaded(details, retry_after_s=_retry_after_s(trailing))
     if cls is ConnectionFailed:
         broke = not details.startswith(_NO_CONNECTION) and any(sign in details for sign in _BROKEN_SIGNS)
-        return ConnectionFailed(f"the connection to {address} failed: {details}{_hint(details)}", broke=broke)
+        if broke:
+            return ConnectionFailed(f"the connection to {address} broke: {details}", broke=True)
+        return ConnectionFailed(f"cannot reach {address}: {_reason(details)}")
     if cls is exceptions.DeadlineExceeded and ERROR_KEY not in trailing:
         return exceptions.DeadlineExceeded(f"no complete answer from {address} within the timeout")
     if rpc_error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -86,11 +97,12 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError
     return (cls or exceptions.InternalError)(details)
 
 
-def _hint(details: str) -> str:
-    """A hint about TLS: if only one side uses it, the connection is closed without a clear message from gRPC."""
+def _reason(details: str) -> str:
+    """gRPC's message in plain words. If only one side uses TLS, the connection is closed without a clear message."""
     if details.startswith(_NO_CONNECTION) and any(sign in details for sign in _TLS_SIGNS):
-        return " (does the server speak TLS, with a certificate for this address? see `tls` of the client)"
-    return ""
+        hint = "does the server speak TLS, with a certificate for this address? see `tls` of the client"
+        return f"no secure connection ({hint})"
+    return next((reason for sign, reason in _REASONS.items() if sign in details), details)
 
 
 def _retry_after_s(trailing: Mapping[str, str]) -> float | None:

@@ -22,6 +22,7 @@ from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 ChannelFactory = Callable[[str], grpc.aio.Channel]
 """Creates the channel to one address."""
 
+_SCHEMES = ("http://", "https://")
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -131,12 +132,16 @@ class Router:
 
 
 class Routers:
-    """All routers of a client. `addresses` are separated by commas. Raises InvalidRequest for an empty address."""
+    """All routers of a client. `addresses` are separated by commas. Raises InvalidRequest for an empty address
+    and for a URL.
+    """
 
     def __init__(self, addresses: str, open_channel: ChannelFactory) -> None:
         names = [address.strip() for address in addresses.split(",")]
         if not all(names):
             raise InvalidRequest('the address must be like "127.0.0.1:50051", or several, separated by commas')
+        if urls := [name for name in names if name.startswith(_SCHEMES)]:
+            raise InvalidRequest(f"{urls[0]} is a URL: the address of a router is HOST:PORT, without a scheme")
         self._all = [Router(address, open_channel) for address in dict.fromkeys(names)]
 
     def __iter__(self) -> Iterator[Router]:

@@ -3,7 +3,7 @@
 import { make } from "./dom.js";
 
 export const percent = (probability) =>
-  probability >= 0.9995 ? "100 %" : `${(probability * 100).toFixed(probability < 0.0995 ? 2 : 1)} %`;
+  probability >= 1 ? "100 %" : `${Math.min(probability * 100, 99.9).toFixed(probability < 0.0995 ? 2 : 1)} %`;
 
 /** exp of the mean log-prob, or null without tokens. */
 export const confidence = (tokens) =>

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 
 import tandem
-from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
 from tandem.sync import ClientOptions
 from tandem_cli.load_test.benchmark import Arm
@@ -108,13 +107,9 @@ def memory_of(pid: int) -> int | None:
 
 @asynccontextmanager
 async def openai_endpoint(server: OpenAIServer) -> AsyncIterator[Endpoint]:
-    """An OpenAI-compatible server that is already running. Raises ConfigurationError if the extra `bench` is
-    missing.
-    """
-    try:
-        from tandem_cli.load_test.openai import OpenAITarget
-    except ImportError as error:
-        raise ConfigurationError("--openai needs the extra: pip install 'tandem-serve[bench]'") from error
+    """An OpenAI-compatible server that is already running."""
+    from tandem_cli.load_test.openai import OpenAITarget
+
     async with OpenAITarget(server.url, server.model, api_key=server.api_key) as target:
         about = {"server": server.url, "model": server.model}
         yield Endpoint(target, server.vocab_size, about=about, as_text=server.as_text)
@@ -130,7 +125,7 @@ async def own_mesh(flags: Sequence[str], pace: str = "") -> AsyncIterator[str]:
         log = Path(folder) / "stderr"
         with log.open("w") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", *program, "--port=0", f"--log-dir={folder}", *flags),
+                *(sys.executable, "-m", *program, "--port=0", "--no-http", f"--log-dir={folder}", *flags),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
                 env=os.environ | ({PACE_ENV: pace} if pace else {}),

@@ -182,7 +182,7 @@ def test_a_partition_that_is_there_is_used_again(
         status = main(["partition", "--reuse", *flags, str(checkpoint(family)), str(out)])
         return status, "".join(capsys.readouterr())
 
-    monkeypatch.setattr("tandem_cli.partition.num_numa_nodes", lambda: 2)
+    monkeypatch.setattr("tandem_cli.partition_model.num_numa_nodes", lambda: 2)
     for degree in ("2", "max"):
         assert again("llama", f"--tensor-parallel={degree}") == (0, f"{out}: holds this partition\n")
     status, said = again("llama", "--tensor-parallel=1")

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint.partition import read_partition
 from checkpoint.tensors import open_checkpoint
 from engine.load_runner import load_model_runner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.models.rounding import round_to_int8
 from engine.models.schemes import Parameters
-from engine.partition import read_partition
 from engine.quantized.config import read_quantization
 from engine.quantized.modules import find_module
 from engine.resolve import fingerprint, resolve

@@ -74,6 +74,7 @@ async def started(
         str(model),
         "--port",
         "0",
+        "--no-http",
         "--log-dir",
         str(log_dir),
         *flags,

@@ -67,6 +67,12 @@ def test_the_services_declare_what_they_import() -> None:
     assert undeclared([ROOT / name for name in SERVE_PACKAGES], names, {"tandem", *SERVE_PACKAGES}) == {}
 
 
+def test_http_needs_no_extra() -> None:
+    """`tandem up` starts the gateway by default."""
+    names = declared(SERVE["project"], with_extras=False)
+    assert undeclared([ROOT / "gateway"], names, {"tandem", *SERVE_PACKAGES}) == {}
+
+
 def test_the_two_distributions_have_one_version() -> None:
     version = CLIENT["project"]["version"]
     assert SERVE["project"]["version"] == version == tandem.__version__

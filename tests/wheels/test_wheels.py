@@ -5,16 +5,18 @@ else. The server's environment takes its dependencies, which are gigabytes, from
 its own packages.
 """
 
+import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tomllib
+import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", "node_modules")
 SERVE_FIND = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
 SERVE_PACKAGES = {name for name in SERVE_FIND["include"] if not name.endswith(".*")}
+
+MAX_BYTES = 10 << 20
+"""Of the server's wheel, most of which is the bundled model."""
 
 ASK = """
 import sys
@@ -79,9 +84,23 @@ def client_python(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFact
     return python
 
 
+@dataclass(frozen=True)
+class Mesh:
+    """`tandem up` of the installed wheel, with the bundled model."""
+
+    tandem: Path
+    folder: Path
+    address: str
+    http: str
+
+    def run(self, *words: str) -> str:
+        """Run another command of the same installation; returns its stdout."""
+        return run(self.tandem, *words, cwd=self.folder)
+
+
 @pytest.fixture(scope="module")
-def address(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`tandem up` of the installed wheel, in an empty folder, with the bundled model."""
+def mesh(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    """A mesh in an empty folder. `tandem stop` ends it."""
     folder = tmp_path_factory.mktemp("serve")
     python = make_environment(folder / "env")
     pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps")
@@ -92,16 +111,18 @@ def address(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     where = run(python, "-c", "import tandem, router, demo_model; print(tandem.__file__, router.__file__)", cwd=folder)
     assert all(path.startswith(packages) for path in where.split()), where
 
-    command = (folder / "env" / "bin" / "tandem", "up", "--port", "0", "--allow-anonymous")
-    with subprocess.Popen(command, cwd=folder, env=environ(), stdout=subprocess.PIPE, text=True) as mesh:
-        assert mesh.stdout is not None
+    tandem = folder / "env" / "bin" / "tandem"
+    command = (tandem, "up", "--port", "0", "--http-port", "0")
+    with subprocess.Popen(command, cwd=folder, env=environ(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
         try:
-            ready = mesh.stdout.readline().split()
-            assert ready[:1] == ["ready"], ready
-            yield ready[1]
+            lines = [process.stdout.readline().split() for _ in range(2)]
+            assert [line[:1] for line in lines] == [["ready"], ["chat"]], lines
+            yield Mesh(tandem, folder, lines[0][1], lines[1][1])
+            run(tandem, "stop", str(process.pid), cwd=folder)
+            assert process.wait(timeout=60) == 0
         finally:
-            mesh.send_signal(signal.SIGINT)
-            assert mesh.wait(timeout=60) in (0, 130)
+            process.terminate()
 
 
 def test_wheels_hold_their_own_packages_only(wheels: dict[str, Path]) -> None:
@@ -111,6 +132,7 @@ def test_wheels_hold_their_own_packages_only(wheels: dict[str, Path]) -> None:
     assert {"tandem/py.typed", "tandem/v1/mesh_pb2.pyi"} <= set(client)
     assert {name.split("/")[0] for name in serve} == SERVE_PACKAGES
     assert {"demo_model/tandem-small/model.safetensors", "demo_model/tandem-draft/tokenizer.json"} <= set(serve)
+    assert wheels["tandem-serve"].stat().st_size < MAX_BYTES
     assert {"gateway/pages/chat.html", "gateway/pages/vendor/katex/katex.min.js", "mesh/v1/worker_pb2.py"} <= set(serve)
 
 
@@ -123,7 +145,26 @@ def test_the_client_needs_only_what_it_declares(client_python: Path, tmp_path: P
         run(client_python, "-c", code, cwd=tmp_path)
 
 
-def test_the_client_asks_a_mesh_of_the_other_wheel(client_python: Path, address: str, tmp_path: Path) -> None:
-    answer = run(client_python, "-c", ASK, address, cwd=tmp_path)
+def test_the_client_asks_a_mesh_of_the_other_wheel(client_python: Path, mesh: Mesh, tmp_path: Path) -> None:
+    answer = run(client_python, "-c", ASK, mesh.address, cwd=tmp_path)
     assert answer.startswith(("eos_token decode/prefill", "stop_sequence decode/prefill")), answer
     assert "42" in answer
+
+
+def test_the_commands_of_the_wheel(mesh: Mesh) -> None:
+    assert mesh.address in mesh.run("ps")
+    assert "42" in mesh.run("generate", "What is 17 + 25?", "--address", mesh.address)
+    assert "router" in mesh.run("logs", "-n", "1")
+    assert "tandem" in mesh.run("completion", "bash")
+
+
+def test_http_of_the_wheel(mesh: Mesh) -> None:
+    browser = urllib.request.Request(mesh.http, headers={"accept": "text/html"})
+    with urllib.request.urlopen(browser, timeout=60) as page:
+        assert b"<html" in page.read()
+    messages = [{"role": "user", "content": "What is 17 + 25?"}]
+    body = json.dumps({"model": "tandem-small", "messages": messages, "temperature": 0})
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{mesh.http}/v1/chat/completions", body.encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert "42" in json.load(answer)["choices"][0]["message"]["content"]

@@ -1,6 +1,6 @@
 """A custom handler with LMI's interface: asks the model, and returns the answer with its confidence.
 
-tandem up --http-port 8080 --handler examples/http/handler/model.py
+tandem up --handler examples/http/handler/model.py
 """
 
 from collections.abc import AsyncIterator

@@ -32,7 +32,7 @@ def run(threaded_router: FakeRouter, capsys: pytest.CaptureFixture[str], monkeyp
 def test_generate_streams_and_ends_with_the_facts(run: Run, threaded_router: FakeRouter) -> None:
     status, out, err = run("generate", "hi", "--max-new-tokens", "8", "--temperature", "0.5", "--seed", "7")
     assert (status, out) == (0, STORY[:8] + "\n")
-    assert err.startswith("length · 8 tokens · confidence 0.61 · first token ")
+    assert err.startswith("length · 8 tokens · confidence 0.606 · first token ")
     (request,) = threaded_router.script.requests
     assert [turn.content for turn in request.chat.messages] == ["hi"]
     assert (request.sampling.temperature, request.sampling.seed) == (0.5, 7)
@@ -130,7 +130,7 @@ def test_an_error_is_one_line(run: Run, threaded_router: FakeRouter) -> None:
     assert run("generate", "hi", "--raw") == (1, "", "tandem: no key; set TANDEM_API_KEY\n")
     status, out, err = run("models", "--address", "127.0.0.1:1")
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert "start it with: tandem up" in err
+    assert "cannot reach 127.0.0.1:1: nothing listens there; start a mesh with: tandem up" in err
 
 
 def test_the_api_key_comes_from_the_environment(

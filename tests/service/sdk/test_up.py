@@ -29,7 +29,7 @@ class Up:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text("{}")
         environ = os.environ | {"FAKE_DIR": str(folder), "FAKE_PLAN": json.dumps(plan or {})}
-        default = ("--port=0", f"--model={model}", f"--log-dir={folder / 'logs'}")
+        default = ("--port=0", "--no-http", f"--model={model}", f"--log-dir={folder / 'logs'}")
         command = (sys.executable, "-m", "tests.fakes.sdk_up", "up", *default, *flags)
         with (folder / "stderr").open("w") as stderr:
             self.process = subprocess.Popen(
@@ -130,7 +130,7 @@ def test_a_gateway_starts_beside_the_mesh_and_stops_before_the_workers(tmp_path:
     started.append(up)
     address = up.wait_ready()
     assert up.process.stdout is not None
-    assert up.process.stdout.readline() == "http http://127.0.0.1:2\n"
+    assert up.process.stdout.readline() == "chat http://127.0.0.1:2\n"
     assert up.flags("gateway")["router"] == address
     assert up.flags("gateway")["max-body-bytes"] == "1000"
     assert up.end(signal.SIGTERM) == 0
@@ -371,7 +371,7 @@ def test_without_restarts_the_last_routers_end_is_the_end(tmp_path: Path, starte
         (["--registry-url=http://x"], "registry_url cannot be used"),
         (["--registry-url=redis://:secret@127.0.0.1:9/0"], "--registry-url contains a password"),
         (["--dtype=int3"], "dtype must be one of"),
-        (["--bogus"], "unrecognized arguments: --bogus"),
+        (["--bogus"], "tandem up: there is no option --bogus"),
         (["--set=router"], "ROLE.KEY=VALUE"),
         (["--set=router.dtype=float32"], "no setting dtype"),
     ],

@@ -7,7 +7,7 @@ from rich.console import Console
 
 import tandem
 from tandem_cli.chat import Conversation, command
-from tandem_cli.terminal import StreamedAnswer
+from tandem_cli.terminal import StreamedAnswer, show_confidence
 from tandem_cli.workers import MeshSnapshot, render, tokens_per_s
 
 
@@ -73,7 +73,11 @@ def test_facts_of_an_answer() -> None:
         reason = tandem.FinishReason.LENGTH if last else None
         answer.add(tandem.TokenEvent(0, tandem.Token(1, "a", 0.0), "r", finish_reason=reason))
     answer.first_s, answer.last_s = 0.25, 1.25
-    assert answer.summary() == "length · 3 tokens · confidence 1.00 · first token 250 ms · 2.0 tokens/s"
+    assert answer.summary() == "length · 3 tokens · confidence 1.000 · first token 250 ms · 2.0 tokens/s"
+
+
+def test_only_certainty_is_shown_as_one() -> None:
+    assert [show_confidence(value) for value in (1.0, 0.99999, 0.9971, 0.0)] == ["1.000", "0.999", "0.997", "0.000"]
 
 
 def test_a_conversation_alternates() -> None:
@@ -92,5 +96,5 @@ def test_commands_of_the_conversation(capsys: pytest.CaptureFixture[str]) -> Non
     assert command("/reset", conversation)
     assert conversation.messages() == [{"role": "system", "content": "be kind"}]
     assert command("/what", conversation)
-    assert "/reset" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith("there is no /what: /reset")
     assert not command("/quit", conversation)

@@ -1,0 +1,96 @@
+"""The parser of every command: argparse, with errors of one line that say what was probably meant."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import Field
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+from mesh.settings import BARE, flag_name, flag_options, is_bool, suggestion
+
+_COMPLETION = "_ARGCOMPLETE"
+"""The variable that a shell sets to complete a command line."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Reports an error in one line, without the usage text, and refuses abbreviations.
+
+    With `show_all`, `--help` has rare options too.
+    """
+
+    def __init__(self, *, show_all: bool = False, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self._show_all = show_all
+        self._switches: set[str] = set()
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see: {self.prog} --help)\n")
+
+    def add_help_all(self) -> None:
+        """Declare `--help-all`, for a command with rare options."""
+        self.add_argument("--help-all", action="help", help="show the other options too")
+
+    def add_setting(
+        self,
+        setting: Field[Any],
+        *,
+        group: argparse._ArgumentGroup | None = None,
+        is_rare: bool = False,
+        note: str = "",
+        **options: Any,
+    ) -> None:
+        """Declare the flag of `setting`, in `group` if there is one. Without the flag, the namespace lacks the name.
+
+        `note` is added to the help text. `options` are argparse's and take precedence.
+        """
+        flag = flag_name(setting.name)
+        declared = {"default": argparse.SUPPRESS, **flag_options(setting, note), **options}
+        if setting.type is bool:
+            self._switches.add(flag)
+        if is_rare:
+            self.add_rare(flag, group=group, **declared)
+        else:
+            (group or self).add_argument(flag, **declared)
+
+    def add_rare(self, flag: str, *, group: argparse._ArgumentGroup | None = None, **options: Any) -> None:
+        """Declare an option that only `--help-all` shows."""
+        if not self._show_all:
+            options["help"] = argparse.SUPPRESS
+        (group or self).add_argument(flag, **options)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Like argparse's, which calls it for subcommands too, but unknown words are errors of this parser."""
+        words = None if args is None else self._with_bare_switches(args)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(self._describe_unknown(unknown[0]))
+        return parsed, []
+
+    def _with_bare_switches(self, words: Sequence[str]) -> list[str]:
+        """`words`, in which a switch takes the next word only if that is a value: `--colocated MODEL` has two meanings
+        for argparse.
+        """
+        pairs = zip_longest(words, words[1:], fillvalue="")
+        return [f"{word}={BARE}" if word in self._switches and not is_bool(after) else word for word, after in pairs]
+
+    def _describe_unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}"
+        option = word.partition("=")[0]
+        return f"there is no option {option}{suggestion(option, self._option_string_actions)}"
+
+
+def shows_all(words: Sequence[str]) -> bool:
+    """Whether rare options are shown: for `--help-all`, and for a shell that completes a command line."""
+    return "--help-all" in words or _COMPLETION in os.environ
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that completes a command line, and exit; do nothing otherwise."""
+    if _COMPLETION in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)

@@ -1,0 +1,86 @@
+"""The work of `tandem partition`, which needs the engine."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from checkpoint.partition import read_partition
+from checkpoint.source import ModelSource
+from engine.cores import num_numa_nodes
+from engine.load import load_packed
+from engine.models.model_config import ModelConfig
+from engine.models.share import rank_share
+from engine.partition import write_partition
+from engine.ranks.launch import fitting_ranks
+from engine.resolve import kv_layout, resolve, weights_digest, why_eager
+from engine.runner_settings import RunnerSettings
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
+from tandem_cli.deployment import find_model
+
+
+def partition_model(args: argparse.Namespace) -> int:
+    """Partition the model. Returns the exit status."""
+    began_s = time.monotonic()
+    model_dir = find_model(ModelSource(args.model))
+    if args.device != "cpu":
+        raise ConfigurationError(
+            f"partitions for {args.device} are not built: workers there load the checkpoint itself"
+        )
+    settings, config = resolve(RunnerSettings(model_dir, quantize=args.quantize))
+    quantize = settings.quantize
+    degrees = Degrees(_tensor_parallel(args.tensor_parallel, model_dir, quantize), args.pipeline_parallel)
+    if args.reuse and _is_written(args.out, model_dir, degrees, quantize):
+        sys.stdout.write(f"{args.out}: holds this partition\n")
+        return 0
+    if read_partition(model_dir) is not None:
+        raise ConfigurationError(f"{model_dir} is partitioned already")
+    if not isinstance(config, ModelConfig):
+        raise ConfigurationError("an encoder-decoder model cannot be partitioned: its decoder is not compiled")
+    if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
+        raise ConfigurationError(f"only models of the compiled decoder can be partitioned: {reason}")
+    shares = [rank_share(config, rank, degrees) for rank in range(max(1, degrees.num_ranks))]
+    ranks = (load_packed(settings, config, share) for share in shares)
+    digest = weights_digest(model_dir).hex()
+    try:
+        partition = write_partition(
+            model_dir, args.out, ranks, degrees=degrees, weights_digest=digest, quantize=quantize
+        )
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {args.out}: {error}") from error
+    flags = "".join(
+        f" --{name} {value}"
+        for name, value, default in (
+            ("tensor-parallel", degrees.tensor, 1),
+            ("pipeline-parallel", degrees.pipeline, 1),
+            ("quantize", quantize, "none"),
+        )
+        if value != default
+    )
+    sys.stdout.write(
+        f"{args.out}: {len(shares)} x {partition.num_bytes / len(shares) / 1e6:.0f} MB "
+        f"in {time.monotonic() - began_s:.1f} s; "
+        f"serve it with: tandem up --model {args.out}{flags}\n"
+    )
+    return 0
+
+
+def _tensor_parallel(degree: str, model_dir: Path, quantize: str) -> int:
+    """The degree as a number, "max" as workers understand it. Raises ConfigurationError."""
+    if degree == "max":
+        return fitting_ranks(RunnerSettings(model_dir, quantize=quantize, tensor_parallel=num_numa_nodes()))
+    if not degree.isdecimal() or int(degree) < 1:
+        raise ConfigurationError(f"tensor_parallel must be at least 1, or max, got {degree!r}")
+    return int(degree)
+
+
+def _is_written(out: Path, model_dir: Path, degrees: Degrees, quantize: str) -> bool:
+    """Whether `out` is the partition that is to be written. Raises ConfigurationError if it is another one."""
+    partition = read_partition(out)
+    if partition is None:
+        return False
+    partition.require(degrees, quantize)
+    if bytes.fromhex(partition.weights_digest) != weights_digest(model_dir):
+        raise ConfigurationError(f"{out} is a partition of another checkpoint than {model_dir}: choose another folder")
+    return True

@@ -1,0 +1,81 @@
+"""The arguments of `tandem up`: its settings and those of the services. `--help` shows what most people need."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import Field, fields
+
+from mesh.settings import flag_options
+from tandem_cli.parser import CommandParser
+from tandem_cli.up_settings import UpSettings, passed_on
+
+_FIRST = {
+    "clients": ("name", "host", "port", "http_host", "http_port", "api_keys_file"),
+    "workers": ("prefill", "decode", "colocated", "quantize"),
+}
+"""Settings that `--help` shows, by the title of their group."""
+
+_REST = {
+    "": "the mesh",
+    "router,prefill,decode,gateway": "all services",
+    "router,prefill,decode": "router and workers",
+    "router,gateway": "router and gateway",
+    "router": "the router",
+    "prefill,decode": "all workers",
+    "prefill": "prefill workers",
+    "decode": "decode workers",
+    "gateway": "the HTTP gateway",
+}
+"""Titles of the groups of all other settings, by the roles that have them; "" stands for `tandem up` itself."""
+
+
+def add_up_arguments(parser: CommandParser) -> None:
+    """Declare the settings of `tandem up`, and those of the services under the same names."""
+    parser.usage = f"{parser.prog} [MODEL ...] [OPTIONS]"
+    parser.epilog = (
+        "Each option is also a variable, TANDEM_<NAME>, and a line of the settings file. Once the mesh serves, it "
+        'prints "ready HOST:PORT" on standard output, and the address of its pages.'
+    )
+    settings = dict(_settings())
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=flag_options(settings["model"][1])["help"])
+    parser.add_help_all()
+    about = "TOML file; tables: up, router, gateway, prefill_worker, decode_worker"
+    parser.add_argument("--config", metavar="FILE", help=about)
+    for title, names in _FIRST.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            parser.add_setting(settings.pop(name)[1], group=group)
+    _add_rest(parser, settings)
+
+
+def _settings() -> Iterator[tuple[str, tuple[str, Field[object]]]]:
+    """Roles and field of each setting, by name."""
+    for setting in fields(UpSettings):
+        if not setting.metadata["secret"]:
+            yield setting.name, ("", setting)
+    yield from passed_on().items()
+
+
+def _add_rest(parser: CommandParser, settings: dict[str, tuple[str, Field[object]]]) -> None:
+    groups = {roles: parser.add_argument_group(title) for roles, title in _REST.items()}
+    parser.add_rare(
+        "--set",
+        group=groups[""],
+        action="append",
+        default=[],
+        metavar="[MODEL/]ROLE.KEY=VALUE",
+        help="set a setting of one role, or of one role of one model; repeatable",
+    )
+    parser.add_rare(
+        "--serving-properties",
+        group=groups[""],
+        metavar="FILE",
+        help="serving.properties file of LMI; OPTION_* and variables of TGI and SageMaker are always read",
+    )
+    for name, (roles, setting) in settings.items():
+        action = {"action": "append"} if name == "model" else {}
+        parser.add_setting(setting, group=groups[roles], is_rare=True, **action)
+
+
+def models_of(args: argparse.Namespace) -> list[str]:
+    """The models that arguments and `--model` name; empty if they name none."""
+    return [*args.models, *getattr(args, "model", [])]

@@ -32,6 +32,8 @@ GROUPS = {
     "look inside": {
         "workers": "show the workers and their load",
         "models": "list the served models and their limits",
+        "drain": "take workers out of service: they finish what runs",
+        "undrain": "take drained workers back into service",
         "breakdown": "send sample requests and show where their time goes",
     },
     "plan and measure": {

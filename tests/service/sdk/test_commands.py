@@ -145,3 +145,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("tandem ")
+
+
+def test_workers_are_drained_and_taken_back(run: Run, threaded_router: FakeRouter) -> None:
+    assert run("drain", "decode-0", "prefill-0")[0] == 0
+    assert run("undrain", "decode-0")[0] == 0
+    assert threaded_router.mesh.drained == [("decode-0", True), ("prefill-0", True), ("decode-0", False)]

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import web
 from gateway.access import is_known_host
+from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
-from gateway.errors import LmiDialect, OpenAIDialect, Problem, TgiDialect
+from gateway.errors import AnthropicDialect, LmiDialect, OpenAIDialect, Problem, TgiDialect
 from gateway.exchange import Endpoint
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SageMakerDialect
@@ -30,7 +31,7 @@ _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 def build_app(backend: Backend) -> Starlette:
     app = Starlette(
-        routes=[*_openai_routes(), *_lmi_routes(), *_tgi_routes(), *_web_routes()],
+        routes=[*_openai_routes(), *_anthropic_routes(), *_lmi_routes(), *_tgi_routes(), *_web_routes()],
         middleware=_middleware(backend),
         exception_handlers={HTTPException: _unknown_route},
     )
@@ -51,6 +52,15 @@ def _openai_routes() -> list[BaseRoute]:
             Route(f"{prefix}/models", Endpoint(dialect, list_models), methods=["GET"]),
             Route(f"{prefix}/models/{{model:path}}", Endpoint(dialect, get_model), methods=["GET"]),
         )
+    ]
+
+
+def _anthropic_routes() -> list[BaseRoute]:
+    dialect, id_header = AnthropicDialect(), "request-id"
+    answer = Endpoint(dialect, messages, generates=True, id_header=id_header)
+    return [
+        Route("/v1/messages", answer, methods=["POST"]),
+        Route("/v1/messages/count_tokens", Endpoint(dialect, count_tokens, id_header=id_header), methods=["POST"]),
     ]
 
 

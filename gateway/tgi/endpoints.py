@@ -10,7 +10,7 @@ from gateway.answers import SSE, Answer, Framing, Streamer, collect, failed_stre
 from gateway.errors import Problem, UnsupportedMediaType, tgi_error_body
 from gateway.exchange import Exchange
 from gateway.metrics import Phases
-from gateway.openai.parameters import model_of, rendering_of
+from gateway.openai.parameters import tokenize_arguments
 from gateway.openai.requests import ChatBody
 from gateway.schema import Json
 from gateway.tgi.requests import GenerateBody, TokenizeBody, generate_arguments
@@ -229,8 +229,7 @@ async def tokenize(exchange: Exchange) -> Response:
 async def chat_tokenize(exchange: Exchange) -> Response:
     """Handle POST /chat_tokenize: the tokens of a conversation, and the rendered prompt."""
     body = await exchange.parse(ChatBody)
-    defaults = tandem.TokenizeArguments(model=model_of(body.model), timeout=exchange.settings.request_timeout_s)
-    arguments = rendering_of(body) | defaults
+    arguments = tokenize_arguments(body, exchange.settings.request_timeout_s)
     tokens = await exchange.client.tokenize(**arguments)
     text = await exchange.client.render(**arguments)
     return JSONResponse({"tokenize_response": _tokens_json(tokens), "templated_text": text})

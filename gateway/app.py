@@ -22,6 +22,8 @@ from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocati
 from gateway.lmi.sagemaker import SageMakerDialect
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions, get_model, list_models
+from gateway.openai.embeddings import embeddings
+from gateway.responses.endpoint import create_response
 from gateway.tgi import endpoints as tgi
 from tandem import TandemError
 
@@ -49,6 +51,8 @@ def _openai_routes() -> list[BaseRoute]:
         for route in (
             Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
             Route(f"{prefix}/completions", Endpoint(dialect, completions, generates=True), methods=["POST"]),
+            Route(f"{prefix}/responses", Endpoint(dialect, create_response, generates=True), methods=["POST"]),
+            Route(f"{prefix}/embeddings", Endpoint(dialect, embeddings), methods=["POST"]),
             Route(f"{prefix}/models", Endpoint(dialect, list_models), methods=["GET"]),
             Route(f"{prefix}/models/{{model:path}}", Endpoint(dialect, get_model), methods=["GET"]),
         )

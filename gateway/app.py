@@ -23,6 +23,7 @@ from gateway.lmi.sagemaker import SageMakerDialect
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions, get_model, list_models
 from gateway.openai.embeddings import embeddings
+from gateway.openai.tokens import detokenize
 from gateway.responses.endpoint import create_response
 from gateway.tgi import endpoints as tgi
 from tandem import TandemError
@@ -85,13 +86,14 @@ def _lmi_routes() -> list[BaseRoute]:
 
 
 def _tgi_routes() -> list[BaseRoute]:
-    """TGI's routes with a key."""
+    """TGI's routes with a key, and the one of vLLM that belongs to them."""
     dialect = TgiDialect()
     return [
         Route("/", Endpoint(dialect, tgi.generate_compat, generates=True), methods=["POST"]),
         Route("/generate", Endpoint(dialect, tgi.generate, generates=True), methods=["POST"]),
         Route("/generate_stream", Endpoint(dialect, tgi.generate_stream, generates=True), methods=["POST"]),
         Route("/tokenize", Endpoint(dialect, tgi.tokenize), methods=["POST"]),
+        Route("/detokenize", Endpoint(OpenAIDialect(), detokenize), methods=["POST"]),
         Route("/chat_tokenize", Endpoint(dialect, tgi.chat_tokenize), methods=["POST"]),
         Route("/info", Endpoint(dialect, tgi.info), methods=["GET"]),
     ]

@@ -12,7 +12,8 @@ from gateway.exchange import Exchange
 from gateway.metrics import Phases
 from gateway.openai.parameters import tokenize_arguments
 from gateway.openai.requests import ChatBody
-from gateway.schema import Json
+from gateway.openai.tokens import tokenize_as_vllm
+from gateway.schema import Json, read_json
 from gateway.tgi.requests import GenerateBody, TokenizeBody, generate_arguments
 from mesh.domain.request import MAX_NUM_CHOICES, MAX_STOP_STRINGS
 from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
@@ -221,7 +222,11 @@ class StreamEvents:
 
 
 async def tokenize(exchange: Exchange) -> Response:
-    body = await exchange.parse(TokenizeBody)
+    """Answer TGI's `inputs`; vLLM has a route of the same name, with `prompt` or `messages`."""
+    payload = await exchange.read(read_json)
+    if isinstance(payload, dict) and "inputs" not in payload and payload.keys() & {"prompt", "messages"}:
+        return await tokenize_as_vllm(exchange, payload)
+    body = await exchange.check(TokenizeBody, payload)
     timeout_s = exchange.settings.request_timeout_s
     return JSONResponse(_tokens_json(await exchange.client.tokenize(prompt=body.inputs, timeout=timeout_s)))
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "models": "list the served models and their limits",
     "keys": "create API keys for tenants",
     "bench": "measure speed under load: latency, throughput, goodput and price, as a table, JSON and plots",
+    "batch": "answer a file of requests in OpenAI's batch format, at the lowest priority; an interrupted run goes on",
     "partition": "write a model's weights as workers map them: packed, one file per tensor-parallel rank",
     "plan": "plan capacity: memory, concurrent users, best-case speed, workers for a load, and cost",
     "breakdown": "send sample requests and show where their time goes: queue, prefill, transfer, decode, ...",

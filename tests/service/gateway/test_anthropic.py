@@ -10,7 +10,7 @@ import pytest
 
 from tests.client_environment import output_of, python_with
 from tests.fakes.sdk_router import Refusal, Script
-from tests.service.gateway.http import RunningGateway, running_gateway
+from tests.service.gateway.http import RunningGateway, gateway_at, running_gateway
 
 _PACKAGE = "anthropic==2.12.0"
 _CLIENT = Path(__file__).with_name("anthropic_client.py")
@@ -121,3 +121,25 @@ async def test_refusals(gateway: RunningGateway, changes: dict[str, Any], messag
     assert (response.status_code, response.json()["type"]) == (400, "error")
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert message in response.json()["error"]["message"]
+
+
+async def test_stop_sequences_over_a_real_router(make_mesh: Any) -> None:
+    """The text ends before the sequence, which the answer names, whole and streamed."""
+    mesh = await make_mesh()
+    await mesh.decode()
+    body = {"messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    async with gateway_at(mesh.router.public.address) as (_, _, http):
+        [block] = (await http.post("/v1/messages", json=body)).json()["content"]
+        text = block["text"]
+        sequence = text[6:9]
+        stops = {"stop_sequences": ["not there", sequence]}
+        answer = (await http.post("/v1/messages", json=body | stops)).json()
+        response = await http.post("/v1/messages", json=body | stops | {"stream": True})
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+    expected = text[: text.index(sequence)]
+    assert [block["text"] for block in answer["content"]] == [expected]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", sequence)
+    assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == expected
+    [ending] = [event for event in events if event["type"] == "message_delta"]
+    assert ending["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+    assert events[0]["message"]["usage"]["input_tokens"] == answer["usage"]["input_tokens"] > 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Sender:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._patience_s = patience_s
         self._timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        self._has_said = False
         self.tally = Tally()
 
     async def send_all(
@@ -78,12 +80,19 @@ class Sender:
                 return
             if response is not None:
                 self.tally.last_problem = f"HTTP {response.status_code}: {response.text[:200]}"
+            self._say_why()
             wait_s = max(pause_s, _retry_after_s(response))
             if loop.time() + wait_s > deadline_s:
                 self.tally.num_left += 1
                 return
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _say_why(self) -> None:
+        """Tell once why the run waits: it may do so for long."""
+        if not self._has_said:
+            sys.stderr.write(f"waiting for capacity: {self.tally.last_problem}\n")
+        self._has_said = True
 
     def _record(self, request: BatchRequest, response: httpx2.Response, answers: AnswerFile) -> None:
         if response.status_code in _BAD_KEY:

@@ -60,6 +60,7 @@ async def test_every_kind_of_request_at_the_lowest_priority(batch: Batch, gatewa
     gateway.script.refusals.extend([FULL, FULL])
     status, err = await batch.run(LINES)
     assert (status, err.splitlines()[-1]) == (0, "4 answered")
+    assert err.count("waiting for capacity: HTTP ") == 1
     bodies = {custom_id: answer["body"] for custom_id, answer in batch.answers().items()}
     assert {answer["status_code"] for answer in batch.answers().values()} == {200}
     assert all(answer["request_id"] for answer in batch.answers().values())

@@ -73,6 +73,11 @@ class Answering:
     async def render(self, **arguments: Any) -> str:
         return "xy"
 
+    async def drain(self, worker_id: str, timeout: float = 0) -> None:
+        return
+
+    undrain = drain
+
     async def stream(self, **arguments: Any) -> AsyncGenerator[TokenEvent, None]:
         request = generate_request(arguments)  # type: ignore[arg-type]
         if request.num_choices > 8:
@@ -96,7 +101,7 @@ async def http(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx2.AsyncCli
 def post_routes() -> list[str]:
     app = build_app(build_backend(GatewaySettings(), Answering()))  # type: ignore[arg-type]
     paths = [route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
-    return [path.replace("{model}", "m").replace("{version}", "1") for path in paths]
+    return [path.replace("{model}", "m").replace("{version}", "1").replace("{worker}", "w") for path in paths]
 
 
 def mutated(value: Any, draw: random.Random) -> Any:

@@ -82,11 +82,6 @@ def ask_litellm(url: str, calls_url: str) -> Iterator[Ask]:
                 chunk.choices[0].delta.content or "" for chunk in litellm.completion(**ask, stream=True)
             ),
         )
-    called = openai | {"api_base": f"{calls_url}/v1"}
-    yield (
-        "call of a function",
-        lambda: litellm.completion(**called, tools=[TOOL]).choices[0].message.tool_calls[0].function.arguments,
-    )
 
 
 def ask_langchain_openai(url: str, calls_url: str) -> Iterator[Ask]:

@@ -28,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _PING = b": ping\n\n"
+_UNFINISHED = "an answer ended without a finish reason"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,21 @@ async def collect(feed: Feed, num_choices: int = 1) -> Answer:
     return Answer(choices, prompts, in_reasoning)
 
 
+async def drain(feed: Feed, renderer: "Renderer") -> None:
+    """Read `feed` to its end into a renderer that keeps the answer, and close it. Raises TandemError."""
+    has_ended = False
+    try:
+        async for events in feed.batches():
+            for event in events:
+                has_ended = has_ended or event.finish_reason is not None
+                for _ in renderer.event(event):
+                    pass
+    finally:
+        await feed.close()
+    if not has_ended:
+        raise tandem.InternalError(_UNFINISHED)
+
+
 def total_usage(choices: tuple[Choice, ...], num_choices: int) -> Usage:
     """Sum the token counts, counting each prompt once however many choices it has."""
     prompts = [choice.usage for choice in choices if choice.index % num_choices == 0]
@@ -92,7 +108,7 @@ class _PartialChoice:
 
 def _complete_choice(index: int, partial: _PartialChoice) -> Choice:
     if partial.finish_reason is None:
-        raise tandem.InternalError("an answer ended without a finish reason")
+        raise tandem.InternalError(_UNFINISHED)
     text, tokens = "".join(partial.texts), tuple(partial.tokens)
     return Choice(index, text, tokens, partial.finish_reason, partial.usage, partial.timing)
 
@@ -136,12 +152,19 @@ def _sse_frame(content: Json) -> bytes:
     return b"data: " + encode(content) + b"\n\n"
 
 
+def _named_sse_frame(content: Json) -> bytes:
+    """Name the event after its `type`."""
+    return b"event: " + content["type"].encode() + b"\n" + _sse_frame(content)
+
+
 def _json_line(content: Json) -> bytes:
     return encode(content) + b"\n"
 
 
 SSE = Framing("text/event-stream", _sse_frame, ping=_PING)
 SSE_DONE = Framing("text/event-stream", _sse_frame, ping=_PING, last=b"data: [DONE]\n\n")
+SSE_NAMED = Framing("text/event-stream", _named_sse_frame, ping=_PING)
+SSE_NAMED_PING = Framing("text/event-stream", _named_sse_frame, ping=_named_sse_frame({"type": "ping"}))
 JSON_LINES = Framing("application/jsonlines", _json_line)
 
 

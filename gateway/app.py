@@ -14,13 +14,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import web
 from gateway.access import is_known_host
+from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
-from gateway.errors import LmiDialect, OpenAIDialect, Problem, TgiDialect
+from gateway.errors import AnthropicDialect, LmiDialect, OpenAIDialect, Problem, TgiDialect
 from gateway.exchange import Endpoint
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SageMakerDialect
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions, get_model, list_models
+from gateway.openai.embeddings import embeddings
+from gateway.openai.tokens import detokenize
+from gateway.responses.endpoint import create_response
 from gateway.tgi import endpoints as tgi
 from tandem import TandemError
 
@@ -30,7 +34,7 @@ _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 def build_app(backend: Backend) -> Starlette:
     app = Starlette(
-        routes=[*_openai_routes(), *_lmi_routes(), *_tgi_routes(), *_web_routes()],
+        routes=[*_openai_routes(), *_anthropic_routes(), *_lmi_routes(), *_tgi_routes(), *_web_routes()],
         middleware=_middleware(backend),
         exception_handlers={HTTPException: _unknown_route},
     )
@@ -48,9 +52,20 @@ def _openai_routes() -> list[BaseRoute]:
         for route in (
             Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
             Route(f"{prefix}/completions", Endpoint(dialect, completions, generates=True), methods=["POST"]),
+            Route(f"{prefix}/responses", Endpoint(dialect, create_response, generates=True), methods=["POST"]),
+            Route(f"{prefix}/embeddings", Endpoint(dialect, embeddings), methods=["POST"]),
             Route(f"{prefix}/models", Endpoint(dialect, list_models), methods=["GET"]),
             Route(f"{prefix}/models/{{model:path}}", Endpoint(dialect, get_model), methods=["GET"]),
         )
+    ]
+
+
+def _anthropic_routes() -> list[BaseRoute]:
+    dialect, id_header = AnthropicDialect(), "request-id"
+    answer = Endpoint(dialect, messages, generates=True, id_header=id_header)
+    return [
+        Route("/v1/messages", answer, methods=["POST"]),
+        Route("/v1/messages/count_tokens", Endpoint(dialect, count_tokens, id_header=id_header), methods=["POST"]),
     ]
 
 
@@ -71,13 +86,14 @@ def _lmi_routes() -> list[BaseRoute]:
 
 
 def _tgi_routes() -> list[BaseRoute]:
-    """TGI's routes with a key."""
+    """TGI's routes with a key, and the one of vLLM that belongs to them."""
     dialect = TgiDialect()
     return [
         Route("/", Endpoint(dialect, tgi.generate_compat, generates=True), methods=["POST"]),
         Route("/generate", Endpoint(dialect, tgi.generate, generates=True), methods=["POST"]),
         Route("/generate_stream", Endpoint(dialect, tgi.generate_stream, generates=True), methods=["POST"]),
         Route("/tokenize", Endpoint(dialect, tgi.tokenize), methods=["POST"]),
+        Route("/detokenize", Endpoint(OpenAIDialect(), detokenize), methods=["POST"]),
         Route("/chat_tokenize", Endpoint(dialect, tgi.chat_tokenize), methods=["POST"]),
         Route("/info", Endpoint(dialect, tgi.info), methods=["GET"]),
     ]

@@ -18,6 +18,19 @@ from tandem import TandemError
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 _UNREACHABLE = "the model cannot be reached now; try again later"
+# Anthropic's own API answers 529 when it is overloaded; 429 is for the limits of one customer.
+_ANTHROPIC_STATUS = {429: 529}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "invalid_request_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "overloaded_error",
+    504: "timeout_error",
+}
 _TGI_PREFIXES = {"validation": "Input validation error: ", "generation": "Request failed during generation: "}
 
 
@@ -207,6 +220,22 @@ def openai_error_body(problem: Problem) -> dict[str, object]:
     row = problem.row.openai
     code = problem.code or row.code
     return {"error": {"message": problem.message, "type": row.type, "param": problem.field, "code": code}}
+
+
+class AnthropicDialect:
+    """Errors as anthropic's clients read them."""
+
+    name = "anthropic"
+
+    def error_response(self, problem: Problem) -> Response:
+        status = problem.row.openai.status
+        return JSONResponse(anthropic_error_body(problem), _ANTHROPIC_STATUS.get(status, status), problem.headers)
+
+
+def anthropic_error_body(problem: Problem) -> dict[str, object]:
+    """The body of an error response, and the last event of a stream that fails."""
+    kind = _ANTHROPIC_TYPES.get(problem.row.openai.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 
 class LmiDialect:

@@ -129,12 +129,14 @@ class Endpoint:
     """An ASGI application: one route's handler with its dialect.
 
     `generates`: the route counts in TGI's metrics and gets a span. `is_polled`: only failures are written to the log.
+    `id_header`: the response header in which the dialect's clients look for the request's id, beside x-request-id.
     """
 
     dialect: Dialect
     handler: Handler
     generates: bool = False
     is_polled: bool = False
+    id_header: str = "x-request-id"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -146,7 +148,7 @@ class Endpoint:
         with self._start_span(request, request_id) as span, ExitStack() as cleanup:
             try:
                 response = await self._respond(Arrival(backend, request, request_id, progress, cleanup))
-                response.headers["x-request-id"] = request_id
+                response.headers["x-request-id"] = response.headers[self.id_header] = request_id
                 status = response.status_code
                 sending = _Sending(send)
                 await response(scope, receive, sending)

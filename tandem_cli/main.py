@@ -28,6 +28,7 @@ GROUPS = {
     "ask": {
         "generate": "answer one prompt; tokens are coloured by the model's confidence",
         "chat": "talk with the model; Ctrl-C stops an answer, Ctrl-D ends the conversation",
+        "batch": "answer a file of requests in OpenAI's batch format, with idle capacity",
     },
     "look inside": {
         "workers": "show the workers and their load",

@@ -1,5 +1,6 @@
 """Other people's clients, whose requirements are not ours: environments made once, kept in the user's cache."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -24,6 +25,16 @@ def python_with(requirement: str, module: str) -> str:
             give_up = pytest.fail if os.environ.get("CI") else pytest.skip
             give_up(f"no environment with {requirement}: {error}")
     return str(python)
+
+
+async def output_of(python: str, program: Path, *arguments: str) -> bytes:
+    """What the program prints. -P: its folder may have files with the names of packages."""
+    process = await asyncio.create_subprocess_exec(
+        python, "-P", str(program), *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    return out
 
 
 def _has(python: Path, module: str) -> bool:

@@ -38,7 +38,7 @@ _INPUTS = ("prompt", "token_ids", "messages")
 
 
 class TokenizeArguments(TypedDict, total=False):
-    """Arguments of `tokenize`. Pass either prompt or messages.
+    """Arguments of `tokenize`. Pass exactly one of prompt, messages and token_ids.
 
     A message has `role` and `content`. Its other members, `tools`, and the members of `chat_template_kwargs` are passed
     to the chat template unchanged. With `continue_final_message` the answer continues the last message. With
@@ -47,6 +47,7 @@ class TokenizeArguments(TypedDict, total=False):
 
     prompt: str | None
     messages: Iterable[Mapping[str, Any]] | None
+    token_ids: Sequence[int] | None
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
@@ -66,7 +67,6 @@ class GenerateArguments(TokenizeArguments, total=False):
     regex, choice (texts) and grammar (Lark or GBNF) constrains the generated text.
     """
 
-    token_ids: Sequence[int] | None
     max_new_tokens: int | None
     min_new_tokens: int | None
     temperature: float | None
@@ -107,7 +107,7 @@ def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateReq
     """The message for `generate` and `stream`. Raises InvalidRequest, and TypeError for unknown names."""
     values = _without_none(arguments, GenerateArguments)
     request = generation_pb2.GenerateRequest()
-    _set_input(request, values, _INPUTS)
+    _set_input(request, values)
     _set(request, "model", values.get("model"))
     _set(request, "client_request_id", values.get("client_request_id"))
     _set(request, "num_choices", values.get("n"), shown_name="n")
@@ -125,7 +125,7 @@ def tokenize_request(arguments: TokenizeArguments) -> generation_pb2.TokenizeReq
     """The message for `tokenize`. Raises InvalidRequest, and TypeError for unknown names."""
     values = _without_none(arguments, TokenizeArguments)
     request = generation_pb2.TokenizeRequest()
-    _set_input(request, values, ("prompt", "messages"))
+    _set_input(request, values)
     _set(request, "model", values.get("model"))
     return request
 
@@ -138,11 +138,11 @@ def _without_none(arguments: Mapping[str, object], signature: type) -> dict[str,
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _set_input(request: Any, arguments: Mapping[str, Any], inputs: Sequence[str]) -> None:
-    present = [name for name in inputs if name in arguments]
+def _set_input(request: Any, arguments: Mapping[str, Any]) -> None:
+    present = [name for name in _INPUTS if name in arguments]
     if len(present) != 1:
         received = f"got {' and '.join(present)}" if present else "got none"
-        raise InvalidRequest(f"give exactly one of {', '.join(inputs)}: {received}")
+        raise InvalidRequest(f"give exactly one of {', '.join(_INPUTS)}: {received}")
     name = present[0]
     value = arguments[name]
     if name == "messages":

@@ -65,6 +65,7 @@ class EventReader:
         self._num_choices = num_choices
         self._request_id = ""
         self._prompt_tokens: tuple[Token, ...] = ()
+        self._num_prompt_tokens = 0
         self._in_reasoning = False
         self._echo: dict[int, str] = {}
         self._has_events = False
@@ -84,6 +85,7 @@ class EventReader:
         if message.HasField("prompt") and not self._has_events:
             self._request_id = message.prompt.request_id
             self._prompt_tokens += tuple(map(token, message.prompt.tokens))  # a long prompt comes in several messages
+            self._num_prompt_tokens = message.prompt.num_tokens
             self._in_reasoning = message.prompt.in_reasoning
         if message.echo and not choice.ids:
             self._echo[index] = message.echo
@@ -94,7 +96,7 @@ class EventReader:
             tokens.append(None)
         events = [TokenEvent(index, new_token, self._request_id) for new_token in tokens]
         self._has_events = self._has_events or bool(events)
-        if events and (self._prompt_tokens or self._echo or self._in_reasoning):
+        if events and (self._num_prompt_tokens or self._echo or self._prompt_tokens or self._in_reasoning):
             events[0] = self._with_prompt(events[0])
         if message.finish_reason:
             choice.has_ended = True
@@ -137,8 +139,14 @@ class EventReader:
         """Add the prompt to the first event of the stream, and the echo to the first event of each choice."""
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, ()
         in_reasoning, self._in_reasoning = self._in_reasoning, False
-        echo = self._echo.pop(event.index, "")
-        return replace(event, echo=echo, prompt_tokens=prompt_tokens, in_reasoning=in_reasoning)
+        num_prompt_tokens, self._num_prompt_tokens = self._num_prompt_tokens, 0
+        return replace(
+            event,
+            echo=self._echo.pop(event.index, ""),
+            prompt_tokens=prompt_tokens,
+            in_reasoning=in_reasoning,
+            num_prompt_tokens=num_prompt_tokens,
+        )
 
 
 class ResultBuilder:

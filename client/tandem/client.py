@@ -121,7 +121,7 @@ class AsyncClient:
         return await continue_until_done(self, arguments, Bounds(max_rounds, max_total, deadline))
 
     async def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
-        """The tokens that `generate` would use for a prompt or messages, without log-probs."""
+        """The tokens that `generate` would use for the prompt, with their texts, without log-probs."""
         return tuple(map(token, (await self._tokenize(arguments)).tokens))
 
     async def render(self, **arguments: Unpack[TokenizeArguments]) -> str:

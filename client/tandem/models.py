@@ -108,8 +108,9 @@ class TokenEvent:
     """One token of a stream.
 
     The last event of a choice has `finish_reason`, `usage` and, if the router sends it, `timing`. `echo` and
-    `prompt_tokens` come with the first event if they were requested. `in_reasoning` is true in the first event if the
-    prompt ends inside an open <think>. `token` is None only if a choice ended without a further token.
+    `prompt_tokens` come with the first event if they were requested. The stream's first event also has
+    `num_prompt_tokens`, and `in_reasoning` if the prompt ends inside an open <think>. `token` is None only if a choice
+    ended without a further token.
     """
 
     index: int
@@ -121,6 +122,7 @@ class TokenEvent:
     prompt_tokens: tuple[Token, ...] = ()
     timing: Timing | None = None
     in_reasoning: bool = False
+    num_prompt_tokens: int = 0
 
     @property
     def text(self) -> str:

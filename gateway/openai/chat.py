@@ -1,15 +1,14 @@
 """POST /v1/chat/completions."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from starlette.responses import JSONResponse, Response
 
 from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.messages import Deltas, ReasoningReader, build_message, make_deltas
-from gateway.openai.parameters import chat_arguments
+from gateway.openai.messages import Deltas, build_message
+from gateway.openai.reading import Reading, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_ranges
 from gateway.openai.responses import (
     Envelope,
@@ -21,9 +20,7 @@ from gateway.openai.responses import (
     visible_tokens,
     without_stop_tokens,
 )
-from gateway.openai.tool_choice import ToolUse, parse_tool_use
-from gateway.openai.tool_parser import TOOL_FORMATS
-from gateway.schema import Json, structure_arguments
+from gateway.schema import Json
 from tandem import Choice, TokenEvent
 
 
@@ -37,34 +34,11 @@ async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> R
     field_names = ClientFieldNames.of(body)
     envelope = Envelope.new("chat.completion", "chatcmpl", body.model or exchange.served_name)
     with field_names.translating_errors():
-        tool_use = parse_tool_use(body, TOOL_FORMATS.get(exchange.tool_call_format(body.model)))
-        reading = Reading(tool_use, _reasoning_parser(exchange, body, tool_use))
-        feed = exchange.feed([chat_arguments(body, tool_use)], body.n or 1)
+        arguments, reading = plan_chat(exchange, body)
+        feed = exchange.feed([arguments], body.n or 1)
         if body.stream:
             return await Streamer(framing, exchange).respond(feed, ChatChunks(body, envelope, reading, field_names))
         return JSONResponse(chat_json(await collect(feed), body, envelope, reading))
-
-
-def _reasoning_parser(exchange: Exchange, body: ChatBody, tool_use: ToolUse | None) -> str:
-    """Return the parser to use: none for structured output, which has no reasoning before it."""
-    if not body.separate_reasoning or structure_arguments(body) or (tool_use is not None and tool_use.is_forced):
-        return "none"
-    return exchange.reasoning_parser(body.model)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The parsers of the model's text: for tool calls, and for reasoning."""
-
-    tool_use: ToolUse | None
-    reasoning_parser: str
-
-    def deltas(self, *, in_reasoning: bool = False) -> Deltas:
-        """Return a new parser for one choice. `in_reasoning`: the prompt ends inside a reasoning block."""
-        if self.reasoning_parser == "none":
-            return make_deltas(self.tool_use)
-        begins_within = in_reasoning or self.reasoning_parser == "deepseek_r1"
-        return make_deltas(self.tool_use, ReasoningReader(begins_within=begins_within))
 
 
 def chat_json(answer: Answer, body: ChatBody, envelope: Envelope, reading: Reading) -> Json:

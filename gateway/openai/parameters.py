@@ -107,6 +107,11 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Gene
     ]
 
 
+def tokenize_arguments(body: ChatBody, timeout_s: float) -> TokenizeArguments:
+    """Return the SDK arguments that tokenise a chat's prompt. Raises InvalidRequest."""
+    return rendering_of(body) | TokenizeArguments(model=model_of(body.model), timeout=timeout_s)
+
+
 def rendering_of(body: ChatBody) -> TokenizeArguments:
     """Return the arguments of the chat template. Raises InvalidRequest."""
     return TokenizeArguments(

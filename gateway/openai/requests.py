@@ -42,6 +42,7 @@ _RANGES: Mapping[str, tuple[int, int | None]] = MappingProxyType(
         "best_of": (1, MAX_NUM_CHOICES),
         "max_tokens": (1, None),
         "max_completion_tokens": (1, None),
+        "max_output_tokens": (1, None),
         "logprobs": (0, MAX_TOP_LOGPROBS),
         "top_logprobs": (0, MAX_TOP_LOGPROBS),
         "seed": (-(2**63), MAX_SEED),
@@ -158,6 +159,11 @@ def check_ranges(body: SamplingBody) -> None:
     if isinstance(body, ChatBody) and not body.messages:
         message = "Invalid 'messages': empty array. Expected an array with minimum length 1."
         raise InvalidField(message, field="messages", code="empty_array")
+    check_numbers(body)
+
+
+def check_numbers(body: Body) -> None:
+    """Raise InvalidField for numbers that are out of OpenAI's ranges."""
     for name, (low, high) in _RANGES.items():
         value = getattr(body, name, None)
         if value is None or isinstance(value, bool):
@@ -205,6 +211,11 @@ class ClientFieldNames:
             names["top_logprobs"] = "logprobs"
         return cls(names, frozenset(type(body).model_fields))
 
+    def renamed(self, names: Mapping[str, str], body: type[Body]) -> "ClientFieldNames":
+        """Translate to the members of `body`, from which the chat was made. `names`: from the chat's members."""
+        translated = {inner: names.get(name, name) for inner, name in self.names.items()}
+        return ClientFieldNames({**names, **translated}, frozenset(body.model_fields))
+
     def translate(self, problem: Problem) -> Problem:
         """Translate a problem that is the client's fault; return any other unchanged."""
         if problem.field is not None or problem.row.openai.status != 400:
@@ -227,8 +238,8 @@ class ClientFieldNames:
         if match is None:
             return None
         path, name = match[1], match[2]
-        if name == "prompt" and "messages" in self.members:
-            return "messages"
+        if name == "prompt" and "prompt" not in self.members:
+            return self.names["chat.messages"]
         return path if name in self.members else None
 
 

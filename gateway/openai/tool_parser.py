@@ -2,12 +2,14 @@
 
     text ─▶ TEXT ──marker──▶ BETWEEN ──{──▶ CALL ──}──▶ BETWEEN ──end marker, or anything else──▶ TEXT
 
-A call is a JSON object with `name` and `arguments` (or `parameters`). It is emitted as soon as its function is known
+A call is a JSON object with `name` and `arguments` (or `parameters`), or, in some formats, a name before a JSON object
+of arguments. It is emitted as soon as its function is known
 and its arguments begin. An object that names no known function, or has other members, is not a call and is emitted as
 text: no text of the model is lost.
 """
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -49,13 +51,14 @@ class ToolFormat:
     """The format in which a family of models writes calls.
 
     `start`, `end`: markers around the calls. `bare`: a text that begins with JSON may be calls without a marker.
-    `only_calls`: the text has calls only.
+    `only_calls`: the text has calls only. `named`: a call may also be a name, then its arguments.
     """
 
     start: str
     end: str = ""
     bare: bool = False
     only_calls: bool = False
+    named: bool = False
     arguments_key: str = "arguments"
     num_id_chars: int = 24
 
@@ -64,7 +67,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
         "hermes": ToolFormat("<tool_call>", "</tool_call>"),
         "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters"),
-        "mistral": ToolFormat("[TOOL_CALLS]", bare=True, num_id_chars=9),
+        "mistral": ToolFormat("[TOOL_CALLS]", bare=True, named=True, num_id_chars=9),
+        "phi4_mini_json": ToolFormat("functools", bare=True),
+        "granite": ToolFormat("<|tool_call|>", bare=True),
     }
 )
 """Keys are the names of vLLM's parsers."""
@@ -73,10 +78,23 @@ FORCED_FORMAT = ToolFormat("", bare=True, only_calls=True)
 """The format of forced calls: the structure allows nothing else."""
 
 
+# Between the name and the arguments of a call: an id and marks. Special tokens may be missing from the text.
+_BEFORE_ARGUMENTS = re.compile(r"\s*(?:(?:\[CALL_ID\])?\s*[A-Za-z0-9]{9})?\s*(?:\[ARGS\])?\s*")
+_BEGINS_BEFORE_ARGUMENTS = re.compile(r"[\[\]A-Za-z0-9_\s]{0,32}")
+
+
 class _State(Enum):
     TEXT = auto()
     BETWEEN = auto()
     CALL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedCall:
+    """The beginning of a call whose name is before its arguments. `num_chars`: how much is before these."""
+
+    name: str = ""
+    num_chars: int = 0
 
 
 class ToolCallParser:
@@ -106,6 +124,8 @@ class ToolCallParser:
         text = self._raw + self._buffer
         is_call = self._state is _State.CALL and self._reader.has_begun
         is_rest = self._state is _State.BETWEEN and not self._raw
+        if self._style.named:  # the text may have begun with the name of a function
+            is_rest = is_rest and not self._buffer.strip(_BETWEEN_CALLS)
         is_blank = self.num_calls > 0 and not text.strip()
         self._buffer = self._raw = ""
         is_shown = not (is_call or is_rest or is_blank or self._style.only_calls)
@@ -129,8 +149,11 @@ class ToolCallParser:
             first = self._buffer.lstrip()
             if start.startswith(first):
                 return  # empty, or a possible prefix of the marker
+            named = self._find_named(first)
+            if named is None:
+                return
             self._may_be_bare = False
-            if first[0] in "{[" and not (start and first.startswith(start)):
+            if named.name or (first[0] in "{[" and not (start and first.startswith(start))):
                 self._state = _State.BETWEEN
                 return
         text, marker, remaining = self._buffer.partition(start) if start else (self._buffer, "", "")
@@ -146,12 +169,24 @@ class ToolCallParser:
             yield Text(text)
 
     def _read_between(self) -> Iterator[Piece]:
-        end = self._style.end
+        start, end = self._style.start, self._style.end
+        first = self._buffer.lstrip()
+        if start and not end and self.num_calls and start.startswith(first[: len(start)]):
+            if len(first) < len(start):
+                return
+            self._raw, self._buffer = self._raw + start, first[len(start) :]
         self._skip(len(self._buffer) - len(self._buffer.lstrip(_BETWEEN_CALLS)))
+        named = self._find_named(self._buffer)
+        if named is None:
+            return
         if end and self._buffer.startswith(end) and not self._raw:
             self._state, self._buffer = _State.TEXT, self._buffer[len(end) :]
         elif self._buffer.startswith("{"):
             self._reader = CallReader(self.num_calls, self._names)
+            self._state = _State.CALL
+        elif named.name:
+            self._raw, self._buffer = self._raw + self._buffer[: named.num_chars], self._buffer[named.num_chars :]
+            self._reader = CallReader(self.num_calls, self._names, named.name)
             self._state = _State.CALL
         elif self._buffer and not end.startswith(self._buffer):
             yield from self._give_up()
@@ -174,6 +209,19 @@ class ToolCallParser:
                 return
         self._raw = "" if has_begun else self._raw + self._buffer
         self._buffer = ""
+
+    def _find_named(self, text: str) -> "_NamedCall | None":
+        """Return the call that the text begins, without a name if none, or None if only more text can tell."""
+        is_open = False
+        for name in self._names if self._style.named and text else ():
+            if text.startswith(name):
+                num_chars = _BEFORE_ARGUMENTS.match(text, len(name)).end()  # type: ignore[union-attr]
+                if text.startswith("{", num_chars):
+                    return _NamedCall(name, num_chars)
+                is_open = is_open or _BEGINS_BEFORE_ARGUMENTS.fullmatch(text, len(name)) is not None
+            else:
+                is_open = is_open or name.startswith(text)
+        return None if is_open else _NamedCall()
 
     def _skip(self, count: int) -> None:
         """Skip separators. They are dropped only if calls are around them."""
@@ -203,9 +251,12 @@ class NotACall(Exception):
 
 
 class CallReader:
-    """Parses one call, character by character. `names`: the known functions. Arguments before the name are buffered."""
+    """Parses one call, character by character. `names`: the known functions. Arguments before the name are buffered.
 
-    def __init__(self, index: int, names: Collection[str]) -> None:
+    With a `name`, which was read already, the call is only the object of its arguments.
+    """
+
+    def __init__(self, index: int, names: Collection[str], name: str = "") -> None:
         self.is_done = False
         self.has_begun = False
         """True once CallBegun was emitted: from then on the call cannot be turned back into text."""
@@ -221,9 +272,18 @@ class CallReader:
         self._name = ""
         self._arguments: list[str] = []  # not emitted yet
         self._had_arguments = False
+        self._is_only_arguments = False
+        for char in f'{{"name": {json.dumps(name)}, "arguments": ' if name else "":
+            list(self.push(char))
+        self._is_only_arguments = bool(name)
 
     def push(self, char: str) -> Iterator[Piece]:
         """Return the pieces that the character completes. Raises NotACall."""
+        yield from self._read(char)
+        if self._is_only_arguments and self._depth == 1 and char == "}":
+            yield from self._read("}")
+
+    def _read(self, char: str) -> Iterator[Piece]:
         was_in_string, before = self._in_string, self._depth
         self._track_nesting(char)
         is_mark = not was_in_string and before == 1 and not self._in_string

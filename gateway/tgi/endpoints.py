@@ -10,9 +10,10 @@ from gateway.answers import SSE, Answer, Framing, Streamer, collect, failed_stre
 from gateway.errors import Problem, UnsupportedMediaType, tgi_error_body
 from gateway.exchange import Exchange
 from gateway.metrics import Phases
-from gateway.openai.parameters import model_of, rendering_of
+from gateway.openai.parameters import tokenize_arguments
 from gateway.openai.requests import ChatBody
-from gateway.schema import Json
+from gateway.openai.tokens import tokenize_as_vllm
+from gateway.schema import Json, read_json
 from gateway.tgi.requests import GenerateBody, TokenizeBody, generate_arguments
 from mesh.domain.request import MAX_NUM_CHOICES, MAX_STOP_STRINGS
 from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
@@ -221,7 +222,11 @@ class StreamEvents:
 
 
 async def tokenize(exchange: Exchange) -> Response:
-    body = await exchange.parse(TokenizeBody)
+    """Answer TGI's `inputs`; vLLM has a route of the same name, with `prompt` or `messages`."""
+    payload = await exchange.read(read_json)
+    if isinstance(payload, dict) and "inputs" not in payload and payload.keys() & {"prompt", "messages"}:
+        return await tokenize_as_vllm(exchange, payload)
+    body = await exchange.check(TokenizeBody, payload)
     timeout_s = exchange.settings.request_timeout_s
     return JSONResponse(_tokens_json(await exchange.client.tokenize(prompt=body.inputs, timeout=timeout_s)))
 
@@ -229,8 +234,7 @@ async def tokenize(exchange: Exchange) -> Response:
 async def chat_tokenize(exchange: Exchange) -> Response:
     """Handle POST /chat_tokenize: the tokens of a conversation, and the rendered prompt."""
     body = await exchange.parse(ChatBody)
-    defaults = tandem.TokenizeArguments(model=model_of(body.model), timeout=exchange.settings.request_timeout_s)
-    arguments = rendering_of(body) | defaults
+    arguments = tokenize_arguments(body, exchange.settings.request_timeout_s)
     tokens = await exchange.client.tokenize(**arguments)
     text = await exchange.client.render(**arguments)
     return JSONResponse({"tokenize_response": _tokens_json(tokens), "templated_text": text})

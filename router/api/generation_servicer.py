@@ -127,7 +127,7 @@ def _prompt_from_proto(request: generation_pb2.GenerateRequest | generation_pb2.
         return TextPrompt(request.prompt)
     if kind == "chat":
         return _chat_from_proto(request.chat)
-    if isinstance(request, generation_pb2.GenerateRequest) and kind == "token_ids":
+    if kind == "token_ids":
         return TokenPrompt(request.token_ids.ids)
     return None
 

@@ -37,14 +37,18 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 MAX_CHARS = 8 << 20
 # Errors that a template's code can raise, besides Jinja's own.
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-# Recognised by strings in the templates of each format's models.
+# Recognised by strings in the templates of each format's models. The first that fits counts.
 _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
         "hermes": lambda source: "<tool_call>" in source and "<function=" not in source,
         "mistral": lambda source: "[TOOL_CALLS]" in source,
         "llama3_json": lambda source: "<|python_tag|>" in source,
+        "phi4_mini_json": lambda source: _TOOLS_IN_SYSTEM in source,
+        "granite": lambda source: "<|tool_call|>" in source,
     }
 )
+# Phi-4-mini's template takes tools as JSON text in the system message.
+_TOOLS_IN_SYSTEM = "'<|tool|>' + message['tools']"
 _REASONING, _REASONING_END = "<think>", "</think>"
 # Appended to the message that is to be continued, to find its end in the rendered text. Its trailing space disappears
 # if the template trims messages.
@@ -165,6 +169,15 @@ def _parse(text: str, name: str, default: object) -> object:
         raise InvalidRequest(f"{name} is not valid JSON") from None
 
 
+def _with_tools_in_system(turns: list[dict[str, object]], tools: list[object]) -> list[dict[str, object]]:
+    """Give the first turn, a system message, the tools as JSON of bare functions."""
+    functions = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+    has_system = bool(turns) and turns[0]["role"] == "system"
+    system: dict[str, object] = turns[0] if has_system else {"role": "system", "content": ""}
+    text = json.dumps(functions, ensure_ascii=False)
+    return [system | {"tools": text}, *(turns[1:] if has_system else turns)]
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
@@ -246,9 +259,12 @@ class ChatTemplate:
         turns = [message.members() for message in messages]
         if how.continues_final:
             turns[-1]["content"] = messages[-1].content + _END_OF_MESSAGE
+        tools = _parse_tools(tools_json)
+        if tools and _TOOLS_IN_SYSTEM in self.source:
+            turns = _with_tools_in_system(turns, tools)
         reserved = {
             "messages": turns,
-            "tools": _parse_tools(tools_json),
+            "tools": tools,
             "add_generation_prompt": how.adds_generation_prompt,
             "continue_final_message": how.continues_final,
             **self.special_tokens,

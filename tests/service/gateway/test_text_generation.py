@@ -1,13 +1,12 @@
 """TGI's own client, unmodified, in an environment of its own."""
 
-import asyncio
 import json
 from pathlib import Path
 
 import grpc
 import pytest
 
-from tests.client_environment import python_with
+from tests.client_environment import output_of, python_with
 from tests.fakes.sdk_router import Refusal
 from tests.service.gateway.http import running_gateway
 
@@ -27,16 +26,7 @@ async def test_the_text_generation_client(python_with_client: str) -> None:
         overloaded = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, trailing=(("tandem-error", "Overloaded"),))
         broken = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "too many tokens", (("tandem-error", "InvalidRequest"),))
         gateway.script.refusals.extend([ok, ok, broken, overloaded])
-        process = await asyncio.create_subprocess_exec(
-            python_with_client,
-            "-P",  # this folder has an http.py
-            str(_CLIENT),
-            gateway.url,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
+        out = await output_of(python_with_client, _CLIENT, gateway.url)
     told = json.loads(out)
     assert told["text"] == "".join(told["tokens"]) == "".join(told["streamed"]) == told["last"]
     assert (told["finish_reason"], told["generated_tokens"], len(told["streamed"])) == ("length", 6, 6)

@@ -270,3 +270,16 @@ async def test_tokenize(gateway: RunningGateway) -> None:
 async def test_another_content_type_is_refused(gateway: RunningGateway) -> None:
     response = await gateway.http.post("/generate", content=b'{"inputs":"x"}', headers={"content-type": "text/plain"})
     assert response.status_code == 415
+
+
+async def test_tokenize_as_vllm(gateway: RunningGateway) -> None:
+    ids = list(b"day")
+    told = (await gateway.post("/tokenize", {"model": "fake", "prompt": "day", "return_token_strs": True})).json()
+    assert told == {"count": 3, "max_model_len": 1000, "tokens": ids, "token_strs": ["d", "a", "y"]}
+    chat = (await gateway.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})).json()
+    assert (chat["count"], chat["token_strs"]) == (len("user: hi\n"), None)
+    assert (await gateway.post("/detokenize", {"model": "fake", "tokens": ids})).json() == {"prompt": "day"}
+    assert (await gateway.post("/detokenize", {"tokens": []})).json() == {"prompt": ""}
+    refused = await gateway.post("/tokenize", {"prompt": "day", "add_special_tokens": False})
+    assert refused.status_code == 422
+    assert "add_special_tokens must be true" in refused.json()["error"]

@@ -228,6 +228,8 @@ async def test_long_prompts_take_the_same_way(make_mesh: Any) -> None:
     text = "hello world, the quick brown fox " * 50
     tokenized = await mesh.stub.Tokenize(generation_pb2.TokenizeRequest(prompt=text))
     assert "".join(token.text for token in tokenized.tokens) == text
+    ids = generation_pb2.TokenIds(ids=[token.id for token in tokenized.tokens])
+    assert (await mesh.stub.Tokenize(generation_pb2.TokenizeRequest(token_ids=ids))).tokens == tokenized.tokens
 
 
 async def test_models(make_mesh: Any) -> None:

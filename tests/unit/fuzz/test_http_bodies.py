@@ -26,6 +26,30 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": [[1, 2], [3]], "logprobs": 2, "echo": True, "stream": True, "logit_bias": {"3": 1.5}},
     {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 3, "n": 2},
     {"inputs": "x", "stream": True, "parameters": None},
+    {
+        "system": [{"type": "text", "text": "x"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {"b": 1}}]},
+        ],
+        "max_tokens": 9,
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "stop_sequences": ["x"],
+        "stream": True,
+    },
+    {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]},
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a", "output": "x"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
+        "stream": True,
+    },
 ]
 ODD: list[Any] = [None, True, -1, 1e308, 2**70, "", "\ud800", "x" * 300, [], {}, [[[]]], {"a": {"b": []}}, float("nan")]
 
@@ -48,6 +72,11 @@ class Answering:
 
     async def render(self, **arguments: Any) -> str:
         return "xy"
+
+    async def drain(self, worker_id: str, timeout: float = 0) -> None:
+        return
+
+    undrain = drain
 
     async def stream(self, **arguments: Any) -> AsyncGenerator[TokenEvent, None]:
         request = generate_request(arguments)  # type: ignore[arg-type]
@@ -72,7 +101,7 @@ async def http(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[httpx2.AsyncCli
 def post_routes() -> list[str]:
     app = build_app(build_backend(GatewaySettings(), Answering()))  # type: ignore[arg-type]
     paths = [route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
-    return [path.replace("{model}", "m").replace("{version}", "1") for path in paths]
+    return [path.replace("{model}", "m").replace("{version}", "1").replace("{worker}", "w") for path in paths]
 
 
 def mutated(value: Any, draw: random.Random) -> Any:

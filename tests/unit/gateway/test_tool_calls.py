@@ -40,6 +40,8 @@ def read(style: ToolFormat, text: str, size: int = 10_000) -> Found:
     return message["content"], [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
+# As models write them: Qwen 2.5 and 3, Hermes, Llama 3, Mistral (tokenizers v3 to v7, v11, v13), Phi-4-mini, Granite 3,
+# with and without the special tokens that detokenising drops.
 CASES: list[tuple[str, str, Found]] = [
     ("hermes", f"<tool_call>\n{ADD}\n</tool_call>", (None, [SUM])),
     ("hermes", f"I see.\n<tool_call>{ADD}</tool_call>\n<tool_call>\n{LOOK}\n</tool_call>\n", ("I see.", [SUM, LOOKED])),
@@ -66,6 +68,28 @@ CASES: list[tuple[str, str, Found]] = [
     ("mistral", f"[{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
     ("mistral", "[1] is a note", ("[1] is a note", [])),
     ("mistral", "[TOOL", ("[TOOL", [])),
+    ("mistral", f"[TOOL_CALLS]add[ARGS]{SUM[1]}", (None, [SUM])),
+    (
+        "mistral",
+        f"[TOOL_CALLS]add[CALL_ID]abcDEF123[ARGS]{SUM[1]}[TOOL_CALLS]look_up[CALL_ID]xyzXYZ789[ARGS]{LOOKED[1]}",
+        (None, [SUM, LOOKED]),
+    ),
+    ("mistral", f"I see.[TOOL_CALLS]add[ARGS]{SUM[1]}[TOOL_CALLS]look_up[ARGS]{LOOKED[1]}", ("I see.", [SUM, LOOKED])),
+    ("mistral", f"add{SUM[1]}look_up{LOOKED[1]}", (None, [SUM, LOOKED])),
+    ("mistral", f"addabcDEF123{SUM[1]}look_upxyzXYZ789 {LOOKED[1]}", (None, [SUM, LOOKED])),
+    ("mistral", f"[TOOL_CALLS]add{SUM[1]} and so on", ("and so on", [SUM])),
+    ("mistral", f"add{SUM[1]}look", ("look", [SUM])),
+    ("mistral", "add the numbers, then look_up {x}", ("add the numbers, then look_up {x}", [])),
+    ("mistral", "[TOOL_CALLS]nobody[ARGS]{}", ("[TOOL_CALLS]nobody[ARGS]{}", [])),
+    ("mistral", "add", ("add", [])),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1', (None, [("add", '{"a": 1')])),
+    ("mistral", "[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]", ("[TOOL_CALLS]", [("add", "{}")])),
+    ("phi4_mini_json", f"functools[{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
+    ("phi4_mini_json", f"functools[{ADD}]", (None, [SUM])),
+    ("phi4_mini_json", f"[{ADD}]", (None, [SUM])),
+    ("phi4_mini_json", "import functools\nx = [1]", ("import functools\nx = [1]", [])),
+    ("granite", f"<|tool_call|>[{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
+    ("granite", f"[{ADD}]", (None, [SUM])),
 ]  # fmt: skip
 
 
@@ -111,6 +135,9 @@ MARKS = [
     "<tool_call>",
     "</tool_call>",
     "[TOOL_CALLS]",
+    "[ARGS]",
+    "functools",
+    "add",
     "<|python_tag|>",
     "<",
     "{",

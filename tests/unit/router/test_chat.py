@@ -122,6 +122,13 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert template.render(TURNS) == "file"
 
 
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}{{ '<|system|>' + "
+    "message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}{% else %}{{ '<|' + message['role'] + '|>' + "
+    "message['content'] }}{% endif %}{% endfor %}"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -129,11 +136,23 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         ("{{ '<tool_call>\\n<function=' }}", ""),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '<|python_tag|>' }}", "llama3_json"),
+        (PHI, "phi4_mini_json"),
+        ("{{ '<|tool_call|>' }}", "granite"),
         ("{{ messages }}", ""),
     ],
 )
 def test_templates_tell_how_calls_are_written(source: str, expected: str) -> None:
     assert ChatTemplate(source, {}).tool_call_format == expected
+
+
+def test_a_template_that_takes_tools_in_the_system_message() -> None:
+    template, tools = ChatTemplate(PHI, {}), '[{"type": "function", "function": {"name": "für"}}]'
+    user = ChatMessage("user", "hi")
+    assert template.render([user], tools) == '<|system|><|tool|>[{"name": "für"}]<|/tool|><|user|>hi'
+    system = ChatMessage("system", "Be brief.")
+    shown = '<|system|>Be brief.<|tool|>[{"name": "für"}]<|/tool|><|user|>hi'
+    assert template.render([system, user], tools) == shown
+    assert template.render([system, user]) == "<|system|>Be brief.<|user|>hi"
 
 
 def test_a_template_for_tools_tells_before_the_other() -> None:

@@ -1,0 +1,223 @@
+"""Bodies of Anthropic's requests, and their translation to a chat."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gateway.errors import InvalidField
+from gateway.openai.requests import ContentPart
+from gateway.schema import MAX_MESSAGES, Body, Count, Few, Json, JsonObject, Many, Name, Real, Seed
+from tandem import InvalidRequest
+
+NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Members that have another name in the chat."""
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class Block(Body):
+    """A content block: text, thinking, tool_use or tool_result."""
+
+    type: Name
+    text: str = ""
+    thinking: str = ""
+    id: Name = ""
+    name: Name = ""
+    input: JsonObject | None = None
+    tool_use_id: Name = ""
+    content: str | Many[ContentPart] | None = None
+
+
+class Turn(Body):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Block]
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+
+
+class Tool(Body):
+    """A function that the model may call. `input_schema` is a JSON schema."""
+
+    type: Name = "custom"
+    name: Name
+    description: str | None = None
+    input_schema: JsonObject | None = None
+
+
+class ToolChoice(Body):
+    """Whether the model may call functions (auto, none), must call one (any), or must call the named one (tool)."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name = ""
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """Whether the model reasons before it answers. Budgets have no effect."""
+
+    type: Name
+
+
+class OutputFormat(Body):
+    """The structure that holds the answer."""
+
+    type: Literal["json_schema"]
+    content: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """Options of the answer. `effort` has no effect."""
+
+    format: OutputFormat | None = None
+
+
+class PromptBody(Body):
+    """Body of POST /v1/messages/count_tokens. `chat_template_kwargs` is an extension."""
+
+    model: Name = ""
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Many[ContentPart] | None = None
+    tools: Few[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+class MessagesBody(PromptBody):
+    """Body of POST /v1/messages. The second group is extensions."""
+
+    max_tokens: Count
+    stop_sequences: Few[str] | None = None
+    output_config: OutputConfig | None = None
+    stream: bool = False
+    temperature: Real | None = None
+    top_p: Real | None = None
+    top_k: Count | None = None
+
+    seed: Seed | None = None
+    priority: Literal["batch", "standard", "interactive"] | None = None
+    ttft_target: Real | None = None
+
+
+def chat_of(body: PromptBody) -> Json:
+    """Return the members of the chat's body; null means absent. Raises InvalidRequest."""
+    last = body.messages[-1]
+    chat: Json = {
+        "model": body.model,
+        "messages": [*_system(body), *(message for turn in body.messages for message in _messages(turn))],
+        # Anthropic continues a conversation that ends with the assistant's text.
+        "continue_final_message": last.role == "assistant" or None,
+        "chat_template_kwargs": _template_values(body),
+        **_tools(body),
+    }
+    if isinstance(body, MessagesBody):
+        stop = body.stop_sequences or None
+        chat |= {"max_tokens": body.max_tokens, "stop": stop, "include_stop_str_in_output": stop and True}
+        if body.output_config is not None and body.output_config.format is not None:
+            chat["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"schema": body.output_config.format.content},
+            }
+        shared = ("stream", "temperature", "top_p", "top_k", "seed", "priority", "ttft_target")
+        chat |= {name: getattr(body, name) for name in shared}
+    return chat
+
+
+def _system(body: PromptBody) -> list[Json]:
+    text = body.system if isinstance(body.system, str) else _joined(body.system or (), "system")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _template_values(body: PromptBody) -> Json | None:
+    """`thinking` as the templates of models with optional reasoning know it. Values of the client's own come first."""
+    if body.thinking is None:
+        return body.chat_template_kwargs
+    return {"enable_thinking": body.thinking.type != "disabled"} | (body.chat_template_kwargs or {})
+
+
+def _messages(turn: Turn) -> Iterator[Json]:
+    return _assistant(turn.blocks) if turn.role == "assistant" else _prompting(turn.role, turn.blocks)
+
+
+def _prompting(role: str, blocks: Iterable[Block]) -> Iterator[Json]:
+    """A turn of the user or the system: one message for each tool_result, and one for the texts between them."""
+    texts: list[str] = []
+    for block in blocks:
+        if block.type == "text":
+            texts.append(block.text)
+        elif block.type == "tool_result":
+            if texts:
+                yield {"role": role, "content": "\n".join(texts)}
+                texts = []
+            content = block.content if isinstance(block.content, str) else _joined(block.content or (), "messages")
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        else:
+            raise _unsupported(block.type, "messages")
+    if texts:
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def _assistant(blocks: Iterable[Block]) -> Iterator[Json]:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
+    for block in blocks:
+        if block.type == "text":
+            texts.append(block.text)
+        elif block.type == "thinking":
+            thoughts.append(block.thinking)
+        elif block.type == "tool_use":
+            function = {"name": block.name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif block.type != "redacted_thinking":
+            raise _unsupported(block.type, "messages")
+    yield {
+        "role": "assistant",
+        "content": "\n".join(texts),
+        "reasoning_content": "\n".join(thoughts) or None,
+        "tool_calls": calls or None,
+    }
+
+
+def _joined(parts: Iterable[ContentPart], field: str) -> str:
+    texts = []
+    for part in parts:
+        if part.type != "text":
+            raise _unsupported(part.type, field)
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _unsupported(kind: str, field: str) -> InvalidField:
+    return InvalidField(f"{field}: content of type {kind[:64]!r} is not supported: only text is", field=field)
+
+
+def _tools(body: PromptBody) -> Json:
+    """The chat's members about tools. Raises InvalidRequest."""
+    for tool in body.tools or ():
+        if tool.type != "custom":
+            raise InvalidRequest(f"tools: type {tool.type[:64]!r} is not supported: only tools of your own are")
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in body.tools or ()
+    ]
+    choice = body.tool_choice or ToolChoice(type="auto")
+    named = {"type": "function", "function": {"name": choice.name}}
+    return {
+        "tools": tools or None,
+        "tool_choice": named if choice.type == "tool" else _TOOL_CHOICES[choice.type],
+        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
+    }

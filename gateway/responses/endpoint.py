@@ -1,0 +1,175 @@
+"""POST /v1/responses. A request is a chat (gateway/openai) with another form of answer."""
+
+import time
+from collections.abc import Iterable
+from uuid import uuid4
+
+from starlette.responses import JSONResponse, Response
+
+from gateway.answers import SSE_NAMED, Streamer, drain
+from gateway.errors import Problem, openai_error_body
+from gateway.exchange import Exchange
+from gateway.openai.reading import Block, BlockAdded, BlockBegun, BlockReader, BlockStep, Reading, plan_chat
+from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
+from gateway.responses.requests import NAMES, ResponsesBody, chat_of, check_stateless
+from gateway.schema import Json
+from tandem import TokenEvent
+
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_TEXT_EVENTS = {
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+
+
+async def create_response(exchange: Exchange) -> Response:
+    """Answer as one response, or as events if the request says so. Raises InvalidRequest."""
+    body = await exchange.parse(ResponsesBody)
+    check_stateless(body)
+    check_numbers(body)
+    chat = await exchange.check(ChatBody, chat_of(body))
+    field_names = ClientFieldNames.of(chat).renamed(NAMES, ResponsesBody)
+    with field_names.translating_errors():
+        arguments, reading = plan_chat(exchange, chat)
+        renderer = ResponseEvents(body, body.model or exchange.served_name, reading, field_names)
+        feed = exchange.feed([arguments])
+        if body.stream:
+            return await Streamer(SSE_NAMED, exchange).respond(feed, renderer)
+        await drain(feed, renderer)
+        return JSONResponse(renderer.response())
+
+
+class ResponseEvents:
+    """Renders a stream, and keeps its response. Each block of the answer is an output item."""
+
+    def __init__(self, body: ResponsesBody, model: str, reading: Reading, field_names: ClientFieldNames) -> None:
+        self._body = body
+        self._model = model
+        self._field_names = field_names
+        self._answer = BlockReader(reading)
+        self._created_s = int(time.time())
+        self._id = f"resp_{uuid4().hex}"
+        self._item_ids: list[str] = []
+        self._num_events = 0
+        self._error: Json | None = None
+
+    def start(self) -> Iterable[Json]:
+        for kind in ("created", "in_progress"):
+            yield self._numbered(f"response.{kind}", response=self.response())
+
+    def event(self, event: TokenEvent) -> Iterable[Json]:
+        for step in self._answer.read(event, event.text):
+            yield from self._item_events(step)
+
+    def end(self) -> Iterable[Json]:
+        response = self.response()
+        yield self._numbered(f"response.{response['status']}", response=response)
+
+    def error(self, problem: Problem) -> Iterable[Json]:
+        """A failed response for clients that read events, and the error for those that raise it."""
+        body = openai_error_body(self._field_names.translate(problem))
+        self._error = {"code": "server_error", "message": problem.message}
+        yield self._numbered("response.failed", response=self.response())
+        yield self._numbered("error", **body)
+
+    def response(self) -> Json:
+        """The response so far; at the end of the stream, the whole one."""
+        status = self._status()
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_s,
+            "status": status,
+            "error": self._error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._model,
+            "output": [self._item(block, is_done=True) for block in self._answer.blocks],
+            "usage": self._usage() if self._answer.reason else None,
+            "store": False,
+            "previous_response_id": None,
+            **_request_members(self._body),
+        }
+
+    def _status(self) -> str:
+        if self._error is not None:
+            return "failed"
+        if not self._answer.reason:
+            return "in_progress"
+        return "incomplete" if self._answer.reason == "length" else "completed"
+
+    def _item_events(self, step: BlockStep) -> Iterable[Json]:
+        block = step.block
+        place = {"output_index": block.index}
+        if isinstance(step, BlockBegun):
+            self._item_ids.append(f"{_PREFIXES[block.kind]}_{uuid4().hex}")
+            yield self._numbered("response.output_item.added", item=self._item(block, is_done=False), **place)
+        item_id = self._item_ids[block.index]
+        inside = place | {"item_id": item_id} | ({} if block.kind == "call" else {"content_index": 0})
+        logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
+        if isinstance(step, BlockBegun):
+            if block.kind != "call":
+                yield self._numbered("response.content_part.added", part=_part(block, ""), **inside)
+        elif isinstance(step, BlockAdded):
+            yield self._numbered(f"{_TEXT_EVENTS[block.kind]}.delta", delta=step.text, **inside, **logprobs)
+        else:
+            whole = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
+            yield self._numbered(f"{_TEXT_EVENTS[block.kind]}.done", **whole, **inside, **logprobs)
+            if block.kind != "call":
+                yield self._numbered("response.content_part.done", part=_part(block, block.text), **inside)
+            yield self._numbered("response.output_item.done", item=self._item(block, is_done=True), **place)
+
+    def _numbered(self, kind: str, **members: object) -> Json:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **members}
+
+    def _item(self, block: Block, *, is_done: bool) -> Json:
+        """Render an output item. One that has begun is empty. The length limit leaves the last item incomplete."""
+        is_last = block is self._answer.blocks[-1]
+        status = "in_progress"
+        if is_done:
+            status = "incomplete" if is_last and self._answer.reason == "length" else "completed"
+        item: Json = {"id": self._item_ids[block.index], "status": status}
+        content = [_part(block, block.text)] if is_done else []
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        if block.kind == "text":
+            return item | {"type": "message", "role": "assistant", "content": content}
+        arguments = block.text if is_done else ""
+        return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": arguments}
+
+    def _usage(self) -> Json:
+        usage = self._answer.usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._answer.num_reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        }
+
+
+def _part(block: Block, text: str) -> Json:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _request_members(body: ResponsesBody) -> Json:
+    """What a response repeats of its request."""
+    tools = [tool.model_dump() for tool in body.tools or ()]
+    text_format = body.text.format.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": text_format},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": tools,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

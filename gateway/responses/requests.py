@@ -1,0 +1,223 @@
+"""The body of POST /v1/responses, and its translation to a chat."""
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gateway.errors import InvalidField
+from gateway.openai.requests import ContentPart
+from gateway.schema import MAX_MESSAGES, AnyJson, Body, Count, Few, Json, JsonObject, Many, Name, Real, Seed
+
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Members that have another name in the chat."""
+
+_TURN = ("reasoning_content", "content", "tool_calls")
+"""Members of an assistant's message, in the order of their items."""
+
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class Item(Body):
+    """An item of `input`: a message, or a part of an earlier response."""
+
+    type: Name = "message"
+    role: Name = ""
+    content: str | Many[ContentPart] | None = None
+    summary: Many[ContentPart] | None = None
+    call_id: Name = ""
+    name: Name = ""
+    arguments: str = ""
+    output: str | Many[ContentPart] = ""
+
+
+class FunctionTool(Body):
+    """A function that the model may call. `parameters` is a JSON schema."""
+
+    type: Name
+    name: Name = ""
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    """The structure that holds the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Name | None = None
+    strict: bool | None = None
+    content: JsonObject | None = Field(default=None, alias="schema")
+
+
+class TextConfig(Body):
+    format: TextFormat = TextFormat()
+
+
+class Reasoning(Body):
+    """`effort` "none" turns reasoning off, if the chat template can. Other efforts have no effect."""
+
+    effort: Name | None = None
+
+
+class ResponsesBody(Body):
+    """Body of POST /v1/responses. The last group is extensions."""
+
+    model: Name = ""
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    instructions: str | None = None
+    tools: Few[FunctionTool] | None = None
+    tool_choice: AnyJson = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig = TextConfig()
+    reasoning: Reasoning = Reasoning()
+    max_output_tokens: Count | None = None
+    temperature: Real | None = None
+    top_p: Real | None = None
+    stream: bool = False
+    metadata: JsonObject | None = None
+    user: Name | None = None
+    top_logprobs: Count | None = None
+
+    previous_response_id: Name | None = None
+    conversation: AnyJson = None
+    background: bool = False
+
+    seed: Seed | None = None
+    priority: Literal["batch", "standard", "interactive"] | None = None
+    ttft_target: Real | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+
+def check_stateless(body: ResponsesBody) -> None:
+    """Raise InvalidField for members that need stored responses, and for log-probs."""
+    if body.previous_response_id is not None:
+        message = (
+            f"Previous response with id '{body.previous_response_id[:64]}' not found. "
+            "Responses are not stored here: send the whole conversation as 'input'."
+        )
+        raise InvalidField(message, field="previous_response_id", code="previous_response_not_found")
+    unsupported = {
+        "conversation": body.conversation is not None,
+        "background": body.background,
+        "top_logprobs": bool(body.top_logprobs),
+    }
+    for name, is_used in unsupported.items():
+        if is_used:
+            message = f"Unsupported parameter: '{name}' is not supported with this model."
+            raise InvalidField(message, field=name, code="unsupported_parameter")
+
+
+def chat_of(body: ResponsesBody) -> Json:
+    """Return the members of the chat's body; null means absent. Raises InvalidField."""
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    return {
+        "model": body.model,
+        "messages": [*instructions, *_messages(body.input)],
+        "tools": [_tool(number, tool) for number, tool in enumerate(body.tools or ())] or None,
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _response_format(body.text.format),
+        "chat_template_kwargs": _template_values(body),
+        "max_completion_tokens": body.max_output_tokens,
+        **{name: getattr(body, name) for name in ("stream", "temperature", "top_p", "seed", "priority", "ttft_target")},
+    }
+
+
+def _messages(items: str | Iterable[Item]) -> list[Json]:
+    """One message for each turn: the items of an assistant's turn (reasoning, text, calls) are joined."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[Json] = []
+    for number, item in enumerate(items):
+        field = f"input[{number}]"
+        if item.type == "function_call_output":
+            content = _text(item.output, f"{field}.output")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+        elif item.type == "message" and item.role != "assistant":
+            messages.append({"role": item.role, "content": _text(item.content, f"{field}.content")})
+        else:
+            _add_to_turn(messages, *_part_of_turn(item, field))
+    return messages
+
+
+def _part_of_turn(item: Item, field: str) -> tuple[str, object]:
+    """Return the member of the assistant's message that an item becomes, and its value."""
+    if item.type == "message":
+        return "content", _text(item.content, f"{field}.content")
+    if item.type == "reasoning":
+        return "reasoning_content", _text(item.content or item.summary, f"{field}.content")
+    if item.type == "function_call":
+        function = {"name": item.name, "arguments": item.arguments}
+        return "tool_calls", {"id": item.call_id, "type": "function", "function": function}
+    supported = ("message", "reasoning", "function_call", "function_call_output")
+    raise _invalid_value(item.type, supported, f"{field}.type")
+
+
+def _add_to_turn(messages: list[Json], member: str, value: object) -> None:
+    """Add to the assistant's last message, or begin one if nothing may follow what is there already."""
+    is_open = bool(messages) and messages[-1]["role"] == "assistant"
+    if is_open and member == "tool_calls":
+        messages[-1][member] = [*messages[-1].get(member, ()), value]
+        return
+    if not is_open or any(name in messages[-1] for name in _TURN[_TURN.index(member) :]):
+        messages.append({"role": "assistant"})
+    messages[-1][member] = [value] if member == "tool_calls" else value
+
+
+def _text(content: str | Iterable[ContentPart] | None, field: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for number, part in enumerate(content):
+        if part.type not in _TEXTS:
+            raise _invalid_value(part.type, _TEXTS[:2], f"{field}[{number}].type")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _invalid_value(value: str, supported: Iterable[str], field: str) -> InvalidField:
+    names = ", ".join(f"'{name}'" for name in supported)
+    message = f"Invalid value: '{value[:64]}'. Supported values are: {names}."
+    return InvalidField(message, field=field, code="invalid_value")
+
+
+def _tool(number: int, tool: FunctionTool) -> Json:
+    if tool.type != "function":
+        raise _invalid_value(tool.type, ("function",), f"tools[{number}].type")
+    members = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {
+        "type": "function",
+        "function": {name: value for name, value in members.items() if value is not None},
+    }
+
+
+def _tool_choice(choice: object) -> object:
+    """Functions are named inside `function` in chats, beside `type` here."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict):
+        raise _invalid_value(str(choice.get("type")), ("function",), "tool_choice.type")
+    return choice
+
+
+def _response_format(text_format: TextFormat) -> Json | None:
+    if text_format.type == "text":
+        return None
+    if text_format.type == "json_object":
+        return {"type": "json_object"}
+    if text_format.content is None:
+        message = "Missing required parameter: 'text.format.schema'."
+        raise InvalidField(message, field="text.format.schema", code="missing_required_parameter")
+    return {"type": "json_schema", "json_schema": {"schema": text_format.content}}
+
+
+def _template_values(body: ResponsesBody) -> Json | None:
+    """`reasoning` as the templates of models with optional reasoning know it. The client's own values come first."""
+    if body.reasoning.effort is None:
+        return body.chat_template_kwargs
+    return {"enable_thinking": body.reasoning.effort != "none"} | (body.chat_template_kwargs or {})

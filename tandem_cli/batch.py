@@ -1,0 +1,79 @@
+"""`tandem batch`: answers a file of requests, in OpenAI's batch format, with capacity that nobody else uses."""
+
+import argparse
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import progress
+from rich.console import Console
+
+from mesh.domain.errors import ConfigurationError
+from mesh.settings import load_settings, setting
+from tandem_cli.batches.files import AnswerFile, check_requests, read_requests
+
+if TYPE_CHECKING:
+    from tandem_cli.batches.send import Tally
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings:
+    """The key is read from the environment only: command lines are visible to other users."""
+
+    api_key: str | None = setting(None, "credential for the gateway", secret=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("requests", type=Path, metavar="IN", help="JSON lines: custom_id, method, url, body")
+    about = "answers are appended to it; requests that it answers already are not sent again"
+    parser.add_argument("answers", type=Path, metavar="OUT", help=about)
+    about = "HTTP gateway (http://127.0.0.1:8080; env TANDEM_API_KEY)"
+    parser.add_argument("--url", default="http://127.0.0.1:8080", metavar="URL", help=about)
+    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests under way at a time (16)")
+    about = "seconds for which a request is sent again while the gateway has no capacity or is away (3600)"
+    parser.add_argument("--patience", type=float, default=3600.0, metavar="S", help=about)
+    about = "seconds that one try may take, more than the gateway's request_timeout_s (660)"
+    parser.add_argument("--timeout", type=float, default=660.0, metavar="S", help=about)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 if every request has an answer that is no error, else 1."""
+    if args.concurrency < 1 or args.patience < 0 or args.timeout <= 0:
+        raise ConfigurationError("--concurrency must be >= 1, --patience >= 0 and --timeout > 0")
+    if args.requests.exists() and args.answers.exists() and args.requests.samefile(args.answers):
+        raise ConfigurationError("IN and OUT must be two files")
+    ids = check_requests(args.requests)
+    try:
+        from tandem_cli.batches.send import Sender
+    except ImportError as error:
+        raise ConfigurationError("tandem batch needs an extra: pip install tandem-serve[gateway]") from error
+    settings = load_settings(BatchSettings, [], prog="batch").values
+    sender = Sender(args.url, api_key=settings.api_key, patience_s=args.patience, timeout_s=args.timeout)
+    with AnswerFile(args.answers) as answers, _progress_bar() as bar:
+        num_before = len(ids & answers.done)
+        task = bar.add_task("answers", total=len(ids), completed=num_before)
+        requests = read_requests(args.requests, frozenset(answers.done))
+        asyncio.run(sender.send_all(requests, answers, args.concurrency, lambda: bar.advance(task)))
+    sys.stderr.write(_summary(sender.tally, num_before))
+    return 1 if sender.tally.num_refused or sender.tally.num_left else 0
+
+
+def _progress_bar() -> progress.Progress:
+    console = Console(stderr=True)
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    return progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _summary(tally: "Tally", num_before: int) -> str:
+    parts = [f"{tally.num_answered} answered"]
+    parts += [f"{num_before} were answered before"] if num_before else []
+    parts += [f"{tally.num_refused} refused: see their status_code"] if tally.num_refused else []
+    parts += [f"{tally.num_left} left, run it again: {tally.last_problem}"] if tally.num_left else []
+    return "; ".join(parts) + "\n"

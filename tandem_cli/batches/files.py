@@ -1,0 +1,133 @@
+"""The two files of a batch: requests and answers, one JSON object a line, as in OpenAI's batch API.
+
+    in:   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+    out:  {"id": ..., "custom_id": "a", "error": null, "response": {"status_code": 200, ..., "body": {...}}}
+Answers are in the order of their ends. A line is written at once, so a run that is interrupted can go on.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+from uuid import uuid4
+
+from mesh.domain.errors import ConfigurationError
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_LOWEST_PRIORITY = "batch"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line of the input. `body` has a priority, the lowest unless the line sets one."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+def read_requests(path: Path, done: Collection[str] = ()) -> Iterator[BatchRequest]:
+    """Yield the requests whose ids are not `done`. Raises ConfigurationError that names the line at fault."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                request = _parse(line)
+            except ValueError as error:
+                raise ConfigurationError(f"{path}:{number}: {error}") from None
+            if request.custom_id not in done:
+                yield request
+
+
+def check_requests(path: Path) -> set[str]:
+    """Read the whole input before anything is sent. Return its ids. Raises ConfigurationError, also for an id twice."""
+    ids: set[str] = set()
+    for request in read_requests(path):
+        if request.custom_id in ids:
+            raise ConfigurationError(f"{path}: custom_id {request.custom_id[:64]!r} is there twice")
+        ids.add(request.custom_id)
+    if not ids:
+        raise ConfigurationError(f"{path} has no requests")
+    return ids
+
+
+def _parse(line: bytes) -> BatchRequest:
+    """Raises ValueError."""
+    try:
+        members = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(members, dict):
+        raise ValueError("not a JSON object")
+    custom_id, url, body = members.get("custom_id"), members.get("url"), members.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValueError("custom_id must be a text")
+    if members.get("method", "POST") != "POST":
+        raise ValueError("method must be POST")
+    if url not in URLS:
+        raise ValueError(f"url must be one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise ValueError("body must be a JSON object")
+    if body.get("stream"):
+        raise ValueError("a batch cannot stream: remove stream from the body")
+    return BatchRequest(custom_id, url, {"priority": _LOWEST_PRIORITY} | body)
+
+
+class AnswerFile:
+    """The output, open for appending. `done` has the ids that it holds; a last line that was cut off is removed."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigurationError if another run has the file open, or it is no output of a batch."""
+        try:
+            self._file: BinaryIO = path.open("a+b")
+        except OSError as error:
+            raise ConfigurationError(f"{path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.done, num_bytes = self._read(path)
+        except BlockingIOError:
+            self._file.close()
+            raise ConfigurationError(f"{path}: another run is writing to it") from None
+        except ConfigurationError:
+            self._file.close()
+            raise
+        os.ftruncate(self._file.fileno(), num_bytes)
+
+    def _read(self, path: Path) -> tuple[set[str], int]:
+        """Return the ids of all whole lines, and the bytes of these lines."""
+        done: set[str] = set()
+        num_bytes = 0
+        self._file.seek(0)
+        for number, line in enumerate(self._file, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                done.add(json.loads(line)["custom_id"])
+            except (ValueError, TypeError, KeyError):
+                raise ConfigurationError(f"{path}:{number}: not an answer of a batch") from None
+            num_bytes += len(line)
+        return done, num_bytes
+
+    def write(self, custom_id: str, status: int, request_id: str, body: object) -> None:
+        response = {"status_code": status, "request_id": request_id, "body": body}
+        answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
+        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.done.add(custom_id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()

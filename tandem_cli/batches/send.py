@@ -1,0 +1,115 @@
+"""Sends the requests of a batch to an HTTP gateway, several at a time, and again while it has no capacity."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx2
+
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.batches.files import AnswerFile, BatchRequest
+
+# Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
+_LATER = (408, 429, 502, 503, 504, 529)
+_BAD_KEY = (401, 403)
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 30.0
+_CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Tally:
+    """`num_refused` counts answers that are errors and are in the output; `num_left` requests without an answer."""
+
+    num_answered: int = 0
+    num_refused: int = 0
+    num_left: int = 0
+    last_problem: str = ""
+
+
+class Sender:
+    """Sends to one gateway. A request is tried again for at most `patience_s`; one try takes at most `timeout_s`."""
+
+    def __init__(self, url: str, *, api_key: str | None, patience_s: float, timeout_s: float) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._patience_s = patience_s
+        self._timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        self._has_said = False
+        self.tally = Tally()
+
+    async def send_all(
+        self, requests: Iterator[BatchRequest], answers: AnswerFile, concurrency: int, on_done: Callable[[], None]
+    ) -> None:
+        """Send all requests, `concurrency` at a time. Raises ConfigurationError if the gateway refuses the key."""
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency)
+        try:
+            client = httpx2.AsyncClient(base_url=self._url, headers=self._headers, timeout=self._timeout, limits=limits)
+        except ValueError as error:
+            raise ConfigurationError(f"--url: {error}") from None
+
+        async def work() -> None:
+            for request in requests:
+                await self._send(client, request, answers)
+                on_done()
+
+        async with client:
+            workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _send(self, client: httpx2.AsyncClient, request: BatchRequest, answers: AnswerFile) -> None:
+        """Send until there is an answer that stays the same if the request is sent again."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._patience_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            response: httpx2.Response | None = None
+            try:
+                response = await client.post(request.url, json=request.body)
+            except httpx2.RequestError as error:
+                self.tally.last_problem = f"{type(error).__name__}: {error}"
+            if response is not None and response.status_code not in _LATER:
+                self._record(request, response, answers)
+                return
+            if response is not None:
+                self.tally.last_problem = f"HTTP {response.status_code}: {response.text[:200]}"
+            self._say_why()
+            wait_s = max(pause_s, _retry_after_s(response))
+            if loop.time() + wait_s > deadline_s:
+                self.tally.num_left += 1
+                return
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _say_why(self) -> None:
+        """Tell once why the run waits: it may do so for long."""
+        if not self._has_said:
+            sys.stderr.write(f"waiting for capacity: {self.tally.last_problem}\n")
+        self._has_said = True
+
+    def _record(self, request: BatchRequest, response: httpx2.Response, answers: AnswerFile) -> None:
+        if response.status_code in _BAD_KEY:
+            raise ConfigurationError(f"the gateway refuses the key: {response.text[:200]}; set TANDEM_API_KEY")
+        try:
+            body: object = json.loads(response.content)
+        except ValueError:
+            body = response.text
+        request_id = response.headers.get("x-request-id", "")
+        answers.write(request.custom_id, response.status_code, request_id, body)
+        if response.is_success:
+            self.tally.num_answered += 1
+        else:
+            self.tally.num_refused += 1
+
+
+def _retry_after_s(response: httpx2.Response | None) -> float:
+    """Return the pause that the gateway asks for, 0 if none."""
+    text = response.headers.get("retry-after-ms", "") if response is not None else ""
+    return int(text) / 1000 if text.isdecimal() else 0.0

@@ -1,0 +1,165 @@
+"""What users of other people's clients write, in a Python that has one: CLIENT, URL, URL of a model that makes calls.
+
+Prints the package's version, and for each thing that was asked what was answered, as JSON. A client that fails is an
+answer, too.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+USER: Any = [{"role": "user", "content": "hi"}]
+SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}
+Ask = tuple[str, Callable[[], object]]
+
+
+def ask_openai(url: str, calls_url: str) -> Iterator[Ask]:
+    import openai
+
+    client, calls = (openai.OpenAI(base_url=f"{each}/v1", api_key="x", max_retries=0) for each in (url, calls_url))
+    yield "models", lambda: [model.id for model in client.models.list()]
+    chat = client.chat.completions
+    yield "chat", lambda: chat.create(model="fake", messages=USER).choices[0].message.content
+    yield (
+        "chat, streamed",
+        lambda: "".join(
+            chunk.choices[0].delta.content or "" for chunk in chat.create(model="fake", messages=USER, stream=True)
+        ),
+    )
+    yield "completion", lambda: client.completions.create(model="fake", prompt="One fine").choices[0].text
+    yield "response", lambda: client.responses.create(model="fake", input="hi").output_text
+
+    def streamed() -> str:
+        with client.responses.stream(model="fake", input="hi") as stream:
+            stream.until_done()
+            return stream.get_final_response().output_text
+
+    yield "response, streamed", streamed
+    yield (
+        "call of a function",
+        lambda: (
+            calls.chat.completions.create(model="fake", messages=USER, tools=[TOOL])
+            .choices[0]
+            .message.tool_calls[0]
+            .function.arguments
+        ),
+    )
+    yield "embeddings", lambda: client.embeddings.create(model="fake", input="x")
+
+
+def ask_anthropic(url: str, calls_url: str) -> Iterator[Ask]:
+    import anthropic
+
+    client, calls = (anthropic.Anthropic(base_url=each, api_key="x", max_retries=0) for each in (url, calls_url))
+    ask: Any = {"model": "fake", "max_tokens": 99, "messages": USER}
+    tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
+    yield "models", lambda: [model.id for model in client.models.list()]
+    yield "message", lambda: client.messages.create(**ask).content[0].text
+
+    def streamed() -> str:
+        with client.messages.stream(**ask) as stream:
+            return "".join(stream.text_stream)
+
+    yield "message, streamed", streamed
+    yield "call of a function", lambda: calls.messages.create(**ask, tools=tools).content[-1].input
+    yield "tokens", lambda: client.messages.count_tokens(model="fake", messages=USER).input_tokens
+
+
+def ask_litellm(url: str, calls_url: str) -> Iterator[Ask]:
+    import litellm
+
+    litellm.suppress_debug_info = True
+    openai: Any = {"model": "openai/fake", "api_base": f"{url}/v1", "api_key": "x", "messages": USER}
+    anthropic: Any = {"model": "anthropic/fake", "api_base": url, "api_key": "x", "messages": USER, "max_tokens": 99}
+    for name, ask in (("OpenAI", openai), ("Anthropic", anthropic)):
+        yield f"chat as {name}", lambda ask=ask: litellm.completion(**ask).choices[0].message.content
+        yield (
+            f"chat as {name}, streamed",
+            lambda ask=ask: "".join(
+                chunk.choices[0].delta.content or "" for chunk in litellm.completion(**ask, stream=True)
+            ),
+        )
+
+
+def ask_langchain_openai(url: str, calls_url: str) -> Iterator[Ask]:
+    from langchain_openai import ChatOpenAI
+
+    def chat(base: str, **options: Any) -> Any:
+        return ChatOpenAI(model="fake", base_url=f"{base}/v1", api_key="x", max_retries=0, **options)
+
+    yield "chat", lambda: chat(url).invoke("hi").content
+    yield "chat, streamed", lambda: "".join(chunk.content for chunk in chat(url).stream("hi"))
+    yield "response", lambda: chat(url, use_responses_api=True).invoke("hi").text
+    yield "call of a function", lambda: chat(calls_url).bind_tools([TOOL]).invoke("hi").tool_calls[0]["args"]
+
+
+def ask_langchain_anthropic(url: str, calls_url: str) -> Iterator[Ask]:
+    from langchain_anthropic import ChatAnthropic
+
+    def chat(base: str) -> Any:
+        return ChatAnthropic(model="fake", base_url=base, api_key="x", max_retries=0, max_tokens=99)
+
+    yield "chat", lambda: chat(url).invoke("hi").text
+    yield "chat, streamed", lambda: "".join(chunk.text for chunk in chat(url).stream("hi"))
+    yield "call of a function", lambda: chat(calls_url).bind_tools([TOOL]).invoke("hi").tool_calls[0]["args"]
+
+
+def ask_huggingface_hub(url: str, calls_url: str) -> Iterator[Ask]:
+    from huggingface_hub import InferenceClient
+
+    client = InferenceClient(url)
+    yield "text_generation", lambda: client.text_generation("One fine", max_new_tokens=9)
+    yield (
+        "text_generation, streamed",
+        lambda: "".join(client.text_generation("One fine", max_new_tokens=9, stream=True)),
+    )
+    yield "chat_completion", lambda: client.chat_completion(USER).choices[0].message.content
+
+
+def ask_text_generation(url: str, calls_url: str) -> Iterator[Ask]:
+    from text_generation import Client
+
+    client = Client(url, timeout=30)
+    yield "generate", lambda: client.generate("One fine", max_new_tokens=9).generated_text
+    yield (
+        "generate_stream",
+        lambda: "".join(event.token.text for event in client.generate_stream("One fine", max_new_tokens=9)),
+    )
+
+
+def ask_boto3(url: str, calls_url: str) -> Iterator[Ask]:
+    import boto3
+
+    names = {"endpoint_url": url, "region_name": "us-east-1"}
+    keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x"}
+    client = boto3.client("sagemaker-runtime", **names, **keys)
+    body = json.dumps({"inputs": "One fine", "parameters": {"max_new_tokens": 9}})
+    ask = {"EndpointName": "fake", "ContentType": "application/json", "Body": body}
+    yield "invoke_endpoint", lambda: json.loads(client.invoke_endpoint(**ask)["Body"].read())["generated_text"]
+    yield (
+        "invoke_endpoint_with_response_stream",
+        lambda: (
+            b"".join(
+                event["PayloadPart"]["Bytes"] for event in client.invoke_endpoint_with_response_stream(**ask)["Body"]
+            )
+            .decode()
+            .splitlines()[-1]
+        ),
+    )
+
+
+def answer_of(ask: Callable[[], object]) -> tuple[bool, str]:
+    try:
+        return True, str(ask())
+    except Exception as error:
+        return False, f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    name, url, calls_url = sys.argv[1:]
+    asks = globals()[f"ask_{name.replace('-', '_')}"](url, calls_url)
+    answers = [(what, *answer_of(ask)) for what, ask in asks]
+    sys.stdout.write(json.dumps({"version": version(name), "answers": answers}))

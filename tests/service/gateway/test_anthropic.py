@@ -1,0 +1,145 @@
+"""Anthropic's own client, unmodified, in an environment of its own, and what it does not show."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.client_environment import output_of, python_with
+from tests.fakes.sdk_router import Refusal, Script
+from tests.service.gateway.http import RunningGateway, gateway_at, running_gateway
+
+_PACKAGE = "anthropic==2.12.0"
+_CLIENT = Path(__file__).with_name("anthropic_client.py")
+CALL = '{"name": "weather", "arguments": {"city": "Zürich"}}'
+STORY = f"<think>\nHm, well.\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>"
+THOUGHT = {"type": "thinking", "thinking": "Hm, well.", "signature": ""}
+QUESTION = [{"role": "user", "content": "weather?"}]
+
+
+@pytest.fixture(scope="session")
+def python_with_client() -> str:
+    return python_with(_PACKAGE, "anthropic")
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with running_gateway(Script(story=STORY, tool_call_format="hermes", has_reasoning=True)) as running:
+        yield running
+
+
+@pytest.mark.timeout(360)
+async def test_the_anthropic_client(python_with_client: str, gateway: RunningGateway) -> None:
+    ok = Refusal(grpc.StatusCode.OK, after_messages=1000)
+    overloaded = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("tandem-error", "Overloaded"),))
+    broken = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "stop: too long", (("tandem-error", "InvalidRequest"),))
+    unknown = Refusal(grpc.StatusCode.NOT_FOUND, "no model", (("tandem-error", "ModelNotFound"),))
+    late = Refusal(overloaded.code, "full", overloaded.trailing, after_messages=40)
+    gateway.script.refusals.extend([ok] * 4 + [unknown, overloaded, broken, late])
+    told = json.loads(await output_of(python_with_client, _CLIENT, gateway.url))
+    text, call = {"type": "text", "text": "I look."}, told["whole"]["content"][-1]
+    assert told["whole"]["content"] == [THOUGHT, text, call]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Zürich"})
+    assert (told["whole"]["stop_reason"], told["whole"]["model"]) == ("tool_use", "fake")
+    assert told["whole"]["usage"]["output_tokens"] == len(STORY.encode()) + 1
+    assert told["whole"]["usage"]["input_tokens"] == told["counted"] == len("system: Be brief.\nuser: weather?\n")
+    ids = {"id": told["whole"]["id"]}
+    [*streamed, streamed_call] = told["streamed"]["content"]
+    assert [*streamed, streamed_call | {"id": call["id"]}] == told["whole"]["content"]
+    assert {name: told["streamed"][name] for name in ("stop_reason", "usage")} == {
+        name: told["whole"][name] for name in ("stop_reason", "usage")
+    }
+    assert ids["id"].startswith("msg_")
+    assert [told["events"].count(f"content_block_{name}") for name in ("start", "stop")] == [3, 3]
+    assert (told["events"][0], told["events"][-1]) == ("message_start", "message_stop")
+    assert (told["cut"]["stop_reason"], told["cut"]["content"]) == ("max_tokens", [THOUGHT | {"thinking": "Hm,"}])
+    assert told["errors"] == [
+        [404, "not_found_error", "no model"],
+        [400, "invalid_request_error", told["errors"][1][2]],
+        [529, "overloaded_error", "full"],
+        [400, "invalid_request_error", "stop_sequences: too long"],
+        ["overloaded_error"],
+    ]
+    assert len(set(told["request_ids"])) == len(told["request_ids"]) == 5
+    _, _, after_call, *_ = gateway.script.requests
+    system, _, answer, result, go_on = after_call.chat.messages
+    assert (system.role, system.content) == ("system", "Be brief.")
+    shown = json.loads(answer.extra_json)
+    assert shown["reasoning_content"] == "Hm, well."
+    assert shown["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Zürich"}}
+    assert (result.role, result.content, json.loads(result.extra_json)) == (
+        "tool",
+        "fine",
+        {"tool_call_id": call["id"]},
+    )
+    assert (go_on.role, go_on.content) == ("user", "Go on.")
+
+
+async def test_members_that_change_the_prompt(gateway: RunningGateway) -> None:
+    body: dict[str, Any] = {"messages": QUESTION, "max_tokens": 9, "priority": "batch"}
+    turns = [*QUESTION, {"role": "assistant", "content": "It is"}]
+    response = await gateway.post("/v1/messages", body | {"messages": turns, "thinking": {"type": "disabled"}})
+    assert response.status_code == 200
+    chat = gateway.script.requests[-1].chat
+    assert chat.continue_final_message, "Anthropic goes on with the assistant's last turn"
+    assert json.loads(chat.template_kwargs_json) == {"enable_thinking": False}
+    assert json.loads(chat.messages[1].extra_json or "{}") == {}
+
+
+@pytest.mark.parametrize(
+    ("choice", "function", "parallel"),
+    [({"type": "any"}, "array", True), ({"type": "tool", "name": "weather"}, "object", False)],
+)
+async def test_forced_calls(gateway: RunningGateway, choice: Any, function: str, parallel: bool) -> None:
+    gateway.script.story = f"[{CALL}]" if parallel else CALL
+    tools = [{"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
+    body = {"messages": QUESTION, "max_tokens": 900, "tools": tools, "tool_choice": choice}
+    answer = (await gateway.post("/v1/messages", body)).json()
+    assert [block["input"] for block in answer["content"]] == [{"city": "Zürich"}]
+    assert json.loads(gateway.script.requests[-1].sampling.structure.json_schema)["type"] == function
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' is not supported"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not supported"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [{"name": "y"}]}, "there is no function 'x'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),
+        ({"temperature": 3}, "Expected a value <= 2"),
+    ],
+)
+async def test_refusals(gateway: RunningGateway, changes: dict[str, Any], message: str) -> None:
+    response = await gateway.post("/v1/messages", {"messages": QUESTION, "max_tokens": 9} | changes)
+    assert (response.status_code, response.json()["type"]) == (400, "error")
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert message in response.json()["error"]["message"]
+
+
+async def test_stop_sequences_over_a_real_router(make_mesh: Any) -> None:
+    """The text ends before the sequence, which the answer names, whole and streamed."""
+    mesh = await make_mesh()
+    await mesh.decode()
+    body = {"messages": QUESTION, "max_tokens": 24, "temperature": 0}
+    async with gateway_at(mesh.router.public.address) as (_, _, http):
+        [block] = (await http.post("/v1/messages", json=body)).json()["content"]
+        text = block["text"]
+        sequence = text[6:9]
+        stops = {"stop_sequences": ["not there", sequence]}
+        answer = (await http.post("/v1/messages", json=body | stops)).json()
+        response = await http.post("/v1/messages", json=body | stops | {"stream": True})
+        events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
+    expected = text[: text.index(sequence)]
+    assert [block["text"] for block in answer["content"]] == [expected]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", sequence)
+    assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == expected
+    [ending] = [event for event in events if event["type"] == "message_delta"]
+    assert ending["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+    assert events[0]["message"]["usage"]["input_tokens"] == answer["usage"]["input_tokens"] > 0

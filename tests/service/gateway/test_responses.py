@@ -1,0 +1,178 @@
+"""/v1/responses with OpenAI's own Python client, unmodified."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.fakes.sdk_router import Refusal, Script
+from tests.service.gateway.http import RunningGateway, running_gateway
+
+CALL = '{"name": "weather", "arguments": {"city": "Zürich"}}'
+STORY = f"<think>\nHm, well.\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: Any = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}]
+IMAGE = {"role": "user", "content": [{"type": "input_image"}]}
+FULL = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("tandem-error", "Overloaded"),))
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with running_gateway(Script(story=STORY, tool_call_format="hermes", has_reasoning=True)) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+async def test_a_conversation_with_a_call(gateway: RunningGateway, client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(model="fake", input="weather?", instructions="Be brief.", tools=TOOLS)
+    thought, message, call = answer.output
+    assert thought.type == "reasoning"
+    assert [part.text for part in thought.content or ()] == ["Hm, well."]
+    assert (message.type, answer.output_text) == ("message", "I look.")
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Zürich"})
+    assert (answer.status, answer.store, answer.error) == ("completed", False, None)
+    assert answer.usage is not None
+    assert answer.usage.input_tokens == len("system: Be brief.\nuser: weather?\n")
+    assert answer.usage.output_tokens == len(STORY.encode()) + 1
+    assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "fine"}
+    question = {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]}
+    history: Any = [question, *(item.to_dict() for item in answer.output), result]
+    await client.responses.create(model="fake", input=history, tools=TOOLS, reasoning={"effort": "none"})
+    chat = gateway.script.requests[-1].chat
+    assert [(turn.role, turn.content) for turn in chat.messages] == [
+        ("user", "weather?"),
+        ("assistant", "I look."),
+        ("tool", "fine"),
+    ]
+    shown = json.loads(chat.messages[1].extra_json)
+    assert shown["reasoning_content"] == "Hm, well."
+    assert shown["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Zürich"}}
+    assert json.loads(chat.messages[2].extra_json) == {"tool_call_id": call.call_id}
+    assert json.loads(chat.tools_json)[0]["function"] == {"name": "weather", "parameters": PARAMETERS}
+    assert json.loads(chat.template_kwargs_json) == {"enable_thinking": False}
+
+
+async def test_streams(gateway: RunningGateway, client: openai.AsyncOpenAI) -> None:
+    """The client builds the response from the events itself, and compares it with the last event's."""
+    async with client.responses.stream(model="fake", input="weather?", tools=TOOLS) as stream:
+        events: list[Any] = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    texts = {
+        name: "".join(event.delta for event in events if event.type == f"response.{name}.delta")
+        for name in ("reasoning_text", "output_text", "function_call_arguments")
+    }
+    assert texts["reasoning_text"] == "Hm, well."
+    assert texts["output_text"] == final.output_text == "I look."
+    assert json.loads(texts["function_call_arguments"]) == {"city": "Zürich"}
+    kinds = [event.type.removeprefix("response.") for event in events if not event.type.endswith(".delta")]
+    part = ["content_part.added", "done", "content_part.done"]
+    assert kinds == [
+        *("created", "in_progress"),
+        *("output_item.added", part[0], "reasoning_text.done", part[2], "output_item.done"),
+        *("output_item.added", part[0], "output_text.done", part[2], "output_item.done"),
+        *("output_item.added", "function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    done = [event.item.to_dict() for event in events if event.type == "response.output_item.done"]
+    assert [item["type"] for item in done] == [item.type for item in final.output]
+    assert done[-1]["arguments"] == texts["function_call_arguments"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_is_cut_off(gateway: RunningGateway, client: openai.AsyncOpenAI, stream: bool) -> None:
+    answer: Any = await client.responses.create(model="fake", input="x", max_output_tokens=40, stream=stream)
+    if stream:
+        *_, last = [event async for event in answer]
+        assert last.type == "response.incomplete"
+        answer = last.response
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in answer.output] == ["completed", "incomplete"]
+
+
+class City(BaseModel):
+    city: str
+
+
+async def test_structures_and_forced_calls(gateway: RunningGateway, client: openai.AsyncOpenAI) -> None:
+    gateway.script.story = '{"city": "Bern"}'
+    parsed = await client.responses.parse(model="fake", input="where?", text_format=City)
+    assert parsed.output_parsed == City(city="Bern")
+    schema = json.loads(gateway.script.requests[-1].sampling.structure.json_schema)
+    assert schema["properties"].keys() == {"city"}
+    gateway.script.story = CALL
+    named: Any = {"type": "function", "name": "weather"}
+    answer = await client.responses.create(model="fake", input="x", tools=TOOLS, tool_choice=named)
+    assert [item.type for item in answer.output] == ["function_call"]
+    assert answer.to_dict()["tool_choice"] == named
+
+
+async def test_streams_that_fail(gateway: RunningGateway, client: openai.AsyncOpenAI) -> None:
+    late = Refusal(FULL.code, FULL.details, FULL.trailing, after_messages=40)
+    gateway.script.refusals.extend([FULL, late])
+    with pytest.raises(openai.RateLimitError):
+        await client.responses.create(model="fake", input="x", stream=True)
+    stream = await client.responses.create(model="fake", input="x", stream=True)
+    with pytest.raises(openai.APIError, match="full"):
+        [event async for event in stream]
+    gateway.script.refusals.append(late)
+    lines = await gateway.lines("/v1/responses", {"input": "x", "stream": True})
+    failed, error = (json.loads(line.removeprefix("data: ")) for line in lines[-3::2])
+    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+    assert (error["type"], error["error"]["code"]) == ("error", "rate_limit_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("members", "param", "code", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found", "'resp_1' not"),
+        ({"background": True}, "background", "unsupported_parameter", "not supported"),
+        ({"conversation": "conv_1"}, "conversation", "unsupported_parameter", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "unsupported_parameter", "not supported"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "integer_below_min_value", "Expected a value >= 1"),
+        ({"input": [IMAGE]}, "input[0].content[0].type", "invalid_value", "'input_image'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "invalid_value", "'item_reference'"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value", "'web_search'"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "invalid_value", "'web_search'"),
+        ({"tool_choice": "required"}, "tool_choice", None, "needs tools"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing_required_parameter", "Missing"),
+        ({"input": None}, "input", None, "Field required"),
+    ],
+)  # fmt: skip
+async def test_refusals(
+    gateway: RunningGateway, members: dict[str, Any], param: str, code: str | None, message: str
+) -> None:
+    response = await gateway.post("/v1/responses", {"model": "fake", "input": "x"} | members)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert message in error["message"]
+
+
+async def test_the_routers_refusals_name_the_clients_members(gateway: RunningGateway) -> None:
+    complaint = "max_new_tokens (9) must be <= max_total_tokens"
+    gateway.script.refusals.append(
+        Refusal(grpc.StatusCode.INVALID_ARGUMENT, complaint, (("tandem-error", "InvalidRequest"),))
+    )
+    error = (await gateway.post("/v1/responses", {"input": "x", "max_output_tokens": 9})).json()["error"]
+    assert error["message"] == "max_output_tokens (9) must be <= the model's context length"
+    assert (error["param"], error["code"]) == ("max_output_tokens", "context_length_exceeded")
+
+
+async def test_embeddings_are_refused(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not support embeddings") as caught:
+        await client.embeddings.create(model="fake", input="x")
+    assert (caught.value.param, caught.value.code) == ("model", "unsupported_model")
+    with pytest.raises(openai.NotFoundError):
+        await client.embeddings.create(model="nobody", input="x")

@@ -1,0 +1,107 @@
+"""Answers as blocks, and conversations as chats, without a router."""
+
+from typing import Any
+
+import pytest
+
+from gateway.anthropic.messages import MessageEvents
+from gateway.anthropic.requests import MessagesBody, chat_of
+from gateway.openai.reading import Reading
+from gateway.openai.requests import ChatBody, ClientFieldNames
+from gateway.openai.tool_choice import Function, ToolUse
+from gateway.openai.tool_parser import TOOL_FORMATS
+from gateway.responses.requests import ResponsesBody
+from gateway.responses.requests import chat_of as chat_of_response
+from gateway.schema import check
+from tandem import FinishReason, Token, TokenEvent, Usage
+
+NAMES = ClientFieldNames({}, frozenset())
+
+
+def message(texts: list[str], reason: FinishReason, *, stops: tuple[str, ...] = (), tools: bool = False) -> Any:
+    """The message that a stream builds; it must be the same as the one that the events add up to."""
+    use = ToolUse((Function(name="add"),), TOOL_FORMATS["hermes"]) if tools else None
+    renderer = MessageEvents("m", Reading(use, "none"), stops, NAMES)
+    events: list[Any] = []
+    for number, text in enumerate(texts):
+        is_last = number == len(texts) - 1
+        usage = Usage(prompt_tokens=9, completion_tokens=len(texts), cached_tokens=4) if is_last else None
+        prompt = 9 if number == 0 else 0
+        event = TokenEvent(0, Token(1, text), "id", reason if is_last else None, usage, num_prompt_tokens=prompt)
+        events += renderer.event(event)
+    assert events[0]["message"]["usage"]["input_tokens"] == 9
+    whole = renderer.message()
+    assert events[-1]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    streamed = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
+    assert streamed == "".join(block.get("text", "") for block in whole["content"])
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("texts", "stops", "text", "matched"),
+    [
+        (["1 2", " 3 END"], ("END",), "1 2 3 ", "END"),
+        (["1 2", " 3 END"], ("ND", "END", "X"), "1 2 3 ", "END"),
+        (["END"], ("END",), "", "END"),
+    ],
+)
+def test_the_stop_sequence_is_named_and_cut_off(texts: list[str], stops: Any, text: str, matched: str) -> None:
+    answer = message(texts, FinishReason.STOP_SEQUENCE, stops=stops)
+    assert "".join(block["text"] for block in answer["content"]) == text
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", matched)
+
+
+def test_cached_tokens_are_counted_apart() -> None:
+    answer = message(["a", "b"], FinishReason.EOS_TOKEN)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+    usage = answer["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (5, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"), [('{"a": 1, "b": [2, 3', {"a": 1, "b": [2, 3]}), ("{", {}), ('{"a": 1}}', {"a": 1})]
+)
+def test_a_call_that_is_cut_off_has_what_is_there(arguments: str, parsed: Any) -> None:
+    texts = ["So: ", f'<tool_call>{{"name": "add", "arguments": {arguments}']
+    answer = message(texts, FinishReason.LENGTH, tools=True)
+    assert answer["stop_reason"] == "max_tokens"
+    assert [block["type"] for block in answer["content"]] == ["text", "tool_use"]
+    assert answer["content"][1]["input"] == parsed
+
+
+def test_results_and_texts_of_one_turn_are_messages_of_their_own() -> None:
+    content = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "1"},
+        {"type": "tool_result", "tool_use_id": "b"},
+        {"type": "text", "text": "So?"},
+        {"type": "text", "text": "Go on."},
+    ]
+    body = check(MessagesBody, {"max_tokens": 1, "messages": [{"role": "user", "content": content}]})
+    chat = check(ChatBody, chat_of(body))
+    assert [(turn.role, turn.tool_call_id, turn.content) for turn in chat.messages] == [
+        ("tool", "a", "1"),
+        ("tool", "b", ""),
+        ("user", None, "So?\nGo on."),
+    ]
+
+
+def test_items_of_one_turn_are_one_message() -> None:
+    call = {"type": "function_call", "name": "f", "arguments": "{}"}
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"role": "assistant", "content": "I look."},
+        call | {"call_id": "1"},
+        call | {"call_id": "2"},
+        {"type": "function_call_output", "call_id": "1", "output": "a"},
+        {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "b"}]},
+        {"role": "assistant", "content": "Done."},
+        {"role": "assistant", "content": "Really."},
+    ]
+    chat = check(ChatBody, chat_of_response(check(ResponsesBody, {"input": items, "instructions": "Be brief."})))
+    assert [turn.role for turn in chat.messages] == [
+        *("system", "user", "assistant", "tool", "tool", "assistant", "assistant")
+    ]
+    turn = chat.messages[2]
+    assert (turn.reasoning_content, turn.content) == ("hm", "I look.")
+    assert [each["id"] for each in turn.tool_calls or ()] == ["1", "2"]

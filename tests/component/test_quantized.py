@@ -195,7 +195,7 @@ def test_plans_know_what_is_loaded(
 ) -> None:
     rates = dict.fromkeys(("float32", "int8"), 1e12)
     machine = Device("this machine", 1e9, 1e10, rates, "made up")
-    monkeypatch.setattr("tandem_cli.plan.probe", lambda _: SimpleNamespace(device=lambda: machine))
+    monkeypatch.setattr("tandem_cli.capacity.measurement.probe", lambda _: SimpleNamespace(device=lambda: machine))
 
     def plan(form: str, *flags: str) -> dict[str, Any]:
         capsys.readouterr()

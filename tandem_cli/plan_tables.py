@@ -1,0 +1,154 @@
+"""How `tandem plan` shows a plan: tables, and the lines between them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from mesh.domain.kv import Span
+from tandem_cli.capacity.prediction import PlanResult
+
+if TYPE_CHECKING:
+    from tandem_cli.capacity.ranks import RankMemory
+
+
+def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> None:
+    """Print the tables, and the lines between them."""
+    model, device = plan["model"], plan["device"]
+    console.print(
+        f"{model['name']}: {_number(model['params'])} parameters, {model['num_layers']} layers{_experts(model)}"
+    )
+    console.print(
+        f"{device['name']} ({device['source']}): {_number(device['memory_bytes'])}B, "
+        f"{_number(device['bandwidth_bytes_per_s'])}B/s, {_number(device['flops_per_s'])}FLOP/s in "
+        f"{plan['precision']['weights']}"
+    )
+    console.print(
+        f"KV: {plan['kv_bytes_per_token']:,.0f} bytes per token; critical batch: {plan['critical_batch']:.0f}; "
+        f"arithmetic is the bound above {plan['device_flops_per_byte']:.0f} FLOP/byte\n"
+    )
+    if plan["partition"] is not None:
+        files, num_bytes = plan["partition"]["files"], plan["partition"]["num_bytes"]
+        console.print(f"partitioned: {_number(num_bytes)}B in {files} {'file' if files == 1 else 'files'}\n")
+    if plan["quantized_checkpoint"] is not None:
+        console.print(f"the checkpoint is quantised ({plan['quantized_checkpoint']}): {_loaded_as(plan)}\n")
+    console.print(_memory(plan))
+    console.print()
+    if ranks:
+        console.print(_ranks(ranks, plan["context_tokens"]))
+        console.print()
+    console.print(_predictions(plan))
+    if plan["blended_price_per_million"] is not None:
+        console.print(f"blended price, 3 of input to 1 of output: {plan['blended_price_per_million']:.4g} per million")
+    console.print()
+    console.print(_load(plan))
+
+
+def _loaded_as(plan: PlanResult) -> str:
+    weights = plan["precision"]["weights"]
+    return "computed in int8" if weights == "int8" else f"its matrices are loaded as {weights}"
+
+
+def _experts(model: PlanResult) -> str:
+    if model["num_experts"] == 1:
+        return ""
+    active = f"{_number(model['active_params'])} parameters"
+    return f"; each token uses {active}: {model['experts_per_token']} of {model['num_experts']} experts"
+
+
+def _memory(plan: PlanResult) -> Table:
+    columns = ("weights", "rest and KV", "weights bytes", "KV bytes/token", "KV tokens")
+    table = _table(*columns, f"users of {plan['context_tokens']} tokens")
+    for row in plan["memory"]:
+        fits = row["kv_tokens"] > 0
+        table.add_row(
+            row["weights"],
+            row["other"],
+            f"{_number(row['weights_bytes'])}B",
+            f"{row['kv_bytes_per_token']:,.0f}",
+            f"{row['kv_tokens']:,}" if fits else "does not fit",
+            f"{row['users']:,}",
+        )
+    return table
+
+
+def _ranks(ranks: Sequence["RankMemory"], context_tokens: int) -> Table:
+    columns = ("layers", "KV heads", "weights bytes", "KV bytes/token", f"KV of {context_tokens} tokens", "cores")
+    table = _table("rank", *columns)
+
+    def add(name: str, spans: tuple[Span, ...], sizes: tuple[float, float], cores: int) -> None:
+        weights_bytes, kv_bytes = sizes
+        sizes_text = (f"{_number(weights_bytes)}B", f"{kv_bytes:,.0f}", f"{_number(context_tokens * kv_bytes)}B")
+        spans_text = (f"{span.first}..{span.end - 1}" for span in spans)
+        table.add_row(name, *spans_text, *sizes_text, str(cores or "shared"))
+
+    for rank in ranks:
+        add(str(rank.rank), (rank.layers, rank.heads), (rank.weights_bytes, rank.kv_bytes_per_token), rank.cores)
+    whole = Span(0, ranks[-1].layers.end), Span(0, ranks[-1].heads.end)
+    from tandem_cli.capacity.ranks import total
+
+    add("worker", whole, total(ranks), sum(rank.cores for rank in ranks))
+    return table
+
+
+def _predictions(plan: PlanResult) -> Table:
+    has_prices = plan["predictions"][0]["price_per_million"] is not None
+    columns = ["pass", "FLOP/byte", "ms at best", "measured ms", "times longer", "tokens/s at best", "measured"]
+    table = _table(*columns, *(["price per million"] if has_prices else []))
+    for row in plan["predictions"]:
+        is_prefill = row["name"] == "prefill_ms"
+        fits = row["fits"]
+        cells = [
+            f"prefill of {row['tokens']} tokens" if is_prefill else f"decode step of {row['tokens']}",
+            f"{row['flops_per_byte']:.1f}",
+            _ms(row["predicted_ms"]) if fits else "",
+            "" if row["measured_ms"] is None else _ms(row["measured_ms"]),
+            _maybe(row["ratio"], ".2f"),
+            f"{row['tokens_per_s']:,.0f}" if fits else "does not fit",
+            _maybe(row["measured_tokens_per_s"], ",.0f"),
+        ]
+        table.add_row(*cells, *([f"{row['price_per_million']:.4g}" if fits else ""] if has_prices else []))
+    return table
+
+
+def _load(plan: PlanResult) -> str:
+    load = plan["load"]
+    lines = [
+        f"KV of a prompt over {rate} Gbit/s: {_ms(ms)} ms, without overlap" for rate, ms in plan["transfer_ms"].items()
+    ]
+    demand = f"{load['requests_per_s']:.4g} requests/s, {load['input_tokens']} tokens in, {load['output_tokens']} out"
+    if plan["batch"] is None:
+        return "\n".join([*lines, f"{demand}: no batch fits into memory"])
+    lines.append(f"{demand}, in decode steps of {plan['batch']}, keeps busy")
+    for name, need in plan["workers"].items():
+        prefill, decode = need["whole"]
+        lines.append(
+            f"  {name}: {need['prefill']:.3g} prefill and {need['decode']:.3g} decode workers, "
+            f"1 : {need['decode_per_prefill']:.2f}; start at least {prefill} + {decode}"
+        )
+    return "\n".join(lines)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column, name in enumerate(columns):
+        table.add_column(name, justify="left" if column == 0 else "right")
+    return table
+
+
+def _maybe(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _ms(value: float) -> str:
+    """Format milliseconds with at least three significant digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _number(value: float) -> str:
+    """Format with three digits and a unit prefix: 1.24 G."""
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g} "

@@ -30,7 +30,8 @@ from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelF
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken, SequenceFailure
 from mesh.tracing import end_span, mark_failed
-from worker.metrics import DecodeMetrics, begin_span
+from worker.metrics import DecodeMetrics
+from worker.tracing import begin_span
 
 log = structlog.get_logger(__name__)
 

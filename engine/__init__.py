@@ -1,4 +1,4 @@
-"""The engine: runs one model, on one GPU or on the CPUs of one machine.
+"""The engine: runs one model, on one GPU or on the CPUs of one machine or several.
 
 A scheduler without tensors plans, a model runner without policy computes. On CPUs several processes, the ranks, may
 compute a step together (ranks/); scheduler and sampler know nothing of them.

@@ -1,8 +1,8 @@
-"""Core lending: two workers on one machine form a pair; while one is idle, the other may use its cores.
+"""Core lending: two workers on one machine are partners; while one is idle, the other may use its cores.
 
-`tandem up` creates a small file, the core table, and pairs each prefill worker with a decode worker. Each worker owns
-the line of its first core. The line has three words: the time since the worker is busy, or 0; its process id; the time
-since one of its steps runs on the partner's cores, or 0.
+`tandem up` creates a small file, the core table, and gives each prefill worker a decode worker as partner. Each worker
+owns the line of its first core. The line has three words: the time since the worker is busy, or 0; its process id; the
+time since one of its steps runs on the partner's cores, or 0.
 
     step begins      own line: busy since now
                      partner's line: does a step run on our cores? wait for its end, up to a limit

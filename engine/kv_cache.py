@@ -56,9 +56,8 @@ class KVCache:
             flat = torch.from_numpy(memory[: self.payload_bytes(num_blocks, self.span)])
         self._tensor = flat.view(dtype).view(shape)
         self._layers = list(self._tensor.unbind(0))
-        # [layers, 2, num_blocks, units, heads, bytes of a unit]; a block smaller than a unit counts as one unit.
-        units = max(1, layout.block_size // layout.unit_tokens)
-        self._units = self._tensor.view(torch.uint8).view(layers, 2, num_blocks, units, heads, -1)
+        # [layers, 2, num_blocks, units, heads, bytes of a unit]
+        self._units = self._tensor.view(torch.uint8).view(layers, 2, num_blocks, layout.block_units, heads, -1)
 
     @property
     def tensor(self) -> Tensor:
@@ -175,8 +174,8 @@ def clear_tail(cache: Blocks, block_id: int, first: int) -> None:
     layout, span = cache.layout, cache.span
     payload = bytearray(cache.payload_bytes(1, span))
     cache.read_blocks([block_id], span, payload)
-    num_units = max(1, layout.block_size // layout.unit_tokens)
-    units: Bytes = np.frombuffer(payload, np.uint8).reshape(2 * span.layers.count, num_units, span.heads.count, -1)
+    shape = (2 * span.layers.count, layout.block_units, span.heads.count, -1)
+    units: Bytes = np.frombuffer(payload, np.uint8).reshape(shape)
     unit, token = divmod(first, layout.unit_tokens)
     units[:, unit + (token > 0) :] = 0
     if token:  # int8: rows are zero if their scales are, which come last
@@ -231,9 +230,8 @@ def payload_array(payload: Buffer, layout: KVLayout, num_blocks: int, span: KVSp
     needed = num_blocks * span.num_cells * layout.cell_bytes
     if flat.size != needed:
         raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
-    units = max(1, layout.block_size // layout.unit_tokens)
-    unit_bytes = layout.cell_bytes // (2 * units)
-    return flat.reshape(span.layers.count, 2, num_blocks, units, span.heads.count, unit_bytes)
+    unit_bytes = layout.cell_bytes // (2 * layout.block_units)
+    return flat.reshape(span.layers.count, 2, num_blocks, layout.block_units, span.heads.count, unit_bytes)
 
 
 def part_of(piece: KVSpan, span: KVSpan) -> tuple[slice | EllipsisType, ...]:

@@ -18,6 +18,7 @@ from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
+from engine.models.schemes import PACKED
 from engine.quantized.config import read_quantization
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
@@ -44,6 +45,8 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
     """The reason why the decoder is not compiled, or None if it is."""
     if settings.enforce_eager:
         return "enforce_eager is set"
+    if settings.scheme not in PACKED:
+        return f"scheme {settings.scheme}"
     if settings.attention != "auto":
         return f"attention backend {settings.attention} is requested"
     if (settings.device, settings.dtype) != ("cpu", "float32"):

@@ -1,4 +1,4 @@
-"""The KV cache of a worker whose heads are divided among ranks."""
+"""The KV cache of a worker whose heads or layers are divided among ranks."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -11,7 +11,8 @@ from mesh.domain.kv import KVLayout, KVSpan
 
 
 class ShardedKVCache:
-    """The caches of all ranks as one, for the leader. Has the interface of KVCache, in all but `layer` and `elements`.
+    """The caches of all ranks as one, for the leader. Has the interface of KVCache, in all but `layer`, `elements`,
+    `read_part` and `write_part`.
 
     The ranks share memory, so the leader copies all KV in and out itself. Between workers the whole model's KV travels,
     so prefill and decode workers may differ in their number of ranks.
@@ -52,7 +53,7 @@ class ShardedKVCache:
             shard.write_part(block_ids, span, data)
 
     def in_place(self, block_ids: Sequence[int], span: KVSpan) -> None:
-        """None: the heads of a block do not lie together."""
+        """None: the heads or layers of a block do not lie together."""
 
     def _require(self, span: KVSpan) -> None:
         if not span.is_inside(self.span):

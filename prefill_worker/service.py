@@ -32,7 +32,8 @@ from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import KVEndpoint
 from mesh.tracing import end_span, mark_failed
-from worker.metrics import PrefillMetrics, begin_span
+from worker.metrics import PrefillMetrics
+from worker.tracing import begin_span
 
 log = structlog.get_logger(__name__)
 

@@ -34,7 +34,7 @@ def main() -> int:
     _die_with(arguments.parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Imported now because it takes seconds, and the worker may end meanwhile.
+    # Not imported before _die_with: it takes seconds, and the worker may end meanwhile.
     from rank_worker.serving import serve
 
     with socket.socket(fileno=arguments.socket_fd) as leader:

@@ -86,7 +86,7 @@ class Trace:
 
 
 class JournalReader(Protocol):
-    """Gets every event at once; must not block. Plug point: RouterMetrics."""
+    """Gets every event at once; must not block. Plug point: RouterMetrics, and History."""
 
     def noted(self, incident: Incident) -> None:
         """An incident was recorded, such as a replay."""

@@ -39,7 +39,7 @@ class RouterMetrics:
         self._cancelled = count("request_cancelled", "Choices whose client left")
         self._refused = count("request_refused", "Requests refused before they began", "error")
         self._incidents = count("incidents", "What happened to workers: joined, lost, tripped, ...", "kind")
-        self._replays = count("replays", "Attempts that failed and were followed by another, or by the end", "cause")
+        self._replays = count("replays", "Attempts that failed and were followed by another", "cause")
         self._prompt_tokens = count("prompt_tokens", "Tokens of prompts")
         self._generation_tokens = count("generation_tokens", "Tokens generated")
         self._cache_queries = count("prefix_cache_queries", "Tokens of prompts, looked for in prefix caches")

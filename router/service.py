@@ -133,7 +133,7 @@ class GenerationService:
         self._num_running = 0
         self._num_tokenizing = 0
         self._stopping = False
-        self._is_drained = False
+        self._is_grace_over = False
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating. Raises errors that keep the request from starting; the answer raises later ones."""
@@ -163,7 +163,7 @@ class GenerationService:
             prompt = await self._encode(params)
             valid = self._validate(params, prompt, queue_entry)
             echo = await self._echo(prompt) if params.echo else ""
-            if self._is_drained:
+            if self._is_grace_over:
                 raise NoWorkers(_STOPPING)
             return self._start(valid, permits, timeline, echo)
         except BaseException:
@@ -210,7 +210,7 @@ class GenerationService:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._all_ended.wait()
-        self._is_drained = True  # failed streams release permits, for which requests may wait
+        self._is_grace_over = True  # failed streams release permits, for which requests may wait
         for stream in list(self._streams):
             stream.fail(NoWorkers(_STOPPING))
 

@@ -39,7 +39,7 @@ _SEPARATE = "prefill runs on separate workers"
 _DEVICES = "see --prefill and --decode"
 _FIXED = "the limit is fixed, see docs/http.md"
 _ONE_DRAFT_RANK = "one process of a worker runs the draft model"
-_NO_ADDRESSES = "the ranks of a worker are on one machine and need no address"
+_NO_ADDRESSES = "ranks need no address here; those on other machines dial rank_listen, see docs/parallel.md"
 _ALL_TRACED = tuple(f"{role}.otlp_endpoint" for role in ("router", *_WORKERS, "gateway"))
 _NO_GRAPHS = "there are no CUDA graphs; option.enforce_eager turns the compiled decoder off"
 

@@ -6,4 +6,11 @@ runtime.py                listen, register, serve, drain, stop; reports of the e
 agent.py, redis_agent.py  registration and heartbeats, with one router or through Redis; the Worker gRPC service
 settings.py               settings of both kinds of worker
 metrics.py                figures of the engine (both roles), of sent KV (prefill) and of started sequences (decode)
+tracing.py                spans of both roles
+
+Several ranks of a worker:
+
+rank_watch.py             state and CPU time of ranks on this machine
+rank_listener.py          the server into which ranks on other machines dial; rank_link.py is one rank's connection
+rank_protocol.py          facts on which a worker and such ranks must agree
 """

@@ -7,6 +7,8 @@ A model is loaded by these functions, from the outside in:
         load_runner            ends the process when a rank ends; load tests pass another `Load` instead
           load_ranked_runner   engine/ranks/launch.py: starts the other ranks; with one rank goes straight on
             load_model_runner  engine/load_runner.py: weights, KV cache, attention of one rank            -> ModelRunner
+        _load_with_remote_ranks   in place of load_runner, with rank_listen: waits for ranks of other machines
+          load_remote_runner      engine/ranks/remote.py: rank 0 of these                              -> ModelRunner
 """
 
 import os
@@ -150,9 +152,8 @@ def build_host(
     num_blocks = runner.kv_cache.num_blocks
     speculator = load_speculator(
         limits.speculation,
-        replace(
-            runner_settings, num_blocks=num_blocks, kv_memory=KVMemorySettings()
-        ),  # already part of companion_block_bytes
+        # No memory of its own: its KV is already part of companion_block_bytes.
+        replace(runner_settings, num_blocks=num_blocks, kv_memory=KVMemorySettings()),
         lambda draft: load(draft, None),
         max_batch_tokens=limits.max_batch_tokens,
     )
@@ -331,7 +332,7 @@ class _Progress:
 @contextmanager
 def _limited(limit_s: float, progress: _Progress) -> Iterator[None]:
     def give_up() -> None:
-        log.error("model not loaded in time", model_loading_timeout=limit_s, weights_loaded=f"{progress.fraction:.0%}")
+        log.error("model not loaded in time", limit_s=limit_s, weights_loaded=f"{progress.fraction:.0%}")
         # An orderly exit is impossible: the loading thread is in the middle of a read, a copy or a compilation.
         flush_outputs()
         os._exit(1)

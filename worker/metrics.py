@@ -1,21 +1,17 @@
-"""Metrics of workers (engine steps, batch, memory, prefix cache, KV transfers), and the spans of their traces."""
+"""Metrics of workers (engine steps, batch, memory, prefix cache, KV transfers)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from opentelemetry import trace
-from opentelemetry.trace import INVALID_SPAN, Span
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.kv_disk import DiskCounts
-from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.metrics import GAP_SECONDS, SECONDS, TOKENS, new_registry
-from mesh.tracing import context_in
-from worker.ranks import RankTimes
+from worker.rank_watch import RankTimes
 
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
@@ -181,16 +177,3 @@ class DecodeMetrics(WorkerMetrics):
         """Record a new sequence. Its KV is "transferred", "computed" here, or "shared" with another choice."""
         self.looked_up(num_tokens)
         self._started.labels(kv).inc()
-
-
-def begin_span(service: str, name: str, request: SequenceSpec) -> Span:
-    """Start a span for a worker's part of a request; a no-op span if the request has no trace. Always end it."""
-    if not request.traceparent:
-        return INVALID_SPAN
-    attributes: dict[str, str | int] = {
-        "tandem.request_id": request.request_id,
-        "tandem.attempt": request.attempt,
-        "tandem.tokens": len(request.token_ids),
-    }
-    context = context_in({"traceparent": request.traceparent})
-    return trace.get_tracer(f"tandem.{service}").start_span(name, context, attributes=attributes)

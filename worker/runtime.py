@@ -27,7 +27,7 @@ from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
 from worker.agent import CacheSnapshot, RegistryAgent, Report, ReportSource, WorkerServicer
 from worker.metrics import WorkerMetrics
-from worker.ranks import log_ranks
+from worker.rank_watch import log_ranks
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ class WorkerRuntime:
         self.info = replace(info, address=address, kv_endpoints=endpoints)
         self._agent = RegistryAgent(self.info, source, self.credentials)
         self._stay_registered = _registration(settings, self.credentials.key, self._agent)
-        self._is_stopping = self._is_drained = self._is_stalled = False
+        self._is_stopping = self._is_out_of_service = self._is_stalled = False
         servicer = WorkerServicer(self.info, source, self.set_draining)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
@@ -109,12 +109,12 @@ class WorkerRuntime:
     async def set_draining(self, is_drained: bool) -> None:
         """For an operator: finish running work and accept no new work, or accept it again. Routers hear at once."""
         log.warning("an operator changes this worker", draining=is_drained)
-        self._is_drained = is_drained
+        self._is_out_of_service = is_drained
         self._show()
 
     def _show(self) -> None:
         """Report the state in heartbeats and health checks."""
-        is_draining = self._is_stopping or self._is_drained
+        is_draining = self._is_stopping or self._is_out_of_service
         healthy = WorkerState.STALLED if self._is_stalled else WorkerState.READY
         self._agent.state = WorkerState.DRAINING if is_draining else healthy
         self._agent.heartbeat_now()

@@ -4,6 +4,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
@@ -24,9 +25,10 @@ _NOT_NEGATIVE = (
     *("kv_cache_bytes", "max_model_len", "layer_group_bytes", "num_threads"),
     *("drain_grace_s", "wedged_exit_s"),
 )
-KV_TRANSPORTS = ("shm", "grpc", "gloo", "nccl")
+_IS_PROTECTED = MappingProxyType({"shm": True, "grpc": True, "gloo": False, "nccl": False})
+"""Whether the mesh's credentials and TLS, or the machine itself, protect KV on each transport."""
+KV_TRANSPORTS = tuple(_IS_PROTECTED)
 """Those of kvtransfer, whose import would take long in every program that reads settings."""
-_UNPROTECTED_TRANSPORTS = ("gloo", "nccl")
 
 
 def require_positive(settings: object, *names: str) -> None:
@@ -54,7 +56,7 @@ def parse_transports(names: str) -> tuple[str, ...]:
 
 def require_protected(settings: "WorkerSettings", transports: tuple[str, ...]) -> None:
     """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
-    unprotected = [name for name in transports if name in _UNPROTECTED_TRANSPORTS]
+    unprotected = [name for name in transports if not _IS_PROTECTED[name]]
     if unprotected and not settings.trust_fabric and not is_loopback(settings.host):
         raise ConfigurationError(
             f"kv_transports names {', '.join(unprotected)}, which neither authenticates nor encrypts, and host is "
@@ -91,12 +93,13 @@ class WorkerSettings(ModelSettings):
     )
     tensor_parallel: str = setting(
         "1",
-        "ranks: processes that compute each step of the worker together (CPU, one machine); max: one per NUMA node, or "
-        "as many as the model allows",
+        "ranks: processes that compute each step of the worker together (CPU; on several machines with rank_listen); "
+        "max: one per NUMA node, or as many as the model allows",
     )
     pipeline_parallel: str = setting(
         "1",
-        "stages: the layers of the worker's model divided among so many times the ranks (CPU, one machine); max: one",
+        "stages: the layers of the worker's model divided among so many times the ranks (CPU, one machine); max: one, "
+        "because stages on one machine are no faster than as many ranks",
     )
     rank_listen: str = setting(
         "",

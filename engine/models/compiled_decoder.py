@@ -139,7 +139,7 @@ class CompiledDecoder:
 
     @property
     def phase_cycles(self) -> Int64s:
-        """See Model.phase_cycles. Counts the thread that calls `forward`."""
+        """See Model.phase_cycles. Counts the thread that calls `begin`."""
         return self.threads.phase_cycles
 
     @property

@@ -18,7 +18,7 @@ from engine.kernels.cpu.machine import CACHE_LINE_BYTES
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.load_times import load_phase
 from engine.models.model_config import ModelConfig
-from engine.models.schemes import LinearParameters, Parameters
+from engine.models.schemes import PACKED, LinearParameters, Parameters
 from engine.models.share import RankShare
 from mesh.domain.errors import ConfigurationError
 
@@ -40,7 +40,11 @@ class PackedDecoder(NamedTuple):
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
-    """Take every parameter out of `parameters`, one after the other, and pack it."""
+    """Take every parameter out of `parameters`, one after the other, and pack it. Raises ValueError unless the
+    scheme is one of PACKED.
+    """
+    if parameters.scheme not in PACKED:
+        raise ValueError(f"the compiled decoder cannot pack scheme {parameters.scheme!r}")
     embed = parameters.take("embed")
     packer = Packer(_matrix_shapes(config, share), int8=parameters.scheme == "int8")
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]

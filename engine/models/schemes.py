@@ -39,6 +39,8 @@ def _round_to_int8(weight: Tensor) -> LinearParameters:
 
 SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {"float": _keep, "int8": _round_to_int8}
 """Conversions of floating-point weights [outputs, inputs] to each scheme."""
+PACKED = frozenset({"float", "int8"})
+"""Schemes that the compiled decoder can pack and multiply."""
 CUT_BY_INPUTS = frozenset({"float"})
 """Schemes in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are made
 from whole rows, of weights and of activations.

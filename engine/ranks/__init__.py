@@ -1,1 +1,8 @@
-"""Tensor and pipeline parallelism: ranks, the processes that compute each step of one worker together."""
+"""Tensor and pipeline parallelism: ranks, the processes that compute each step of one worker together.
+
+rank.py                one rank: its weights, its KV, its part of a step
+launch.py              starts the ranks of one machine; messages.py is what they say until they are ready
+shared.py              the memory that these map, and the commands that begin their work
+collectives.py         sums over ranks by torch.distributed, for the eager decoder
+remote.py              ranks on several machines, which share no memory; remote_messages.py is what they say
+"""

@@ -1,10 +1,10 @@
 """Messages between the leader and a rank over their socket, until the rank is ready; commands follow (`shared.py`).
 
-leader ── RankSetup ─▶ rank         before the rank's process starts
-       ◀─ loaded ────
-       ── num_blocks ▶
-       ◀─ ready ─────
-       ◀─ failed, refused           in place of an answer
+leader ── RankSetup ────────────▶ rank     before the rank's process starts
+       ◀─ loaded ───────────────
+       ── num_blocks, kv_bytes ─▶
+       ◀─ ready ────────────────
+       ◀─ failed, refused                  in place of an answer
 """
 
 import json
@@ -62,7 +62,7 @@ class RankSetup:
 
     @staticmethod
     def send_failure(leader: socket.socket, error: Exception) -> None:
-        """Tell the leader why this rank ends. Only a ConfigurationError is one in the leader, too."""
+        """Tell the leader why this rank ends. It raises ConfigurationError for one, WorkerLost for any other error."""
         kind, reason = "failed", f"{type(error).__name__}: {error}; its log has the details"
         if isinstance(error, ConfigurationError):
             kind, reason = "refused", str(error)

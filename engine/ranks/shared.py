@@ -32,8 +32,8 @@ from mesh.domain.kv import Degrees, Span
 
 _PAGE = 4096
 _DEPTH_MULTIPLE = 64
-"""Rows of a product's left operand are padded to a multiple of it."""
-_OF_SLOT = frozenset({"residual", "token_ids", "positions", "sequences"})
+"""The columns of a product's left operand are padded to a multiple of it."""
+_OF_SLOT = frozenset({"residual", "token_ids", "positions", "sequences"})  # a step's, whichever stage computes it
 _ONCE = frozenset({"output_rows", "logits"})  # stage 0 alone computes logits
 
 
@@ -104,8 +104,9 @@ def decode_report(message: bytes) -> Report:
 
 
 class StepMemory:
-    """The memory that the ranks of a group share: named arrays of fixed sizes. Most exist for each stage, or for each
-    slot, of which there are as many. Pages that no step has used take none.
+    """The memory that the ranks of a group share: named arrays of fixed sizes. Those of _ONCE exist once, those of
+    _OF_SLOT for each slot, the others for each stage; there are as many slots as stages. A page that no
+    step has used takes no memory.
 
     `max_rows` limits the tokens of a step, `max_blocks` the blocks of a sequence. `fd`: a file for several processes,
     which grows to the size that is needed; without it the memory is for threads of this process.

@@ -52,7 +52,7 @@ def open_send_transports(settings: TransferSettings, max_chunk_bytes: int) -> tu
 
 
 def open_receive_transports(settings: TransferSettings) -> tuple[ReceiveTransport, ...]:
-    """Do the same for a receiver."""
+    """Open those of a receiver. Raises ConfigurationError if none works here."""
     _require_known(settings.transports)
     return _usable([_RECEIVERS[name](settings) for name in settings.transports], settings)
 

@@ -133,6 +133,11 @@ class KVLayout:
         """Tokens of one head that a block stores contiguously."""
         return INT8_UNIT_TOKENS if self.dtype == "int8" else 1
 
+    @property
+    def block_units(self) -> int:
+        """Units of one head in a block; a block smaller than a unit counts as one."""
+        return max(1, self.block_size // self.unit_tokens)
+
     def num_blocks_for(self, num_tokens: int) -> int:
         """The number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

@@ -64,8 +64,9 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """The load of a worker. Blocks of the prefix cache count as free, because they can be evicted. Token counts are
-    totals since the worker started. Speculative decoding proposed `drafted_tokens`; `accepted_tokens` were correct.
+    """The load of a worker. Blocks of the prefix cache count as free, because they can be evicted. `pending_tokens` are
+    still to be computed; other token counts are totals since the worker started. Speculative decoding proposed
+    `drafted_tokens`; `accepted_tokens` were correct.
     """
 
     free_blocks: int = 0

@@ -166,9 +166,7 @@ class DecodeLink:
 
 def _error_of(failed: decode_pb2.SequenceFailed) -> MeshError:
     reason = wire.failure_from_proto(failed.reason)
-    if reason is SequenceFailure.TOO_LARGE:
-        return InvalidRequest("prompt and max_new_tokens together are longer than a decode worker can hold")
-    if reason is SequenceFailure.REFUSED:
+    if reason in (SequenceFailure.TOO_LARGE, SequenceFailure.REFUSED):
         return InvalidRequest(failed.detail)
     if reason is SequenceFailure.MODEL_FAILED:
         return ModelFailed(failed.detail)

@@ -7,7 +7,9 @@ import torch
 
 from engine.attention.backend import AttentionShape
 from engine.models.linear import make_linear
+from engine.models.packed_decoder import pack_decoder
 from engine.models.schemes import SCHEMES, Parameters
+from engine.resolve import why_eager
 from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
 from mesh.domain.kv import Span
@@ -59,3 +61,11 @@ def test_a_rank_has_the_query_heads_that_read_its_kv_heads_and_their_slopes() ->
     part = whole.shard(Span(1, 2))
     assert (part.num_heads, part.num_kv_heads, part.queries_per_kv_head, part.alibi) == (4, 2, 2, (2, 3, 4, 5))
     assert whole.shard(Span(0, 3)) == whole
+
+
+def test_a_scheme_that_cannot_be_packed_is_computed_by_the_eager_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.resolve.PACKED", frozenset({"float"}))
+    settings = RunnerSettings(Path(), device="cpu", dtype="float32", quantize="int8")
+    assert why_eager(settings, None, None) == "scheme int8"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot pack scheme 'fp8'"):
+        pack_decoder(None, Parameters("fp8"), None)  # type: ignore[arg-type]

@@ -193,7 +193,7 @@ async def test_too_large_is_the_clients_error(make_mesh: Any) -> None:
     await mesh.prefill()
     decode = await mesh.decode()
     decode.scripts = [DecodeScript(refuse=SequenceFailure.TOO_LARGE)]
-    await assert_refused(mesh, grpc.StatusCode.INVALID_ARGUMENT, "longer than")
+    await assert_refused(mesh, grpc.StatusCode.INVALID_ARGUMENT, "scripted")
 
 
 async def assert_refused(mesh: Mesh, code: grpc.StatusCode, words: str, **request: Any) -> grpc.aio.AioRpcError:

@@ -18,5 +18,6 @@ FINAL = {
 
 @pytest.mark.parametrize("reason", SequenceFailure)
 def test_every_reason_is_replayed_or_ends_the_request(reason: SequenceFailure) -> None:
-    error = _error_of(decode_pb2.SequenceFailed(reason=wire.failure_to_proto(reason)))
+    error = _error_of(decode_pb2.SequenceFailed(reason=wire.failure_to_proto(reason), detail="the worker's words"))
     assert isinstance(error, FINAL.get(reason, Replayable))
+    assert "the worker's words" in str(error)

@@ -59,10 +59,7 @@ class RankShare:
 def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> RankShare:
     """The share of a rank. Raises ConfigurationError if the model cannot be divided by these degrees."""
     size = degrees.tensor
-    if size > config.num_kv_heads:
-        raise ConfigurationError(
-            f"tensor_parallel {size} does not fit {config.num_kv_heads} KV heads: use {config.num_kv_heads} or fewer"
-        )
+    held = kv_spans(config.num_layers, config.num_kv_heads, degrees)[rank]
     num_experts, shared_size = (
         (0, 0) if config.experts is None else (config.experts.num_experts, config.experts.shared_size)
     )
@@ -70,7 +67,6 @@ def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> 
         raise ConfigurationError(
             f"tensor_parallel {size} does not fit {num_experts} experts: use {num_experts} or fewer"
         )
-    held = kv_spans(config.num_layers, config.num_kv_heads, degrees)[rank]
     stage, number = divmod(rank, size)
     first_expert, end_expert = (num_experts * each // size for each in (number, number + 1))
     return RankShare(

@@ -177,13 +177,9 @@ class Flow:
     span: KVSpan
 
 
-def kv_spans(
-    num_layers: int, num_kv_heads: int, degrees: Degrees, stages: Sequence[Span] | None = None
-) -> tuple[KVSpan, ...]:
-    """Return the span of each rank, by rank. `stages` lists the layers of each pipeline stage; None divides equally.
-
-    Up to `num_kv_heads` tensor ranks divide the heads, unequally if they must. A larger degree must be a multiple of
-    `num_kv_heads`; then several ranks hold copies of one head. Raises ConfigurationError for impossible degrees.
+def kv_spans(num_layers: int, num_kv_heads: int, degrees: Degrees) -> tuple[KVSpan, ...]:
+    """Return the span of each rank, by rank. Stages divide the layers, and tensor ranks the heads, unequally if they
+    must. Raises ConfigurationError for impossible degrees.
     """
     if degrees.tensor < 1 or degrees.pipeline < 1:
         raise ConfigurationError(f"parallel degrees must be at least 1, got {degrees.tensor} and {degrees.pipeline}")
@@ -191,56 +187,36 @@ def kv_spans(
         raise ConfigurationError(
             f"pipeline_parallel {degrees.pipeline} does not fit {num_layers} layers: use {num_layers} or fewer"
         )
-    heads = _heads_of(degrees.tensor, num_kv_heads)
-    layers = stages if stages is not None else _equal_parts(num_layers, degrees.pipeline)
-    if len(layers) != degrees.pipeline or not _tiles(layers, num_layers):
-        raise ConfigurationError(f"the {degrees.pipeline} stages do not share out {num_layers} layers: {list(layers)}")
-    return tuple(KVSpan(stage, share) for stage in layers for share in heads)
+    if degrees.tensor > num_kv_heads:
+        raise ConfigurationError(
+            f"tensor_parallel {degrees.tensor} does not fit {num_kv_heads} KV heads: use {num_kv_heads} or fewer"
+        )
+    heads = _equal_parts(num_kv_heads, degrees.tensor)
+    return tuple(KVSpan(stage, share) for stage in _equal_parts(num_layers, degrees.pipeline) for share in heads)
 
 
 def flows(sources: Sequence[KVSpan], targets: Sequence[KVSpan]) -> tuple[Flow, ...]:
     """Plan the flows that bring every target all of its KV, each (layer, head) exactly once.
 
-    If several sources hold copies, targets take turns among them. Raises LayoutMismatch if the sources lack KV that a
-    target needs.
+    Raises LayoutMismatch if the sources lack KV that a target needs, or hold it twice.
     """
-    holders: dict[KVSpan, list[int]] = {}
-    for rank, span in enumerate(sources):
-        holders.setdefault(span, []).append(rank)
     plan: list[Flow] = []
     for target, target_span in enumerate(targets):
         pieces = [
-            (ranks, piece) for span, ranks in holders.items() if (piece := span.intersection(target_span)) is not None
+            Flow(source, target, piece)
+            for source, span in enumerate(sources)
+            if (piece := span.intersection(target_span)) is not None
         ]
-        if sum(piece.num_cells for _, piece in pieces) != target_span.num_cells:
+        if sum(flow.span.num_cells for flow in pieces) != target_span.num_cells:
             raise LayoutMismatch(f"the sending ranks do not hold each of {target_span} exactly once")
-        plan += [Flow(ranks[target % len(ranks)], target, piece) for ranks, piece in pieces]
+        plan += pieces
     return tuple(plan)
-
-
-def _heads_of(tensor: int, num_kv_heads: int) -> list[Span]:
-    if tensor <= num_kv_heads:
-        return _equal_parts(num_kv_heads, tensor)
-    if tensor % num_kv_heads:
-        *degrees, last = [*range(1, num_kv_heads + 1), 2 * num_kv_heads, 3 * num_kv_heads]
-        listing = ", ".join(map(str, degrees))
-        raise ConfigurationError(
-            f"tensor_parallel {tensor} does not fit {num_kv_heads} KV heads; {listing} and {last} do"
-        )
-    copies = tensor // num_kv_heads
-    return [Span(rank // copies, 1) for rank in range(tensor)]
 
 
 def _equal_parts(total: int, num_parts: int) -> list[Span]:
     """Divide [0, total) into parts whose lengths differ by one at most."""
     bounds = [part * total // num_parts for part in range(num_parts + 1)]
     return [Span(first, end - first) for first, end in pairwise(bounds)]
-
-
-def _tiles(spans: Sequence[Span], total: int) -> bool:
-    firsts = [span.first for span in spans]
-    bounds = [span.end for span in spans]
-    return [0, *bounds[:-1]] == firsts and bounds[-1] == total and all(span.count > 0 for span in spans)
 
 
 def root_hash(namespace: str, whole_prompt: Sequence[int] = ()) -> BlockHash:

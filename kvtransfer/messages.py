@@ -87,13 +87,13 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The receiver accepts the transfer, and ends it after `lease_s` without a message. `store` is its answer to the
-    chosen offer's."""
+    """The receiver accepts the transfer, and ends it after `lease_s` without a message. `rendezvous` is its answer
+    to the chosen offer's."""
 
     transport: str
     credit_chunks: int
     lease_s: float
-    store: Mapping[str, bytes] = field(default_factory=dict)
+    rendezvous: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
             transport=reply.transport,
             credit_chunks=reply.credit_chunks,
             lease=duration_to_proto(reply.lease_s),
-            store=reply.store,
+            store=reply.rendezvous,
         )
         return pb.PushResponse(granted=granted)
     if isinstance(reply, Ack):
@@ -214,7 +214,7 @@ def _offer_to_proto(offer: TransportOffer) -> pb.TransportOffer:
         arena_bytes=offer.arena_bytes,
         pair=offer.pair,
         host=offer.host,
-        store=offer.store,
+        store=offer.rendezvous,
     )
 
 

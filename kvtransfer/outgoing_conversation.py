@@ -136,7 +136,7 @@ class OutgoingConversation:
         await call.write(request_to_bytes(self._opening()))
         granted = await self._granted(call)
         path = self._paths[granted.transport]
-        await path.join(granted.store)
+        await path.join(granted.rendezvous)
         credit = asyncio.Semaphore(granted.credit_chunks)
         chunks: _Chunks = asyncio.Queue()  # the credit bounds its length
         async with task_group() as tasks:

@@ -24,7 +24,10 @@ MAX_PARTS = 1024  # Linux's limit of buffers per read (IOV_MAX)
 
 @dataclass(frozen=True, slots=True)
 class TransportOffer:
-    """The data that a receiver needs to access the sender's payloads: an arena, or one side of a process group."""
+    """The data that a receiver needs to access the sender's payloads: an arena, or one side of a process group.
+
+    `rendezvous`: what that side has put into torch's store, where the two sides of a group meet.
+    """
 
     name: str
     arena: str = ""
@@ -32,7 +35,7 @@ class TransportOffer:
     arena_bytes: int = 0
     pair: str = ""
     host: str = ""
-    store: Mapping[str, bytes] = field(default_factory=dict)
+    rendezvous: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class SendPath(Protocol):
         none. Raises TransferFailed."""
         ...
 
-    async def join(self, store: Mapping[str, bytes]) -> None:
+    async def join(self, rendezvous: Mapping[str, bytes]) -> None:
         """Connect, with the receiver's answer to the offer. Raises TransferFailed."""
         return
 

@@ -184,9 +184,9 @@ class Pair:
         """The number of payloads that have been sent to a receiver that may never take them."""
         return len(self._abandoned)
 
-    def answer(self, store: Mapping[str, bytes]) -> None:
+    def answer(self, rendezvous: Mapping[str, bytes]) -> None:
         """Go on connecting, with what the other side has told."""
-        self._meeting.add_theirs(store)
+        self._meeting.add_theirs(rendezvous)
 
     def next_tag(self) -> int:
         """Return a tag that this pair has not used. On the event loop only."""

@@ -162,21 +162,22 @@ class _Path(SendPath):
         self.transport = transport
         self.pair = pair
         self._address = address
-        self._store: Mapping[str, bytes] = {}
+        self._rendezvous: Mapping[str, bytes] = {}
         transport.pairs.use(pair)
 
     async def prepare(self) -> None:
         """Wait until there is something to offer. Raises TransferFailed."""
         told = await _result(self.pair.told)
-        self._store = {} if self.pair.is_joined else told
+        self._rendezvous = {} if self.pair.is_joined else told
 
     def offer(self) -> TransportOffer:
-        return TransportOffer(self.transport.name, pair=self.pair.name, host=self.pair.host, store=self._store)
+        pair = self.pair
+        return TransportOffer(self.transport.name, pair=pair.name, host=pair.host, rendezvous=self._rendezvous)
 
-    async def join(self, store: Mapping[str, bytes]) -> None:
+    async def join(self, rendezvous: Mapping[str, bytes]) -> None:
         if self.pair.is_joined:
             return
-        self.pair.answer(store)
+        self.pair.answer(rendezvous)
         try:
             await _result(self.pair.connected)
         except TransferFailed as error:
@@ -260,13 +261,13 @@ class PairReceiveTransport(ReceiveTransport):
         inbox = self.pairs.get(sender)
         if inbox is not None and inbox.number >= number:
             return inbox if inbox.number == number else None
-        if not offer.store:
+        if not offer.rendezvous:
             return None
         return self.pairs.add(sender, partial(self._make, offer, number))
 
     def _make(self, offer: TransportOffer, number: int) -> "_Inbox":
         locate = partial(local_address, offer.host, 1, trust_fabric=self._settings.trust_fabric)
-        pair = Pair(self._kind, offer.pair, locate, _connect_s(self._settings), offer.store)
+        pair = Pair(self._kind, offer.pair, locate, _connect_s(self._settings), offer.rendezvous)
         return _Inbox(pair, number, self._settings)
 
 

@@ -238,7 +238,7 @@ async def test_a_receiver_that_answers_nonsense_is_avoided(
     ],
 )
 async def test_offers_of_nonsense_end_that_transfer_only(pair: Pair, name: str, store: Mapping[str, bytes]) -> None:
-    source = await receiving(pair).connect(TransportOffer("gloo", pair=name, host="127.0.0.1", store=store))
+    source = await receiving(pair).connect(TransportOffer("gloo", pair=name, host="127.0.0.1", rendezvous=store))
     if source is not None:
         with pytest.raises(TransferFailed):
             async with source.arrived(Payload(tag=1), 10):
@@ -250,7 +250,7 @@ async def test_offers_of_nonsense_end_that_transfer_only(pair: Pair, name: str, 
 async def test_older_pairs_of_a_sender_do_not_come_back(pair: Pair) -> None:
     await pair.require_working()
     sender = current(pair).name.partition("-")[0]
-    assert await receiving(pair).connect(TransportOffer("gloo", pair=f"{sender}-0", store={"0/0": b"x"})) is None
+    assert await receiving(pair).connect(TransportOffer("gloo", pair=f"{sender}-0", rendezvous={"0/0": b"x"})) is None
     await pair.require_working()
 
 
@@ -308,7 +308,7 @@ from kvtransfer.transports.torch_distributed import PairSendTransport
 
 async def main():
     path = await PairSendTransport(GLOO, TransferSettings(), 1 << 20).path("127.0.0.1:1", "")
-    print(path.offer().store)
+    print(path.offer().rendezvous)
 
 asyncio.run(main())
 """

@@ -1,6 +1,7 @@
 """Time of one engine step without a mesh, and of its phases: a prompt, and decode steps of several sizes.
 
-    python -m bench.step [--quantize none int8] [--kv-dtype auto] [--threads 1 2] [--ranks 2] [--batch 1 8 32] [--parts]
+    python -m bench.step [--dtype float32 bfloat16 float16] [--quantize none int8] [--kv-dtype auto] [--threads 1 2]
+                         [--ranks 2] [--batch 1 8 32] [--parts]
 
 Weights are random. Variants take turns, and medians are printed. With one thread, times are CPU times of the engine's
 thread, which other load on the machine disturbs less than wall-clock time. A step of one sequence reads all weights, so
@@ -24,9 +25,11 @@ from rich.table import Table
 
 from bench.shapes import write_shape
 from engine.models.read_config import load_decoder_config
+from engine.settings import DTYPES, QUANTIZATIONS
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
 from tandem_cli.capacity.roofline import WEIGHT_BYTES, ModelSize, model_size
 
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PROMPT_TOKENS = 256
 _PROMPT = 0
 _ONE = 1
@@ -34,9 +37,9 @@ _ONE = 1
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One configuration of the engine: quantization, type of the KV cache, and numbers of threads and ranks."""
+    """One configuration of the engine: types of weights and KV, and numbers of threads and ranks."""
 
-    quantize: str
+    weights: str  # a dtype, or a quantization
     kv_dtype: str
     num_threads: int
     num_ranks: int = 1
@@ -45,7 +48,15 @@ class Variant:
         kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
         threads = "" if self.num_threads == 1 else f", {self.num_threads} threads"
         threads = threads if self.num_ranks == 1 else f", {self.num_ranks} ranks"
-        return f"{'fp32' if self.quantize == 'none' else self.quantize}{kv}{threads}"
+        return f"{_SHORT.get(self.weights, self.weights)}{kv}{threads}"
+
+    @property
+    def quantize(self) -> str:
+        return "none" if self.weights in DTYPES else self.weights
+
+    @property
+    def dtype(self) -> str:
+        return self.weights if self.weights in DTYPES else "auto"
 
 
 Times = Mapping[tuple[Variant, int], Sequence[float]]
@@ -91,7 +102,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__.split("\n\n")[0])
     parser.add_argument("--shape", default="135m")
-    parser.add_argument("--quantize", nargs="+", default=["none", "int8"])
+    about = "types of the weights that are not quantized (float32)"
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES[1:], default=["float32"], help=about)
+    parser.add_argument("--quantize", nargs="+", choices=QUANTIZATIONS, default=["none", "int8"])
     parser.add_argument("--kv-dtype", nargs="+", default=["auto"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--ranks", type=int, nargs="+", default=[])
@@ -104,11 +117,12 @@ def _options() -> argparse.Namespace:
 
 def _variants(options: argparse.Namespace) -> list[Variant]:
     """Every combination. Beside so many ranks stand as many threads."""
+    weights = [name for quantize in options.quantize for name in (options.dtype if quantize == "none" else [quantize])]
     arms = [(threads, 1) for threads in (*options.threads, *options.ranks)]
     arms += [(ranks, ranks) for ranks in options.ranks]
     return [
-        Variant(quantize, kv_dtype, *arm)
-        for quantize, kv_dtype, arm in itertools.product(options.quantize, options.kv_dtype, dict.fromkeys(arms))
+        Variant(name, kv_dtype, *arm)
+        for name, kv_dtype, arm in itertools.product(weights, options.kv_dtype, dict.fromkeys(arms))
     ]
 
 
@@ -121,6 +135,7 @@ def _workload(model_dir: Path, variant: Variant, max_batch: int) -> StepWorkload
         num_threads=variant.num_threads,
         kv_dtype=variant.kv_dtype,
         num_ranks=variant.num_ranks,
+        dtype=variant.dtype,
     )
 
 
@@ -151,7 +166,7 @@ def _ratios(variant: Variant, batches: Sequence[int], times: Times) -> str:
 
 
 def _speed_of_one(variant: Variant, size: ModelSize, step_ms: float, bytes_per_s: float) -> str:
-    num_bytes = size.step_params * WEIGHT_BYTES["float32" if variant.quantize == "none" else variant.quantize]
+    num_bytes = size.step_params * WEIGHT_BYTES[variant.weights]
     reached = 1000 * num_bytes / step_ms
     read = f"{num_bytes / 1e6:.0f} MB of weights at {reached / 1e9:.1f} GB/s"
     return f"{variant}: a step of 1 reads {read}, {reached / bytes_per_s:.0%} of the {bytes_per_s / 1e9:.1f} of memory"

@@ -8,7 +8,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
-VERSION = 2
+VERSION = 3
 """Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/packing.py)."""
 
 
@@ -23,11 +23,14 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partitioned model. `weights_digest` identifies the weights of the checkpoint that it was made of."""
+    """A partitioned model. `weights_digest` identifies the weights that it was made of, see `engine/resolve.py`. Weights
+    that are not quantised are of `dtype`.
+    """
 
     folder: Path
     weights_digest: str
     quantize: str
+    dtype: str
     degrees: Degrees
     files: tuple[RankFile, ...]
 
@@ -41,13 +44,13 @@ class Partition:
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
 
-    def require(self, degrees: Degrees, quantize: str) -> None:
+    def require(self, degrees: Degrees, quantize: str, dtype: str) -> None:
         """Raise ConfigurationError unless the partition is for these settings."""
-        if (degrees, quantize) != (self.degrees, self.quantize):
+        if (degrees, quantize, dtype) != (self.degrees, self.quantize, self.dtype):
             raise ConfigurationError(
-                f"{self.folder} is partitioned for {_described(self.degrees, self.quantize)}, not for "
-                f"{_described(degrees, quantize)}: set these, serve the original checkpoint, or run `tandem partition` "
-                "again"
+                f"{self.folder} is partitioned for {_described(self.degrees, self.quantize, self.dtype)}, not for "
+                f"{_described(degrees, quantize, dtype)}: set these, serve the original checkpoint, or run "
+                "`tandem partition` again"
             )
 
 
@@ -72,10 +75,13 @@ def read_partition(model_dir: Path) -> Partition | None:
         degrees = Degrees(manifest["tensor_parallel"], manifest["pipeline_parallel"])
         if degrees.num_ranks != len(files):
             raise ConfigurationError(f"{path} names {len(files)} files for {degrees.num_ranks} ranks")
-        return Partition(model_dir, manifest["weights_digest"], manifest["quantize"], degrees, files)
+        facts = {name: manifest[name] for name in ("weights_digest", "quantize", "dtype")}
+        return Partition(model_dir, **facts, degrees=degrees, files=files)
     except (KeyError, TypeError) as error:
         raise ConfigurationError(f"{path} is not the manifest of a partitioned model: {error!r}") from error
 
 
-def _described(degrees: Degrees, quantize: str) -> str:
-    return f"tensor_parallel {degrees.tensor}, pipeline_parallel {degrees.pipeline} and quantize {quantize}"
+def _described(degrees: Degrees, quantize: str, dtype: str) -> str:
+    return (
+        f"tensor_parallel {degrees.tensor}, pipeline_parallel {degrees.pipeline}, dtype {dtype} and quantize {quantize}"
+    )

@@ -2,8 +2,8 @@
 
     python -m engine.compile [MODEL_FOLDER]
 
-Machine code is kept on disk (`engine/kernels/cpu/compiler.py`). It depends on the quantisation and the KV dtype, not on
-the model's shape and weights. Where the model runs in the eager decoder, only the kernels that it uses are compiled.
+Machine code is kept on disk (`engine/kernels/cpu/compiler.py`). It depends on the types of weights and KV, not on the
+model's shape and weights. Where the model runs in the eager decoder, only the kernels that it uses are compiled.
 """
 
 import sys
@@ -17,17 +17,24 @@ from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec
 
 _BUNDLED = Path(__file__).resolve().parents[1] / "demo_model" / "tandem-small"
-_COMBINATIONS = (("none", "float32"), ("int8", "float16"), ("int8", "int8"))
+_COMBINATIONS: tuple[dict[str, str], ...] = (
+    {"dtype": "float32"},
+    {"dtype": "float16"},
+    {"dtype": "bfloat16"},
+    {"quantize": "int8", "kv_dtype": "float16"},
+    {"quantize": "int8", "kv_dtype": "int8"},
+)
 _PROMPT_TOKENS = 20
 
 
 def main() -> None:
-    """Run a prompt and a decode step with each combination of quantisation and KV dtype."""
+    """Run a prompt and a decode step with each combination of types."""
     model_dir = Path(sys.argv[1]) if len(sys.argv) > 1 else _BUNDLED
-    for quantize, kv_dtype in _COMBINATIONS:
+    for types in _COMBINATIONS:
         start_s = time.perf_counter()
-        _run(RunnerSettings(model_dir, "cpu", load_format="dummy", num_blocks=4, quantize=quantize, kv_dtype=kv_dtype))
-        sys.stderr.write(f"{quantize} with KV in {kv_dtype}: {time.perf_counter() - start_s:.1f} s\n")
+        _run(RunnerSettings(model_dir, "cpu", load_format="dummy", num_blocks=4, **types))  # type: ignore[arg-type]
+        names = ", ".join(f"{name} {value}" for name, value in types.items())
+        sys.stderr.write(f"{names}: {time.perf_counter() - start_s:.1f} s\n")
 
 
 def _run(settings: RunnerSettings) -> None:

@@ -55,9 +55,9 @@ def load_packed(
     partition = read_partition(settings.model_dir)
     if partition is not None:
         with load_phase("map"):
-            return read_rank(partition, share.rank, share.degrees, settings.quantize)
+            return read_rank(partition, share.rank, share.degrees, settings.quantize, settings.dtype)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
-    return pack_decoder(config, _parameters(settings, config, specs, on_progress), share)
+    return pack_decoder(config, _parameters(settings, config, specs, on_progress, wide_vectors=True), share)
 
 
 def decoder_memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) -> DecoderMemory:
@@ -88,10 +88,16 @@ def load_parameters(
 
 
 def _parameters(
-    settings: RunnerSettings, config: AnyConfig, specs: list[ParameterSpec], on_progress: Progress | None
+    settings: RunnerSettings,
+    config: AnyConfig,
+    specs: list[ParameterSpec],
+    on_progress: Progress | None,
+    *,
+    wide_vectors: bool = False,
 ) -> Parameters:
     """The parameters, read when they are taken."""
-    target = WeightsTarget(torch.device(settings.device), getattr(torch, settings.dtype), settings.scheme)
+    dtype = getattr(torch, settings.dtype)
+    target = WeightsTarget(torch.device(settings.device), dtype, settings.scheme, wide_vectors)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     return load_weights(settings.model_dir, specs, target, on_progress, tied=_tied(config))

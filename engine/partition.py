@@ -29,9 +29,9 @@ from mesh.domain.kv import Degrees
 _READ_BYTES = 1 << 24
 
 
-def read_rank(partition: Partition, rank: int, degrees: Degrees, quantize: str) -> PackedDecoder:
+def read_rank(partition: Partition, rank: int, degrees: Degrees, quantize: str, dtype: str) -> PackedDecoder:
     """The weights of rank `rank`. Raises ConfigurationError if the partition is another, or broken."""
-    partition.require(degrees, quantize)
+    partition.require(degrees, quantize, dtype)
     file = partition.files[rank]
     path = partition.folder / file.name
     if not path.is_file() or path.stat().st_size != file.num_bytes or _checksum(path) != file.xxh3:
@@ -42,7 +42,14 @@ def read_rank(partition: Partition, rank: int, degrees: Degrees, quantize: str) 
 
 
 def write_partition(
-    model_dir: Path, out: Path, ranks: Iterator[PackedDecoder], *, degrees: Degrees, weights_digest: str, quantize: str
+    model_dir: Path,
+    out: Path,
+    ranks: Iterator[PackedDecoder],
+    *,
+    degrees: Degrees,
+    weights_digest: str,
+    quantize: str,
+    dtype: str,
 ) -> Partition:
     """Write a partition of the checkpoint in `model_dir`; `ranks` yields the weights of each rank.
 
@@ -58,8 +65,8 @@ def write_partition(
                 shutil.copyfile(path, partial / path.name)
         names = [f"rank-{rank}-of-{degrees.num_ranks}.safetensors" for rank in range(degrees.num_ranks)]
         files = tuple(_write(partial / name, next(ranks)) for name in names)
-        partition = Partition(out, weights_digest, quantize, degrees, files)
-        content = {"version": VERSION, "weights_digest": weights_digest, "quantize": quantize}
+        partition = Partition(out, weights_digest, quantize, dtype, degrees, files)
+        content = {"version": VERSION, "weights_digest": weights_digest, "quantize": quantize, "dtype": dtype}
         content |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
         content["files"] = [asdict(file) for file in files]
         (partial / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")

@@ -17,10 +17,12 @@ from engine.kernels.cpu.machine import KEYS, why_no_loops
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
+from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
 from engine.models.schemes import PACKED
 from engine.quantized.config import read_quantization
 from engine.runner_settings import RunnerSettings
+from engine.weights import is_exact
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
@@ -49,22 +51,32 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"scheme {settings.scheme}"
     if settings.attention != "auto":
         return f"attention backend {settings.attention} is requested"
-    if (settings.device, settings.dtype) != ("cpu", "float32"):
+    if settings.device != "cpu":
         return f"{settings.dtype} on {settings.device}"
     return why_not_compiled(config, layout)
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
     """The KV layout of a runner with these settings. Reads the checkpoint's headers, not its weights."""
+    model_fingerprint = fingerprint(
+        settings.model_dir,
+        settings.load_format,
+        settings.seed,
+        _quantize(settings, config),
+        settings.rope,
+        rounded_to(settings, config),
+    )
+    return _layout(config, settings, model_fingerprint, _kv_dtype(settings, config))
+
+
+def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str, dtype: str) -> KVLayout:
     return KVLayout(
-        model_fingerprint=fingerprint(
-            settings.model_dir, settings.load_format, settings.seed, _quantize(settings, config), settings.rope
-        ),
+        model_fingerprint=model_fingerprint,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=settings.block_size,
-        dtype=_kv_dtype(settings, config),
+        dtype=dtype,
     )
 
 
@@ -74,14 +86,15 @@ def fingerprint(
     seed: int = 0,
     quantize: str = "none",
     rope: RopeOverride = NO_ROPE_OVERRIDE,
+    rounded: str = "",
 ) -> str:
     """Stable hash of the configuration and the weights, independent of how the checkpoint is sharded.
 
     It covers the name, dtype and shape of each tensor and a sample from its middle, so it takes milliseconds; and the
-    formats of quantised matrices, which tensors alone do not tell.
+    formats of quantised matrices, which tensors alone do not tell. `rounded`: see `rounded_to`.
     """
-    config = load_config(model_dir, rope)
-    weights = f"dummy:{seed}".encode() if load_format == "dummy" else weights_digest(model_dir)
+    config, is_dummy = load_config(model_dir, rope), load_format == "dummy"
+    weights = f"dummy:{seed}{rounded}".encode() if is_dummy else weights_digest(model_dir, rounded)
     quantization = read_quantization(model_dir)
     digest = _digest(config, weights if quantization is None else weights + repr(quantization).encode())
     return digest if quantize == "none" else f"{digest}-{quantize}"  # readable in messages about differing workers
@@ -91,8 +104,11 @@ def _digest(config: AnyConfig, weights: bytes) -> str:
     return blake2b(repr(config).encode() + weights, digest_size=16, person=b"tandem-model").hexdigest()
 
 
-def weights_digest(model_dir: Path) -> bytes:
-    """A digest of a checkpoint's weights; a partition knows that of its checkpoint. Raises ConfigurationError."""
+def weights_digest(model_dir: Path, rounded: str = "") -> bytes:
+    """A digest of a checkpoint's weights; a partition knows that of its own. Raises ConfigurationError.
+
+    `rounded`: see `rounded_to`.
+    """
     if (partition := read_partition(model_dir)) is not None:
         return bytes.fromhex(partition.weights_digest)
     stored, digest = open_checkpoint(model_dir), blake2b(digest_size=16)
@@ -100,6 +116,7 @@ def weights_digest(model_dir: Path) -> bytes:
         tensor = stored[name]
         digest.update(f"{name}:{tensor.dtype}:{tensor.shape}".encode())
         digest.update(read_sample(tensor))
+    digest.update(rounded.encode())
     return digest.digest()
 
 
@@ -118,7 +135,39 @@ def _device(name: str) -> torch.device:
 def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if settings.dtype != "auto":
         return settings.dtype
-    return "float32" if _device(settings.device).type == "cpu" else config.dtype
+    if _device(settings.device).type != "cpu":
+        return config.dtype
+    if settings.quantize != "none":
+        return "float32"
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return partition.dtype
+    if read_quantization(settings.model_dir) is not None:
+        return "float32"
+    own = replace(settings, dtype=config.dtype)
+    is_kept = settings.load_format == "dummy" or not rounded_to(own, config)
+    return config.dtype if is_kept and _is_compiled(own, config) else "float32"
+
+
+def rounded_to(settings: RunnerSettings, config: AnyConfig) -> str:
+    """The dtype that matrices of the compiled decoder are rounded to; empty if they are exactly those in the
+    checkpoint, so that KV is that of fp32, to the bit. Raises ConfigurationError.
+    """
+    dtype = _dtype(settings, config)
+    if dtype == "float32" or isinstance(config, EncoderDecoderConfig) or not _is_compiled(settings, config):
+        return ""
+    if read_partition(settings.model_dir) is not None:
+        return ""  # its digest tells
+    is_kept = settings.load_format != "dummy" and is_exact(settings.model_dir, parameter_specs(config), dtype)
+    return "" if is_kept else dtype
+
+
+def _is_compiled(settings: RunnerSettings, config: AnyConfig) -> bool:
+    """True if the compiled decoder can run the model, with KV in fp32 if its dtype is "auto"."""
+    if isinstance(config, EncoderDecoderConfig):
+        return False
+    dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
+    settings = replace(settings, device=str(_device(settings.device)))
+    return why_eager(settings, config, _layout(config, settings, "", dtype)) is None
 
 
 def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
@@ -134,7 +183,8 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if settings.kv_dtype != "auto":
         return settings.kv_dtype
     if _quantize(settings, config) != "int8":
-        return _dtype(settings, config)
+        dtype = _dtype(settings, config)
+        return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None
     return "int8" if fits and attention_shape_of(config).is_plain else "float16"
 

@@ -14,8 +14,9 @@ from mesh.domain.kv import Degrees
 class RunnerSettings:
     """Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
     most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's. `device`
-    "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, or fp32 on CPU. `layers_per_group`,
-    `group_bytes`: see ModelRunner. `max_batch_tokens` limits the steps of several ranks, which share their memory.
+    "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, but fp32 on CPU where the compiled decoder
+    would have to round or cannot run. `layers_per_group`, `group_bytes`: see ModelRunner. `max_batch_tokens` limits the
+    steps of several ranks, which share their memory.
     """
 
     model_dir: Path

@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
 _DTYPES = ("F64", "F32", "BF16", "F16")
+_STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Buffers that follow from the configuration, and copies of the embedding.
 _HARMLESS = re.compile(
     r"(^|\.)("
@@ -54,13 +55,18 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class WeightsTarget:
-    """Device, dtype and scheme of loaded parameters; `scheme`: see LinearParameters."""
+    """Device, dtype and scheme of loaded parameters; `scheme`: see LinearParameters. With `wide_vectors`, norms and
+    biases are fp32, whatever the dtype of matrices.
+    """
 
     device: torch.device
     dtype: torch.dtype
     scheme: str = "float"
+    wide_vectors: bool = False
 
     def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
+        if self.wide_vectors and len(spec.shape) == 1:
+            return torch.float32
         return torch.float32 if spec.wide and self.dtype is torch.float16 else self.dtype
 
 
@@ -196,6 +202,18 @@ def _check(
                 f"{stored[name].path}: tensor {name} has shape {list(stored[name].shape)}, "
                 f"config.json implies {list(source.shape)}"
             )
+
+
+def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
+    """True if a checkpoint stores its matrices in this dtype and they are used as they are, so that loading rounds
+    nothing. Reads headers. Raises ConfigurationError.
+    """
+    stored = open_checkpoint(model_dir)
+    matrices = [spec for spec in specs if len(spec.shape) > 1]
+    names = {stored_name(source.name, stored) for spec in matrices for source in spec.sources}
+    if any(name not in stored or stored[name].dtype != _STORED_NAMES[dtype] for name in names):
+        return False
+    return all((spec.factor, spec.offset, spec.unit_rows) == (1.0, 0.0, False) for spec in matrices)
 
 
 class _Reader:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from engine.settings import QUANTIZATIONS
+from engine.settings import DTYPES, QUANTIZATIONS
 from tandem_cli.parser import CommandParser
 
 
@@ -20,6 +20,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--quantize", choices=QUANTIZATIONS, default="none", help="quantization of the linear layers (none)"
     )
+    about = "type of the weights; auto: as a worker's on CPU (auto)"
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=about)
 
 
 def run(args: argparse.Namespace) -> int:

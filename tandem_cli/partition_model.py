@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from checkpoint.partition import read_partition
@@ -13,7 +14,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.share import rank_share
 from engine.partition import write_partition
 from engine.ranks.launch import fitting_ranks
-from engine.resolve import kv_layout, resolve, weights_digest, why_eager
+from engine.resolve import kv_layout, resolve, rounded_to, weights_digest, why_eager
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
@@ -28,25 +29,24 @@ def partition_model(args: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"partitions for {args.device} are not built: workers there load the checkpoint itself"
         )
-    settings, config = resolve(RunnerSettings(model_dir, quantize=args.quantize))
-    quantize = settings.quantize
-    degrees = Degrees(_tensor_parallel(args.tensor_parallel, model_dir, quantize), args.pipeline_parallel)
-    if args.reuse and _is_written(args.out, model_dir, degrees, quantize):
+    wanted = RunnerSettings(model_dir, quantize=args.quantize, dtype=args.dtype)
+    degrees = Degrees(_tensor_parallel(args.tensor_parallel, wanted), args.pipeline_parallel)
+    settings, config = resolve(wanted)
+    if not isinstance(config, ModelConfig):
+        raise ConfigurationError("an encoder-decoder model cannot be partitioned: its decoder is not compiled")
+    digest = weights_digest(model_dir, rounded_to(settings, config)).hex()
+    if args.reuse and _is_written(args.out, settings, degrees, digest):
         sys.stdout.write(f"{args.out}: holds this partition\n")
         return 0
     if read_partition(model_dir) is not None:
         raise ConfigurationError(f"{model_dir} is partitioned already")
-    if not isinstance(config, ModelConfig):
-        raise ConfigurationError("an encoder-decoder model cannot be partitioned: its decoder is not compiled")
     if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
         raise ConfigurationError(f"only models of the compiled decoder can be partitioned: {reason}")
     shares = [rank_share(config, rank, degrees) for rank in range(max(1, degrees.num_ranks))]
     ranks = (load_packed(settings, config, share) for share in shares)
-    digest = weights_digest(model_dir).hex()
+    facts = {"weights_digest": digest, "quantize": settings.quantize, "dtype": settings.dtype}
     try:
-        partition = write_partition(
-            model_dir, args.out, ranks, degrees=degrees, weights_digest=digest, quantize=quantize
-        )
+        partition = write_partition(model_dir, args.out, ranks, degrees=degrees, **facts)
     except OSError as error:
         raise ConfigurationError(f"cannot write {args.out}: {error}") from error
     flags = "".join(
@@ -54,7 +54,7 @@ def partition_model(args: argparse.Namespace) -> int:
         for name, value, default in (
             ("tensor-parallel", degrees.tensor, 1),
             ("pipeline-parallel", degrees.pipeline, 1),
-            ("quantize", quantize, "none"),
+            ("quantize", settings.quantize, "none"),
         )
         if value != default
     )
@@ -66,21 +66,23 @@ def partition_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tensor_parallel(degree: str, model_dir: Path, quantize: str) -> int:
+def _tensor_parallel(degree: str, wanted: RunnerSettings) -> int:
     """The degree as a number, "max" as workers understand it. Raises ConfigurationError."""
     if degree == "max":
-        return fitting_ranks(RunnerSettings(model_dir, quantize=quantize, tensor_parallel=num_numa_nodes()))
+        return fitting_ranks(replace(wanted, tensor_parallel=num_numa_nodes()))
     if not degree.isdecimal() or int(degree) < 1:
         raise ConfigurationError(f"tensor_parallel must be at least 1, or max, got {degree!r}")
     return int(degree)
 
 
-def _is_written(out: Path, model_dir: Path, degrees: Degrees, quantize: str) -> bool:
+def _is_written(out: Path, settings: RunnerSettings, degrees: Degrees, digest: str) -> bool:
     """Whether `out` is the partition that is to be written. Raises ConfigurationError if it is another one."""
     partition = read_partition(out)
     if partition is None:
         return False
-    partition.require(degrees, quantize)
-    if bytes.fromhex(partition.weights_digest) != weights_digest(model_dir):
-        raise ConfigurationError(f"{out} is a partition of another checkpoint than {model_dir}: choose another folder")
+    partition.require(degrees, settings.quantize, settings.dtype)
+    if partition.weights_digest != digest:
+        raise ConfigurationError(
+            f"{out} is a partition of another checkpoint than {settings.model_dir}: choose another folder"
+        )
     return True

@@ -23,16 +23,17 @@ def with_partition(deployment: Deployment, environ: Mapping[str, str], display: 
         raise ConfigurationError("--partition is for a mesh with one model: run `tandem partition` for each")
     [model] = deployment.models
     workers = [deployment.resolve(worker, environ) for worker in deployment.workers("127.0.0.1:1")]
-    wanted = {(worker.tensor_parallel, worker.degrees().pipeline, worker.quantize) for worker in workers}
+    wanted = {(worker.tensor_parallel, worker.degrees().pipeline, worker.quantize, worker.dtype) for worker in workers}
     if len(wanted) > 1:
         listed = " and ".join(
-            f"tensor_parallel {tensor}, pipeline_parallel {pipeline} with quantize {scheme}"
-            for tensor, pipeline, scheme in sorted(wanted)
+            f"tensor_parallel {tensor}, pipeline_parallel {pipeline}, dtype {dtype} with quantize {scheme}"
+            for tensor, pipeline, scheme, dtype in sorted(wanted)
         )
         raise ConfigurationError(f"--partition is for workers with equal settings, and these have {listed}")
-    [(tensor, pipeline, quantize)] = wanted
+    [(tensor, pipeline, quantize, dtype)] = wanted
     display.line(f"partition: {folder}")
-    flags = ("--reuse", f"--tensor-parallel={tensor}", f"--pipeline-parallel={pipeline}", f"--quantize={quantize}")
+    degrees = (f"--tensor-parallel={tensor}", f"--pipeline-parallel={pipeline}")
+    flags = ("--reuse", *degrees, f"--quantize={quantize}", f"--dtype={dtype}")
     display.line(_run((*flags, "--", model.folder, folder), environ.get("PYTHONPATH", "")))
     return replace(deployment, models=(replace(model, folder=folder),))
 

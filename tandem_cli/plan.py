@@ -51,7 +51,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPE_BYTES,
-        help="type of weights and KV (default: float32 on this machine, else that of the checkpoint)",
+        help="type of weights (default: that of the checkpoint; on this machine: as its workers choose)",
     )
     about = "quantization of the linear layers (none, or that of a partitioned model or a checkpoint in int8)"
     parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     partition = read_partition(model_dir)
     args.quantize = args.quantize or _own_quantize(args, model_dir, partition)
     degrees = _degrees(args, partition)
-    precision = _precision(args, config, has_ranks=degrees != Degrees())
+    precision = _precision(args, model_dir, config, has_ranks=degrees != Degrees())
     quantization = read_quantization(model_dir)
     load = Load(args.input_tokens, args.output_tokens, args.rate)
     with _only_warnings():
@@ -161,8 +161,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _precision(args: argparse.Namespace, config: ModelConfig, *, has_ranks: bool) -> Precision:
+def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *, has_ranks: bool) -> Precision:
     is_cpu = has_ranks or ((args.device or _HERE) == _HERE and args.bandwidth is None)
+    if is_cpu and args.quantize == "none":
+        from engine.resolve import kv_layout, resolve
+        from engine.runner_settings import RunnerSettings
+        from tandem_cli.capacity.measurement import load_format_of
+
+        settings, _ = resolve(
+            RunnerSettings(model_dir, "cpu", args.dtype or "auto", load_format=load_format_of(model_dir))
+        )
+        return Precision(settings.dtype, settings.dtype, kv_layout(config, settings).dtype)
     dtype = args.dtype or ("float32" if is_cpu else config.dtype)
     return Precision(dtype if args.quantize == "none" else args.quantize, dtype)
 
@@ -181,7 +190,7 @@ def _degrees(args: argparse.Namespace, partition: Partition | None) -> Degrees:
     own = partition.degrees if partition is not None else Degrees()
     degrees = Degrees(args.tensor_parallel or own.tensor, args.pipeline_parallel or own.pipeline)
     if partition is not None:
-        partition.require(degrees, args.quantize)
+        partition.require(degrees, args.quantize, args.dtype or partition.dtype)
     if degrees != Degrees() and (args.device or _HERE) != _HERE:
         raise ConfigurationError(f"the ranks of a worker are on one machine with CPUs: plan {args.device} without them")
     return degrees
@@ -189,7 +198,8 @@ def _degrees(args: argparse.Namespace, partition: Partition | None) -> Degrees:
 
 def _about(partition: Partition) -> dict[str, object]:
     degrees = {"tensor_parallel": partition.degrees.tensor, "pipeline_parallel": partition.degrees.pipeline}
-    return {"quantize": partition.quantize, "files": len(partition.files), "num_bytes": partition.num_bytes, **degrees}
+    about = {"quantize": partition.quantize, "dtype": partition.dtype}
+    return {**about, "files": len(partition.files), "num_bytes": partition.num_bytes, **degrees}
 
 
 def _rank_memory(
@@ -205,7 +215,7 @@ def _device(args: argparse.Namespace, precision: Precision) -> Device:
     if any(value is not None for value in numbers):
         if args.device or not all(value is not None for value in numbers):
             raise ConfigurationError("use --memory, --bandwidth and --flops together, or use --device")
-        rates = dict.fromkeys((precision.weights, precision.other), args.flops * 1e12)
+        rates = dict.fromkeys((precision.weights, precision.kv), args.flops * 1e12)
         return Device("as given", args.memory * 1e9, args.bandwidth * 1e9, rates, "the command line")
     if (args.device or _HERE) == _HERE:
         from tandem_cli.capacity.measurement import probe
@@ -232,7 +242,7 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
         workload = StepWorkload(
             model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args)
         )
-        steps = EngineSteps(replace(workload, num_ranks=degrees.tensor))
+        steps = EngineSteps(replace(workload, num_ranks=degrees.tensor, dtype=args.dtype or "auto"))
         steps.prompt_ms()  # warm-up: compiles kernels, touches memory
         times_ms[PREFILL] = min(steps.prompt_ms() for _ in range(3))
         times_ms |= {decode_name(batch): steps.decode_ms(batch) for batch in args.batch}

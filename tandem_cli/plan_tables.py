@@ -64,7 +64,7 @@ def _memory(plan: PlanResult) -> Table:
         fits = row["kv_tokens"] > 0
         table.add_row(
             row["weights"],
-            row["other"],
+            row["other"] if row["kv"] == row["other"] else f"{row['other']}, {row['kv']}",
             f"{_number(row['weights_bytes'])}B",
             f"{row['kv_bytes_per_token']:,.0f}",
             f"{row['kv_tokens']:,}" if fits else "does not fit",

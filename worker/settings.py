@@ -77,12 +77,14 @@ class WorkerSettings(ModelSettings):
     device: str = setting("auto", "cpu, cuda, cuda:N, or auto")
     dtype: str = setting(
         "auto",
-        f"type of weights and KV: {', '.join(DTYPES)}; auto: float32 on CPU, the checkpoint's on GPU",
+        f"type of weights: {', '.join(DTYPES)}; auto: the checkpoint's, but float32 on CPU where the compiled decoder "
+        "would have to round or cannot run",
         env=("DTYPE",),
     )
     kv_dtype: str = setting(
         "auto",
-        f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, or int8 with quantize=int8 or a W8A8 checkpoint",
+        f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, but float32 in the compiled decoder (CPU with AVX2), and "
+        "int8 with quantize=int8 or a W8A8 checkpoint",
         env=("KV_DTYPE",),
     )
     enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX2)", env=("ENFORCE_EAGER",))

@@ -1,7 +1,8 @@
 """CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX2.
 
-In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers. The loop runs
-in several threads together: the caller, helpers on the worker's cores, helpers on lent cores.
+In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers. Weights in
+fp16 or bf16 are widened as they are multiplied: activations, sums and results are those of the same numbers in fp32.
+The loop runs in several threads together: the caller, helpers on the worker's cores, helpers on lent cores.
 """
 
 import os
@@ -20,6 +21,7 @@ from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, In
 from engine.kernels.cpu.buffers import Buffers, round_up
 from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx
 from engine.kernels.cpu.matmul import Operand
+from engine.kernels.cpu.packing import as_tensor
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
@@ -118,7 +120,7 @@ class CompiledDecoder:
         self._int8 = int8
         self._bf16 = int8 and has_amx() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
-        self._embed = torch.from_numpy(packed.embed)
+        self._embed = as_tensor(packed.embed)
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
         self._cache = cache.elements
         self._model = Model(
@@ -200,7 +202,7 @@ class CompiledDecoder:
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """The residual of the step, [num_tokens, hidden_size]."""
         residual = torch.from_numpy(self._rows("residual", token_ids.shape[0], self.config.hidden_size))
-        return torch.index_select(self._embed, 0, token_ids, out=residual)
+        return residual.copy_(self._embed[token_ids])
 
     @property
     def _logits_width(self) -> int:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape, attention_shape
-from engine.kernels.cpu.arguments import Floats, Weights
+from engine.kernels.cpu.arguments import Array, Floats, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES
-from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.model_config import ModelConfig
 from engine.models.schemes import PACKED, LinearParameters, Parameters
@@ -24,14 +25,14 @@ from mesh.domain.errors import ConfigurationError
 
 _MATRIX_NAMES = ("qkv", "o", "gate_up", "down")
 _DATA_BOUNDARY = 4096
-_DTYPES = {"F32": np.float32, "I8": np.int8, "I32": np.int32, "I64": np.int64}
+_DTYPES = {"F32": np.float32, "F16": np.uint16, "BF16": np.int16, "I8": np.int8, "I32": np.int32, "I64": np.int64}
 _NAMES_OF_DTYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 class PackedDecoder(NamedTuple):
     """The weights that one rank holds, of the layers of its stage."""
 
-    embed: Floats  # [vocab_size, hidden]; [0, hidden] in other ranks than 0
+    embed: Array  # [vocab_size, hidden], of a type as in DTYPES; [0, hidden] in other ranks than 0
     weights: Weights  # the output matrix of later stages than 0 has no outputs
     input_norms: Floats  # [num_layers, hidden]
     post_norms: Floats  # [num_layers, hidden]
@@ -46,7 +47,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     if parameters.scheme not in PACKED:
         raise ValueError(f"the compiled decoder cannot pack scheme {parameters.scheme!r}")
     embed = parameters.take("embed")
-    packer = Packer(_matrix_shapes(config, share), int8=parameters.scheme == "int8")
+    packer = Packer(_matrix_shapes(config, share), torch.int8 if parameters.scheme == "int8" else embed.dtype)
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     input_norms, post_norms = (np.empty((len(layers), config.hidden_size), np.float32) for _ in range(2))
     head_norms = np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
@@ -62,7 +63,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     if share.rank > 0:
         embed = embed[:0]
     final_norm = parameters.take("final_norm").numpy()
-    return PackedDecoder(embed.numpy(), packer.weights, input_norms, post_norms, final_norm, head_norms)
+    return PackedDecoder(as_array(embed), packer.weights, input_norms, post_norms, final_norm, head_norms)
 
 
 def qkv_width(heads: AttentionShape) -> int:

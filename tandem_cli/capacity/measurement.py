@@ -57,6 +57,11 @@ def clock_for(num_threads: int) -> Callable[[], float]:
     return time.thread_time if num_threads == 1 else time.perf_counter
 
 
+def load_format_of(model_dir: Path) -> str:
+    """The load format of a folder, which may have no weights."""
+    return "auto" if any(model_dir.glob("*.safetensors")) else "dummy"
+
+
 @dataclass(frozen=True, slots=True)
 class StepWorkload:
     """The steps to measure: prompts of `prompt_tokens` tokens, and decode steps of up to `max_batch` sequences, each of
@@ -70,6 +75,7 @@ class StepWorkload:
     num_threads: int = 1
     kv_dtype: str = "auto"
     num_ranks: int = 1
+    dtype: str = "auto"
 
     @property
     def max_context_tokens(self) -> int:
@@ -102,11 +108,11 @@ class EngineSteps:
 
     def __init__(self, workload: StepWorkload) -> None:
         self._workload = workload
-        has_weights = any(workload.model_dir.glob("*.safetensors"))
         settings = DecodeSettings(
             model=str(workload.model_dir),
             registry_address="none",
-            load_format="auto" if has_weights else "dummy",
+            load_format=load_format_of(workload.model_dir),
+            dtype=workload.dtype,
             quantize=workload.quantize,
             prefix_caching=False,
             num_threads=workload.num_threads,

@@ -52,7 +52,7 @@ def rank_memory(config: ModelConfig, precision: Precision, degrees: Degrees, num
     ranks: list[RankMemory] = []
     for rank in range(degrees.num_ranks):
         share = rank_share(config, rank, degrees)
-        kv_bytes = 2 * share.layers.count * share.heads.count * config.head_dim * precision.other_bytes
+        kv_bytes = 2 * share.layers.count * share.heads.count * config.head_dim * precision.kv_bytes
         cores = _cores(rank, degrees.num_ranks, num_cores)
         weights_bytes = _weights_bytes(share_specs(specs, config, share, cut), config, share, precision, cut)
         ranks.append(RankMemory(rank, share.layers, share.heads, weights_bytes, kv_bytes, cores))
@@ -81,9 +81,9 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
 
 def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     """How the ranks of this machine cut matrices. Raises ConfigurationError if they cannot."""
-    layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.other)
+    layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.kv)
     is_int8 = precision.weights == "int8"
-    reason = f"{precision.other} weights" if precision.other != "float32" else None
+    reason = f"{precision.other} beside int8" if is_int8 and precision.other != "float32" else None
     reason = reason or why_not_compiled(config, layout)
     if reason is None:
         return "outputs"

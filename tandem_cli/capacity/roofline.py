@@ -121,10 +121,16 @@ def model_size(config: ModelConfig) -> ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`weights` is the type of the linear layers; `other` is the type of embedding, vectors and KV."""
+    """`weights` is the type of the linear layers; `other` is the type of embedding and vectors, and of KV unless `kv`
+    is another.
+    """
 
     weights: str
     other: str
+    kv: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv", self.kv or self.other)
 
     @property
     def weight_bytes(self) -> float:
@@ -133,8 +139,13 @@ class Precision:
 
     @property
     def other_bytes(self) -> float:
-        """Bytes per number of embedding, vectors and KV."""
+        """Bytes per number of embedding and vectors."""
         return WEIGHT_BYTES[self.other]
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes per number of KV."""
+        return WEIGHT_BYTES[self.kv]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +180,7 @@ class Capacity:
     @property
     def kv_bytes_per_token(self) -> float:
         """Memory of one token's keys and values in all layers."""
-        return self.model.kv_bytes_per_token(self.precision.other_bytes)
+        return self.model.kv_bytes_per_token(self.precision.kv_bytes)
 
     @property
     def kv_tokens(self) -> int:
@@ -278,14 +289,14 @@ class Device:
 
     def rates(self, precision: Precision) -> DeviceRates:
         """The rates for `precision`. Weights of a type without arithmetic on this device (such as int4) are multiplied
-        at the type of the other numbers. Raises ConfigurationError if the rate of that type is unknown.
+        at the type of KV. Raises ConfigurationError if the rate of that type is unknown.
         """
-        other_rate = self._rate(precision.other)
-        if other_rate is None:
+        kv_rate = self._rate(precision.kv)
+        if kv_rate is None:
             types = ", ".join(self.flops_per_s)
-            raise ConfigurationError(f"no rate for {precision.other} on {self.name}: choose --dtype of {types}")
-        weights = self._rate(precision.weights) or other_rate
-        return DeviceRates(self.memory_bytes, self.bandwidth_bytes_per_s, weights, other_rate)
+            raise ConfigurationError(f"no rate for {precision.kv} on {self.name}: choose --dtype of {types}")
+        weights = self._rate(precision.weights) or kv_rate
+        return DeviceRates(self.memory_bytes, self.bandwidth_bytes_per_s, weights, kv_rate)
 
     def _rate(self, dtype: str) -> float | None:
         return self.flops_per_s.get(dtype) or self.flops_per_s.get(_SAME_RATE.get(dtype, ""))

@@ -16,7 +16,7 @@ from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_produ
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
 from engine.kernels.cpu.tiles import ADD, GATE, STORE, TileProduct, multiply_tile
-from engine.models.schemes import SCHEMES
+from engine.models.schemes import SCHEMES, LinearParameters
 
 Array = NDArray[Any]
 MAX_ROWS = 70
@@ -26,9 +26,12 @@ GATED = [MatrixShape(2 * 16, 64, gated=True), MatrixShape(2 * 112, 208, gated=Tr
 NUM_PARTS = (1, 2, 3, 7)
 GATED_FACTOR = np.float32(2**-18)  # keeps gates of whole numbers where silu is not flat
 
+INT8 = ("int8", "amx")
 needs_amx = pytest.mark.skipif(not has_amx(), reason="the CPU has no amx_int8, or the kernel keeps it")
 KINDS = [
-    pytest.param("float", id="fp32"),
+    pytest.param("float32", id="fp32"),
+    pytest.param("float16", id="fp16"),
+    pytest.param("bfloat16", id="bf16"),
     pytest.param("int8", id="int8"),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
 ]
@@ -36,7 +39,9 @@ KINDS = [
 
 @dataclass(frozen=True)
 class Products:
-    """Random matrices of these shapes, packed; all of whole numbers, so that every order of adding is exact."""
+    """Random matrices of these shapes, packed; all of whole numbers that every type holds, so that every order of
+    adding is exact.
+    """
 
     kind: str
     shapes: list[MatrixShape]
@@ -51,16 +56,17 @@ class Products:
         for matrix in matrices:
             matrix[:, -1] = 127  # so that the scale is 1
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
-        packer = Packer(shapes, int8=kind != "float")
+        is_int8 = kind in INT8
+        dtype = torch.int8 if is_int8 else getattr(torch, kind)
+        packer = Packer(shapes, dtype)
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
-            scheme = SCHEMES["float" if kind == "float" else "int8"]
-            stored = scheme(matrix)
+            stored = SCHEMES["int8"](matrix) if is_int8 else LinearParameters(matrix.to(dtype))
             packer.put(i, stored.weight, scales=stored.scales, bias=bias)
         return cls(kind, shapes, matrices, biases, packer.weights)
 
     def operand(self, rows: int) -> Operand:
         """Room for so many rows; what is beyond their inputs is not zero."""
-        is_int8 = self.kind != "float"
+        is_int8 = self.kind in INT8
         a = np.full((rows + TILE_ROWS) * 640, 77, np.uint8 if is_int8 else np.float32)
         sums = np.empty(2 * TILE_ROWS * UNIT, np.int32 if is_int8 else np.float32)
         amx = amx_shapes() if self.kind == "amx" else np.empty(0, np.uint8)
@@ -136,7 +142,7 @@ def test_a_row_does_not_depend_on_its_batch(kind: str) -> None:
             assert np.array_equal(alone, together[first:end])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.id != "int8 with AMX"])
+@pytest.mark.parametrize("kind", ["float32", "int8"])
 @pytest.mark.parametrize("width", [16, 48, 576])
 def test_rows_are_put_and_normed(kind: str, width: int) -> None:
     operand, depth = Products.of(kind, [MatrixShape(16, width)]).operand(5), -(-width // 64) * 64
@@ -153,6 +159,24 @@ def test_rows_are_put_and_normed(kind: str, width: int) -> None:
         found = (q - (128 if kind == "int8" else 0)) * operand.factors[:, None]
         level = operand.factors[:, None] if kind == "int8" else 0
         assert (np.abs(found - expected) <= 0.501 * level + 2e-6 * np.abs(expected)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_two_bytes_is_widened_exactly(dtype: torch.dtype) -> None:
+    """Columns hold all numbers that are finite, denormal ones too; each is multiplied by 1."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    numbers = bits.view(dtype)
+    numbers = torch.where(numbers.isfinite(), numbers, torch.zeros_like(numbers))
+    packer = Packer([MatrixShape(2**12, 16)], dtype)
+    packer.put(0, numbers.reshape(2**12, 16))
+    for rows in (1, 3, 16):
+        a = np.zeros((rows + TILE_ROWS, 16), np.float32)
+        a[np.arange(rows), np.arange(rows)] = 1.0
+        sums = np.empty(2 * TILE_ROWS * UNIT, np.float32)
+        operand = Operand(a.reshape(-1), np.ones(rows, np.float32), sums, np.empty(0, np.uint8))
+        out = np.empty((rows, 2**12), np.float32)
+        product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
+        assert np.array_equal(out, numbers.reshape(2**12, 16)[:, :rows].float().numpy().T)
 
 
 def test_spilled_vectors_are_aligned() -> None:

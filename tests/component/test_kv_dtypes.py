@@ -68,7 +68,9 @@ def test_a_sequence_continues_on_another_runner(checkpoint: Checkpoint, kv_dtype
         ({"quantize": "int8", "block_size": 4}, "float16"),
         ({"quantize": "int8", "kv_dtype": "float32"}, "float32"),
         ({"kv_dtype": "int8"}, "int8"),
-        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "bfloat16"}, "float32"),
+        ({"dtype": "bfloat16", "enforce_eager": True}, "bfloat16"),
+        ({"dtype": "bfloat16", "kv_dtype": "bfloat16"}, "bfloat16"),
     ],
 )
 def test_kv_dtype_follows_the_arithmetic(checkpoint: Checkpoint, changes: dict[str, object], kv_dtype: str) -> None:
@@ -105,7 +107,10 @@ def test_workers_are_told_by_flag_or_environment() -> None:
             "'auto' cannot run on cpu with torch.float32, KV in int8, blocks of 4 tokens; available: none",
         ),
         ({"kv_dtype": "int8", "attention": "torch"}, "'torch' cannot run.*KV in int8.*available: cpu"),
-        ({"kv_dtype": "int8", "dtype": "bfloat16"}, "cannot run on cpu with torch.bfloat16.*available: none"),
+        (
+            {"kv_dtype": "int8", "dtype": "bfloat16", "enforce_eager": True},
+            "cannot run on cpu with torch.bfloat16.*available: none",
+        ),
         ({"attention": "cpu", "block_size": 24}, "'cpu' cannot run.*blocks of 24 tokens; available: torch"),
     ],
 )

@@ -105,10 +105,12 @@ def test_damaged_files_are_refused(
 def test_other_settings_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     load_arm(checkpoint("llama"), "compiled")
     out = partitioned(checkpoint("llama"), tmp_path / "out", Degrees(2))
-    expected = "partitioned for tensor_parallel 2, pipeline_parallel 1 and quantize none, not for"
-    assert f"{expected} tensor_parallel 1, pipeline_parallel 1 and quantize none" in refusal(out)
-    assert f"{expected} tensor_parallel 1, pipeline_parallel 1 and quantize int8" in refusal(out, quantize="int8")
-    with pytest.raises(ConfigurationError, match=f"{expected} tensor_parallel 1, pipeline_parallel 2 and"):
+    expected = "partitioned for tensor_parallel 2, pipeline_parallel 1, dtype float32 and quantize none, not for"
+    alone = f"{expected} tensor_parallel 1, pipeline_parallel 1, dtype"
+    assert f"{alone} float32 and quantize none" in refusal(out)
+    assert f"{alone} float32 and quantize int8" in refusal(out, quantize="int8")
+    assert f"{alone} bfloat16 and quantize none" in refusal(out, dtype="bfloat16")
+    with pytest.raises(ConfigurationError, match=f"{expected} tensor_parallel 1, pipeline_parallel 2, dtype"):
         runner_of(out, Degrees(1, 2), "none").__enter__()
     assert "cannot run here (enforce_eager is set): serve the original checkpoint" in refusal(out, enforce_eager=True)
 

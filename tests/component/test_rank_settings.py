@@ -34,7 +34,8 @@ def compiled(checkpoint: Checkpoint) -> Path:
 def test_max_is_what_fits(compiled: Path, tmp_path: Path) -> None:
     assert [fitting_ranks(settings(compiled, tensor_parallel=size)) for size in (1, 2, 4, 8)] == [1, 2, 4, 4]
     assert fitting_ranks(settings(compiled, tensor_parallel=2, enforce_eager=True)) == 1
-    assert fitting_ranks(settings(compiled, tensor_parallel=2, dtype="bfloat16")) == 1
+    assert fitting_ranks(settings(compiled, tensor_parallel=2, dtype="bfloat16")) == 2
+    assert fitting_ranks(settings(compiled, tensor_parallel=2, kv_dtype="bfloat16")) == 1
     assert fitting_ranks(settings(build_encoder_decoder("t5", tmp_path), tensor_parallel=2)) == 1
 
 
@@ -43,7 +44,7 @@ def partitioned(model_dir: Path, out: Path, degrees: Degrees) -> Path:
     size = degrees.num_ranks
     shutil.copytree(model_dir, out, ignore=shutil.ignore_patterns("*.safetensors"))
     files = [{"name": f"rank-{rank}-of-{size}.safetensors", "num_bytes": 1, "xxh3": ""} for rank in range(size)]
-    manifest = {"version": 2, "weights_digest": "00", "quantize": "none", "files": files}
+    manifest = {"version": 3, "weights_digest": "00", "quantize": "none", "dtype": "float32", "files": files}
     manifest |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
     (out / MANIFEST).write_text(json.dumps(manifest))
     return out

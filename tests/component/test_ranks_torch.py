@@ -55,7 +55,7 @@ def test_more_ranks_than_kv_heads(checkpoint: Checkpoint, family: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(checkpoint: Checkpoint, dtype: str) -> None:
     model_dir = checkpoint("qwen3")
-    with ranked_runner(model_dir, Degrees(2, 2), dtype=dtype) as runner:
+    with ranked_runner(model_dir, Degrees(2, 2), dtype=dtype, enforce_eager=True) as runner:
         for run, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
             require_prompt_logprobs(run, expected, half_tolerance("qwen3", dtype))
 

@@ -13,7 +13,6 @@ from numba import types
 from engine.kernels.cpu.arguments import Address, Matrix
 from engine.kernels.cpu.compiler import (
     INT8,
-    INT32,
     INT64,
     VOID,
     Builder,
@@ -160,7 +159,7 @@ def _prefetch(emit: Emitter, at: Value, first: Value, count: Value) -> None:
     builder = emit.builder
     with builder.if_then(builder.icmp_signed(">", count, INT64(0))), emit.loop(count, []) as loop:
         line = builder.mul(builder.add(first, loop.index), INT64(CACHE_LINE_BYTES))
-        emit.call("llvm.prefetch.p0", VOID, emit.at(at, line), INT32(0), INT32(2), INT32(1))
+        emit.prefetch(emit.at(at, line), to_l2=True)
 
 
 @emitted

@@ -50,7 +50,7 @@ class Weights(NamedTuple):
     store.
     """
 
-    packed: Array  # flat int8 or fp32, panels of 16 columns
+    packed: Array  # flat, panels of 16 columns: int8, fp32, fp16 as uint16, or bf16 as int16
     scales: Floats  # flat, one for each column
     offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
     biases: Floats  # flat, one for each column

@@ -24,7 +24,7 @@ class ByteMatrix:
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         self._outputs, self._inputs = weight.shape
-        packer = Packer([MatrixShape(self._outputs, self._inputs)], int8=True)
+        packer = Packer([MatrixShape(self._outputs, self._inputs)], torch.int8)
         packer.put(0, weight, scales=scales, bias=bias)
         self._weights = packer.weights
 

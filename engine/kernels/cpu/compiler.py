@@ -182,10 +182,17 @@ class Emitter:
         return self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
 
     def floats(self, pointer: Value, element: NumbaType) -> Value:
-        """Load 16 numbers of type `element` as fp32: fp32, or uint16 that holds fp16."""
-        if element.bitwidth == 16:
+        """Load 16 numbers of type `element` as fp32: fp32, uint16 that holds fp16, or int16 that holds bf16."""
+        if element == types.uint16:
             return self.builder.fpext(self.load(pointer, HALVES, 2), FLOATS)
+        if element == types.int16:
+            bits = self.builder.zext(self.load(pointer, SHORTS, 2), INTS)
+            return self.builder.bitcast(self.builder.shl(bits, constant(INTS, 16)), FLOATS)
         return self.load(pointer, FLOATS)
+
+    def prefetch(self, pointer: Value, *, to_l2: bool = False) -> None:
+        """Prefetch the cache line of a byte pointer, which may be invalid."""
+        self.call("llvm.prefetch.p0", VOID, pointer, INT32(0), INT32(2 if to_l2 else 3), INT32(1))
 
     def splat(self, scalar: Value) -> Value:
         """A vector with the scalar in all 16 lanes."""

@@ -102,9 +102,9 @@ def product(operand: Operand, weights: Weights, matrix: int, target: Target, par
     num_units = (columns.num_columns + UNIT - 1) // UNIT
     units = Range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts)
     if len(operand.amx) and rows.num_rows >= _AMX_MIN_ROWS:
-        _amx_product(rows, columns, target.mode, units, operand.sums[0])
+        _amx_product(rows, columns, target.mode, units, weights.packed[0])
     else:
-        _vector_product(rows, columns, target.mode, units, operand.sums[0])
+        _vector_product(rows, columns, target.mode, units, weights.packed[0])
 
 
 @jit

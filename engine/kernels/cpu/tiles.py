@@ -1,7 +1,8 @@
 """Matrix tiles in registers: the innermost loops of matrix products on vector units, and their end.
 
-B is packed in panels of 16 columns: fp32 as [depth][16], int8 as [depth / 4][16][4]. All CPUs, and AMX (`amx.py`),
-read this layout, so one packed weight serves batches of all sizes. Bounds are not checked.
+B is packed in panels of 16 columns: fp32, fp16 and bf16 as [depth][16], int8 as [depth / 4][16][4]. All CPUs, and AMX
+(`amx.py`), read this layout, so one packed weight serves batches of all sizes. fp16 and bf16 become fp32 in registers,
+which is exact: results are those of the same numbers in fp32. Bounds are not checked.
 
 The end of a product works on a tile of sums with two vectors of 16 columns: it applies scales and bias, then stores,
 adds or gates. The mode is a compile-time constant. STORE writes the results, ADD adds them to what is there. GATE reads
@@ -35,6 +36,8 @@ from engine.kernels.cpu.compiler import (
 )
 from engine.kernels.cpu.machine import (
     FLOAT_BYTES,
+    HALF_BYTES,
+    LANES,
     LOG2_E,
     TILE_ROWS,
     VECTOR_BYTES,
@@ -47,6 +50,8 @@ FINISH_ROWS = 4
 """Rows that are finished side by side. Sums and factors of this many rows are read, even past the last row."""
 
 _ROWS_IN_REGISTERS = 8  # with more rows in a tile, LLVM runs out of registers
+_PREFETCH_MAX_ROWS, _PREFETCH_BYTES = 4, 1024
+"""In a tile of few rows the CPU's own prefetcher does not reach the memory's speed with weights of two bytes."""
 
 
 class TileProduct(NamedTuple):
@@ -68,11 +73,12 @@ def multiply_tile(
 ) -> Intrinsic:
     """out[rows, panels * 16] = a[rows, depth] @ b of a TileProduct. Sums stay in registers until they are complete.
 
-    `rows` and `panels` are compile-time constants. `element` is any element of the sums: float32, or int32, for which
-    `a` holds unsigned bytes and `depth` counts groups of 4.
+    `rows` and `panels` are compile-time constants. `element` is any element of b. If it is int8, `a` holds unsigned
+    bytes and `depth` counts groups of 4; else `a` is fp32, and so are the sums.
     """
     num_rows, num_panels = rows.literal_value, panels.literal_value
-    is_int8 = element != types.float32
+    is_int8 = element == types.int8
+    b_row_bytes = VECTOR_BYTES if is_int8 else LANES * element.bitwidth // 8
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
@@ -80,12 +86,10 @@ def multiply_tile(
         vector = INTS if is_int8 else FLOATS
         for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, is_int8=is_int8):
             with emit.loop(args[1], [constant(vector, 0)] * (len(some_rows) * len(some_panels))) as loop:
-                b_row = builder.mul(loop.index, INT64(VECTOR_BYTES))
+                b_row = builder.mul(loop.index, INT64(b_row_bytes))
                 a_column = builder.mul(loop.index, INT64(FLOAT_BYTES))
-                columns = [
-                    emit.load(emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))), vector, VECTOR_BYTES)
-                    for j in some_panels
-                ]
+                panels_at = (emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))) for j in some_panels)
+                columns = [_weights(emit, at, element, num_rows) for at in panels_at]
                 for i, row in enumerate(some_rows):
                     totals = loop.carried[i * len(some_panels) : (i + 1) * len(some_panels)]
                     if len(some_rows) > _ROWS_IN_REGISTERS:
@@ -107,13 +111,22 @@ def multiply_tile(
     return types.void(matrices, types.intp, rows, panels, element), generate
 
 
+def _weights(emit: Emitter, at: Value, element: NumbaType, num_rows: int) -> Value:
+    """The weights of 16 columns as they are multiplied: fp32, or groups of 4 bytes."""
+    if element == types.int8:
+        return emit.load(at, INTS, VECTOR_BYTES)
+    if element.bitwidth == 8 * HALF_BYTES and num_rows <= _PREFETCH_MAX_ROWS:
+        emit.prefetch(emit.at(at, _PREFETCH_BYTES))
+    return emit.floats(at, element)
+
+
 def _parts_in_registers(num_rows: int, num_panels: int, *, is_int8: bool) -> list[tuple[range, range]]:
     """Rows and panels of the parts of a tile whose sums fit into the CPU's registers, beside the operands."""
     is_widened = is_int8 and not knows_vnni()
     if knows_avx512():
         max_rows, max_panels = (8 if is_widened else TILE_ROWS), num_panels
     else:
-        max_rows, max_panels = (4 if is_widened else 6), 1
+        max_rows, max_panels = (4 if is_widened else 6), (num_panels if num_rows <= 2 and not is_int8 else 1)
     size = -(-num_rows // -(-num_rows // max_rows))
     row_parts = [range(first, min(num_rows, first + size)) for first in range(0, num_rows, size)]
     panel_parts = [range(first, first + max_panels) for first in range(0, num_panels, max_panels)]
@@ -237,8 +250,8 @@ class Finish:
 
 @emitted
 def finish_rows(typing: TypingContext, tile: NumbaType, mode: NumbaType, element: NumbaType) -> Intrinsic:
-    """Finish all rows of a SumTile. `mode` is a compile-time constant, `element` any element of the sums."""
-    is_int8 = element != types.float32
+    """Finish all rows of a SumTile. `mode` is a compile-time constant, `element` any element of the weights."""
+    is_int8 = element == types.int8
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         finish = Finish(Emitter(context, builder), args[0], mode.literal_value, is_int8=is_int8)

@@ -20,7 +20,6 @@ from engine.kernels.cpu.compiler import (
     INT64,
     INTS,
     SHORTS,
-    VOID,
     Builder,
     CodeContext,
     Emitter,
@@ -244,8 +243,7 @@ def prefetch(typing: TypingContext, at: NumbaType, num_bytes: NumbaType) -> Intr
         emit = Emitter(context, builder)
         at = emit.pointer(args[0])
         with emit.loop(builder.udiv(args[1], INT64(CACHE_LINE_BYTES)), []) as loop:
-            line = emit.at(at, builder.mul(loop.index, INT64(CACHE_LINE_BYTES)))
-            emit.call("llvm.prefetch.p0", VOID, line, INT32(0), INT32(2), INT32(1))
+            emit.prefetch(emit.at(at, builder.mul(loop.index, INT64(CACHE_LINE_BYTES))), to_l2=True)
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP), generate

@@ -53,12 +53,12 @@ def test_the_workers_degree_and_quantization_are_written_once(prepared: Prepared
         assert (model.name, model.folder) == ("m0", str(tmp_path / "out"))
     partition = read_partition(tmp_path / "out")
     assert partition is not None
-    partition.require(Degrees(2), "int8")
+    partition.require(Degrees(2), "int8", "float32")
 
 
 def test_workers_that_differ_are_named(prepared: Prepared, tmp_path: Path) -> None:
     deployment = prepared(tmp_path, prefill={"tensor_parallel": "2"}, decode={"quantize": "int8"})
-    expected = r"tensor_parallel 1, .* with quantize int8 and tensor_parallel 2, .* with quantize none"
+    expected = r"tensor_parallel 1, .* dtype auto with quantize int8 and tensor_parallel 2, .* with quantize none"
     with pytest.raises(ConfigurationError, match=expected):
         with_partition(deployment, {}, DISPLAY)
 

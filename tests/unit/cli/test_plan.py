@@ -133,17 +133,27 @@ def ranks_of(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, 
     return found
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize(
+    ("is_compiled", "flags", "weight_bytes"),
+    [(True, (), 2), (True, ("--dtype", "float32"), 4), (False, ("--dtype", "float32"), 4)],
+)
 def test_ranks_divide_weights_and_kv(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_compiled: bool
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_compiled: bool,
+    flags: tuple[str, ...],
+    weight_bytes: int,
 ) -> None:
+    """The bundled model is in fp16. Its KV is fp32 all the same."""
+    if not flags and (reason := why_no_loops()):
+        pytest.skip(reason)
     monkeypatch.setattr(ranks, "why_not_compiled", lambda *_: None if is_compiled else "no reason")
     assert ranks_of(capsys) == []
-    first, second = ranks_of(capsys, "--tensor-parallel", "2", "--threads", "5")
+    first, second = ranks_of(capsys, "--tensor-parallel", "2", "--threads", "5", *flags)
     assert (first["heads"], second["heads"]) == ([0, 1], [1, 2])
     assert (first["cores"], second["cores"]) == (2, 3)
     assert [rank["kv_bytes_per_token"] for rank in (first, second)] == [2 * 4 * 32 * 4] * 2
-    sizes = parameter_bytes()
+    sizes = parameter_bytes(weight_bytes)
     embed, norms = sizes.pop("embed"), sum(sizes.pop(name) for name in list(sizes) if name.endswith("norm"))
     half = sum(sizes.values()) / 2 + norms
     # Compiled: rank 0 embeds, and each holds half of the output matrix. Eager: both embed, rank 0 with it as output.
@@ -164,9 +174,9 @@ def test_stages_divide_layers(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(rank["weights_bytes"] for rank in stages) == pytest.approx(whole, rel=1e-3)  # norms are in all stages
 
 
-def parameter_bytes() -> dict[str, int]:
+def parameter_bytes(weight_bytes: int) -> dict[str, int]:
     config = load_decoder_config(BUNDLED_MODELS / "tandem-small")
-    return {spec.name: 4 * prod(spec.shape) for spec in parameter_specs(config)}
+    return {spec.name: weight_bytes * prod(spec.shape) for spec in parameter_specs(config)}
 
 
 def test_the_table_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +214,9 @@ def test_a_partition_says_its_degree_and_quantization(capsys: pytest.CaptureFixt
     assert found["partition"]["num_bytes"] == pytest.approx(by_formula, rel=0.1)  # which leaves out scales
     for flags in (["--tensor-parallel", "1"], ["--quantize", "none"]):
         assert main(["plan", *MACHINE, str(partition), *flags]) == 2
-        assert "is partitioned for tensor_parallel 2, pipeline_parallel 1 and quantize int8" in capsys.readouterr().err
+        assert (
+            "is partitioned for tensor_parallel 2, pipeline_parallel 1, dtype float32 and quantize int8"
+            in capsys.readouterr().err
+        )
     assert main(["plan", *MACHINE, str(partition)]) == 0
     assert "B in 2 files" in capsys.readouterr().out

@@ -23,8 +23,8 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partitioned model. `weights_digest` identifies the weights that it was made of, see `engine/resolve.py`. Weights
-    that are not quantised are of `dtype`.
+    """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.resolve`. Those that
+    are not quantised are of `dtype`.
     """
 
     folder: Path

@@ -23,6 +23,7 @@ from engine.ranks.launch import load_ranked_runner
 from engine.ranks.rank import Rank, kv_bytes
 from engine.ranks.shared import Command, Report, SharedGroup, StepMemory
 from engine.resolve import kv_layout, resolve
+from engine.sharded_kv_cache import ShardedKVCache
 from mesh.domain.kv import Degrees
 from mesh.logs import configure_logging
 from tests.component.arms import settings
@@ -67,7 +68,8 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
         thread.start()
     try:
         ranks[0].connect()
-        yield ranks[0].lead(caches[0], caches[1:], KVReservation(torch.device("cpu"), KVMemorySettings(), 0))
+        reservation = KVReservation(torch.device("cpu"), KVMemorySettings(), 0)
+        yield ranks[0].lead(caches[0], ShardedKVCache(caches[0], caches[1:], reservation))
     finally:
         for queue in queues:
             queue.put(None)

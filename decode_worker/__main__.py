@@ -22,6 +22,7 @@ async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
         settings.max_rolling_batch_size,
         settings.max_batch_total_tokens,
         settings.speculation(),
+        settings.max_step_stretch,
     )
     # The engine and the receiver call `service`, which is built last, and not before `worker.run`.
     worker = Worker(

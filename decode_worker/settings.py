@@ -28,6 +28,11 @@ class DecodeSettings(WorkerSettings):
         "maximum tokens of one step when prompts are prefilled here: prompt chunks get the tokens that running "
         "sequences leave; never below max_rolling_batch_size, one token per sequence",
     )
+    max_step_stretch: float = setting(
+        0.0,
+        "prompts that are prefilled here may make a step at most so many times as long as it is without them (at "
+        "least 1.1), so that running streams keep their pace; 0: as long as max_step_tokens makes it",
+    )
     kv_transports: str = setting("shm,grpc", "transports for KV that this worker accepts: shm, gloo, nccl, grpc")
     speculative: str = setting(
         "auto",
@@ -44,6 +49,8 @@ class DecodeSettings(WorkerSettings):
         require_positive(self, "max_rolling_batch_size", "max_step_tokens")
         require_not_negative(self, "max_batch_total_tokens")
         require_protected(self, self.transports)
+        if self.max_step_stretch != 0 and not 1.1 <= self.max_step_stretch < float("inf"):
+            raise ConfigurationError(f"max_step_stretch must be 0 or at least 1.1, got {self.max_step_stretch:g}")
         if self.speculative not in SPECULATIONS:
             raise ConfigurationError(f"speculative must be one of {', '.join(SPECULATIONS)}, got {self.speculative!r}")
         if not 0 <= self.num_speculative_tokens <= _MAX_DRAFTS:

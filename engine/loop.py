@@ -22,6 +22,7 @@ import structlog
 
 from engine.batch import ScheduledBatch
 from engine.cores import ComputeCores, OwnCores
+from engine.prompt_pace import PromptPace
 from engine.runner import FinishBatch, LayerHook, Runner
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
@@ -62,10 +63,12 @@ class StepResult:
 
 
 class _Step(NamedTuple):
-    """A batch in flight, and the function that waits for its end."""
+    """A batch in flight: as it was scheduled, and as it is computed, with drafts; and what waits for its end."""
 
+    scheduled: ScheduledBatch
     batch: ScheduledBatch
     finish: FinishBatch
+    begun_s: float
 
 
 class Engine:
@@ -86,14 +89,16 @@ class Engine:
         self._on_layers = on_layers
         self._cores = cores or OwnCores()
         self._speculator = speculator
+        self._pace = PromptPace(scheduler.config.max_step_stretch)
         self._in_flight: deque[_Step] = deque()  # oldest first
+        self._finished_s = 0.0
         self._borrows = runner.borrows_cores or (speculator is not None and speculator.drafter.borrows_cores)
 
     def step(self) -> StepResult:
         """Schedule and begin as many batches as may be in flight, then finish the oldest: update the scheduler with its
         outputs.
         """
-        while (batch := self.scheduler.schedule()).items:
+        while (batch := self.scheduler.schedule(self._pace.max_prompt_tokens())).items:
             self._begin(batch)
         outputs: list[SequenceOutput] = []
         batch = ScheduledBatch(())
@@ -116,22 +121,27 @@ class Engine:
             failed=self.scheduler.take_failed(),
         )
 
-    def _begin(self, batch: ScheduledBatch) -> None:
+    def _begin(self, scheduled: ScheduledBatch) -> None:
+        begun_s, batch = time.monotonic(), scheduled
         self.num_step_tokens = batch.num_tokens + sum(step.batch.num_tokens for step in self._in_flight)
         lent = self._cores.begin_step(borrow=self._borrows)
         self._runner.use_cores(lent)
         if self._speculator is not None:
             self._speculator.drafter.use_cores(lent)
-            num_planned, batch = batch.num_tokens, self._speculator.extend(batch, self.scheduler)
-            self.num_step_tokens += batch.num_tokens - num_planned
+            batch = self._speculator.extend(scheduled, self.scheduler)
+            self.num_step_tokens += batch.num_tokens - scheduled.num_tokens
         on_layers = self._between_layers if lent and self._on_layers else self._on_layers
-        self._in_flight.append(_Step(batch, self._runner.begin(batch, on_layers)))
+        self._in_flight.append(_Step(scheduled, batch, self._runner.begin(batch, on_layers), begun_s))
 
     def _finish_oldest(self) -> tuple[ScheduledBatch, list[SequenceOutput]]:
         self.num_step_tokens = sum(step.batch.num_tokens for step in self._in_flight)
         step = self._in_flight.popleft()
         outputs = step.finish()
         self._cores.end_step()
+        # With several batches in flight, a stream waits from the end of one to the end of the next.
+        begun_s, self._finished_s = max(step.begun_s, self._finished_s), time.monotonic()
+        num_decodes = step.scheduled.num_decodes
+        self._pace.observe(num_decodes, step.scheduled.num_tokens - num_decodes, self._finished_s - begun_s)
         if self._speculator is not None:
             self._speculator.learn(step.batch, outputs)
         return step.batch, self.scheduler.update(step.batch, outputs)

@@ -27,6 +27,8 @@ class SchedulerConfig:
 
     `max_in_flight` limits the batches that are computed at the same time, one in each pipeline stage.
 
+    `max_step_stretch` limits the seconds of a step with prompts to so many times those of a step without; 0: no limit.
+
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts.
     """
@@ -38,6 +40,7 @@ class SchedulerConfig:
     prefix_caching: bool = True
     whole_prompts: bool = False
     max_in_flight: int = 1
+    max_step_stretch: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len", "max_in_flight"):

@@ -61,14 +61,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """A role's limits on its engine: tokens per step, concurrent sequences, tokens of KV (None: as memory allows), and
-    speculative decoding.
+    """A role's limits on its engine: tokens per step, concurrent sequences, tokens of KV (None: as memory allows),
+    speculative decoding, and how much prompts may stretch a step (SchedulerConfig).
     """
 
     max_batch_tokens: int
     max_num_seqs: int
     max_kv_tokens: int | None = None
     speculation: Speculation = NO_SPECULATION
+    max_step_stretch: float = 0.0
 
 
 class HostedRunner(Runner, Protocol):
@@ -166,6 +167,7 @@ def build_host(
         prefix_caching=settings.prefix_caching and config.shareable_prefixes,
         whole_prompts=config.whole_prompts,
         max_in_flight=runner_settings.pipeline_parallel,
+        max_step_stretch=limits.max_step_stretch,
     )
     log.info(
         "engine ready",

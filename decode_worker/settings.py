@@ -29,9 +29,10 @@ class DecodeSettings(WorkerSettings):
         "sequences leave; never below max_rolling_batch_size, one token per sequence",
     )
     max_step_stretch: float = setting(
-        0.0,
+        2.0,
         "prompts that are prefilled here may make a step at most so many times as long as it is without them (at "
-        "least 1.1), so that running streams keep their pace; 0: as long as max_step_tokens makes it",
+        "least 1.1), while sequences run whose prompts a prefill worker has computed; 0: as long as max_step_tokens "
+        "makes it",
     )
     kv_transports: str = setting("shm,grpc", "transports for KV that this worker accepts: shm, gloo, nccl, grpc")
     speculative: str = setting(

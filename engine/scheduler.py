@@ -17,7 +17,7 @@ Life of a sequence here:
 How a step spends its token budget:
 
 1. Sequences that need one token (decodes) come first, so that long prompts never delay them. Beside them, prompts get
-   no more than `max_prompt_tokens` (prompt_pace.py).
+   no more than `max_prompt_tokens` (prompt_pace.py) where a prefill worker has computed the prompt of a decode.
 2. The oldest unfinished prompt gets at least half of the remaining budget.
 3. Prompts that fit completely into the other half run beside it, waiting ones included, so that short prompts do not
    wait for a long one.
@@ -132,6 +132,7 @@ class Scheduler:
         self._prefixes.publish(sequence)
         sequence.token_ids.append(first_token.id)
         sequence.status = SequenceStatus.RUNNING
+        sequence.is_transferred = True
         self._start_forks(sequence)
         if sequence.finish_reason(first_token.id, self.config.max_model_len) is not None:
             self._end(sequence)
@@ -208,7 +209,8 @@ class Scheduler:
         """Plan one step. The batch is empty if there is nothing to compute, or if as many as may be are in flight;
         otherwise it is in flight until `update`.
 
-        `max_prompt_tokens` limits what prompts get beside decodes; without decodes there is no such limit.
+        `max_prompt_tokens` limits what prompts get beside decodes of sequences whose prompts were computed elsewhere.
+        Where there are none, nobody separates prefill from decode, and there is no such limit.
         Sequences of batches in flight are not scheduled again.
         """
         if len(self._in_flight) >= self.config.max_in_flight:
@@ -217,7 +219,7 @@ class Scheduler:
         running = [s for s in self._slots.values() if self._may_run(s)]
         decodes = self._schedule_decodes([s for s in running if s.num_uncomputed_tokens == 1][:room])
         room -= len(decodes)
-        budget = self._prompt_budget(len(decodes), max_prompt_tokens) if room else 0
+        budget = self._prompt_budget(decodes, max_prompt_tokens) if room else 0
         unfinished = [s for s in running if s.status is SequenceStatus.RUNNING and s.num_uncomputed_tokens > 1][:room]
         if budget > 0 and not unfinished and (oldest := self._admit_oldest(budget, is_first=True)) is not None:
             unfinished = [oldest]
@@ -241,9 +243,10 @@ class Scheduler:
         number = self._in_flight.begin(item.sequence for item in items)
         return ScheduledBatch(items, self._forks.copies(number), number)
 
-    def _prompt_budget(self, num_decodes: int, max_prompt_tokens: int | None) -> int:
-        budget = self.config.max_batch_tokens - num_decodes
-        return budget if max_prompt_tokens is None or num_decodes == 0 else min(budget, max_prompt_tokens)
+    def _prompt_budget(self, decodes: list[ScheduledSequence], max_prompt_tokens: int | None) -> int:
+        budget = self.config.max_batch_tokens - len(decodes)
+        is_limited = max_prompt_tokens is not None and any(item.sequence.is_transferred for item in decodes)
+        return min(budget, max_prompt_tokens or 0) if is_limited else budget
 
     def _part_of_sequences(self) -> int:
         """Most sequences of a batch, so that as many batches as may be in flight have about as many."""

@@ -43,7 +43,7 @@ class SequenceState:
     first token sampled here. The last `num_drafted` tokens of `token_ids` are drafts, see `with_draft`. `forks` are
     other choices of the same prompt that wait for its KV. `copy_from` is a block of the original sequence; it is held
     until it has been copied into the last block of this one. `from_disk` are blocks of the prompt that memory lacked,
-    until the sequence is admitted.
+    until the sequence is admitted. `is_transferred`: another worker computed its prompt.
     """
 
     request: SequenceSpec
@@ -60,6 +60,7 @@ class SequenceState:
     forks: "list[SequenceState]" = field(default_factory=list)
     copy_from: int | None = None
     from_disk: BlockPayloads = field(default_factory=BlockPayloads)
+    is_transferred: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)

@@ -72,7 +72,8 @@ class RouterSettings(ModelSettings):
     )
     prefill_threshold: int = setting(0, "prompts with fewer uncached tokens are prefilled by the decode worker")
     prefill_overflow: int = setting(
-        0, "uncached prompt tokens that a decode worker may prefill at a time while the prefill workers are full"
+        512,
+        "uncached prompt tokens that a decode worker may prefill at a time while the prefill workers are full; 0: none",
     )
 
     max_attempts: int = setting(10, "consecutive attempts without a new token before a request fails")

@@ -1,7 +1,7 @@
 """Arms of a comparison: Tandem and its peers, each started on the same cores from the same weights.
 
-An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-overflow` (the same, but
-the decode worker helps with prompts while the prefill worker is full), `tandem-colocated`, or a peer of
+An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-strict` (the same, but
+the decode worker never helps with prompts while the prefill worker is full), `tandem-colocated`, or a peer of
 bench.peers.catalog. BUDGET is the maximum number of tokens per step; prompts are computed in chunks that fit into it.
 
 Arms are measured in turn over several rounds, because the speed of a machine changes within minutes.
@@ -27,7 +27,7 @@ from tandem_cli.load_test.load import Send, Workload, run_closed_loop
 Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
 """`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
 
-TANDEM = {"tandem": (), "tandem-overflow": ("--prefill-overflow=512",), "tandem-colocated": ("--colocated",)}
+TANDEM = {"tandem": (), "tandem-strict": ("--prefill-overflow=0",), "tandem-colocated": ("--colocated",)}
 _PRECISION_FLAGS = {"none": (), "int8": ("--quantize", "int8"), "bf16": ("--dtype", "bfloat16")}
 _MAX_SEQS = 64
 _KV_TOKENS = 32768

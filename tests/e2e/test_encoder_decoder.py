@@ -19,6 +19,7 @@ NUM_NEW = 36
 LENGTHS = (1, 15, 16, 17, 32, 64, 65, 90, 130, 200, 7, 40)
 PROMPTS = [[(7 * i + 31 * j) % 230 + 3 for j in range(length)] for i, length in enumerate(LENGTHS)]
 FLAGS = (
+    "--prefill-overflow=0",
     *("--set", "prefill.max_batch_prefill_tokens=64"),
     *("--set", "decode.max_step_tokens=64"),
     *("--max-total-tokens", "400", "--max-input-length", "300"),

@@ -29,6 +29,7 @@ FLAGS = (
     *("--log-level", "debug"),
     *("--set", "prefill.max_batch_prefill_tokens=64"),
     *("--set", "decode.max_step_tokens=64"),
+    "--prefill-overflow=0",
     *("--max-total-tokens", "400", "--max-input-length", "300"),
 )
 BLOCK = 16

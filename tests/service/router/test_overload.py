@@ -100,7 +100,7 @@ async def test_decode_slots_and_blocks_are_never_passed(make_mesh: Any) -> None:
 
 
 async def test_prefill_work_waits_in_the_router(make_mesh: Any) -> None:
-    mesh = await make_mesh()
+    mesh = await make_mesh(prefill_overflow=0)
     prefill, _ = await mesh.prefill(max_batch_tokens=5), await mesh.decode()
     hold = asyncio.Event()
     prefill.scripts = [PrefillScript(hold=hold)] * 4

@@ -61,15 +61,26 @@ def test_a_step_of_prompts_alone_teaches_nothing() -> None:
     assert pace.max_prompt_tokens() == 0  # the first step with decodes is measured without prompts
 
 
-def test_the_scheduler_limits_prompts_beside_decodes_only() -> None:
+@pytest.mark.parametrize(("is_transferred", "sizes"), [(True, [1, 10]), (False, [1, 63])])
+def test_the_scheduler_limits_prompts_beside_sequences_that_were_prefilled_elsewhere(
+    is_transferred: bool, sizes: list[int]
+) -> None:
     scheduler = Scheduler(SchedulerConfig(16, max_batch_tokens=64, max_num_seqs=8, max_model_len=512), BlockPool(64))
-    scheduler.add(SequenceState(make_request("first", [1] * 100, max_new_tokens=50)))
-    sizes = []
-    for step in range(6):
-        if step == 2:
-            scheduler.add(SequenceState(make_request("second", [2] * 100, max_new_tokens=50)))
-        batch = scheduler.schedule(max_prompt_tokens=10)
-        sizes.append([item.num_tokens for item in batch.items])
-        sampled = (SampledToken(7, -0.5),)
-        scheduler.update(batch, [RunnerOutput(sampled if item.needs_sampling else ()) for item in batch.items])
-    assert sizes == [[64], [36], [1, 10], [1, 10], [1, 10], [1, 10]]
+    first = SequenceState(make_request("first", [1] * 40, max_new_tokens=50))
+    if is_transferred:
+        scheduler.reserve(first)
+        scheduler.commit(first.key, SampledToken(7, -0.5))
+    else:
+        scheduler.add(first)
+        run_step(scheduler, max_prompt_tokens=10)
+    scheduler.add(SequenceState(make_request("second", [2] * 200, max_new_tokens=50)))
+    for _ in range(3):
+        assert run_step(scheduler, max_prompt_tokens=10) == sizes
+
+
+def run_step(scheduler: Scheduler, max_prompt_tokens: int) -> list[int]:
+    """Numbers of tokens of the sequences in the step."""
+    batch = scheduler.schedule(max_prompt_tokens)
+    sampled = (SampledToken(7, -0.5),)
+    scheduler.update(batch, [RunnerOutput(sampled if item.needs_sampling else ()) for item in batch.items])
+    return [item.num_tokens for item in batch.items]

@@ -147,7 +147,7 @@ def _gauges(models: Sequence[ModelRouter]) -> Iterator[Metric]:
 
 
 def tokens_waiting(models: Sequence[ModelRouter]) -> GaugeMetricFamily:
-    """What autoscalers follow: a queue of prompts that wait for the other role is no reason for more workers."""
+    """For autoscalers, by role: prompts that wait for the other role are no reason for more workers of this one."""
     tokens = CountOf({role.value: 0 for role in WorkerRole})
     for queue in (model.queue for model in models):
         lacks = WorkerRole.PREFILL if queue.shortage is NoPlacement.NO_PREFILL_CAPACITY else WorkerRole.DECODE

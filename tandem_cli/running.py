@@ -136,7 +136,7 @@ def _prefix() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """What tells this process from others that had its id before, or will have it; None if it has ended."""
+    """A mark that no other process with this id has had or will have; None if the process has ended."""
     try:
         if sys.platform == "linux":
             # Ticks since the machine started: unlike psutil's figure, they do not move with the clock.

@@ -156,7 +156,7 @@ def _part(block: Block, text: str) -> Json:
 
 
 def _request_members(body: ResponsesBody) -> Json:
-    """What a response repeats of its request."""
+    """Members of the request that its response repeats."""
     tools = [tool.model_dump() for tool in body.tools or ()]
     text_format = body.text.format.model_dump(by_alias=True, exclude_none=True)
     return {

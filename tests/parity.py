@@ -154,7 +154,7 @@ async def ask(client: tandem.AsyncClient, theirs: Scores) -> Outcome:
 @asynccontextmanager
 async def mesh(model_dir: Path, *, colocated: bool) -> AsyncIterator[tandem.AsyncClient]:
     """Router and workers in this process; colocated, the decode worker is alone."""
-    router = RouterProcess(RouterSettings(model=str(model_dir), port=0, registry_port=0))
+    router = RouterProcess(RouterSettings(model=str(model_dir), port=0, registry_port=0, prefill_overflow=0))
     await router.start()
     own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.coordination.address, "device": "cpu"}
     own |= {"num_threads": 1, "kv_cache_bytes": 2**24, "drain_grace_s": 1.0}

@@ -5,6 +5,7 @@ import importlib
 import pkgutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from worker.rank_listener import RankListener
 from worker.runtime import WorkerRuntime
 from worker.settings import WorkerSettings
 
+LAYOUT = replace(FAKE_LAYOUT, num_kv_heads=2)
 OPEN = tuple(f"grpc.health.v1.Health.{name}" for name in ("Check", "List", "Watch"))
 BAD_CREDENTIALS: list[tuple[tuple[str, str], ...]] = [
     (),
@@ -109,7 +111,7 @@ async def rank_listener(model_dir: Path) -> AsyncIterator[str]:
     listener = RankListener(
         Listen("127.0.0.1", 0, MeshKey(MESH_KEY)), 2, timeout_s=LIMIT_S, on_leaving=lambda: pytest.fail("a rank is in")
     )
-    gathering = asyncio.create_task(asyncio.to_thread(listener.gather, RunnerSettings(model_dir), "f"))
+    gathering = asyncio.create_task(asyncio.to_thread(listener.gather, RunnerSettings(model_dir), LAYOUT))
     try:
         yield f"127.0.0.1:{listener.port}"
     finally:

@@ -138,11 +138,15 @@ async def test_a_worker_without_the_right_certificate_says_why_it_is_not_in(
     assert mesh.router.membership.workers() == []
 
 
+async def never_drained(draining: bool) -> None:
+    pytest.fail("nobody drains this worker")
+
+
 async def test_silent_workers_are_asked_over_tls(authority: Authority) -> None:
     tls = authority.issue("member").identity
     server = Server(Listen("127.0.0.1", 0, tls=tls))
     info = replace(INFO, address=server.address)
-    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(info, FakeEngine()), server.grpc)
+    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(info, FakeEngine(), never_drained), server.grpc)
     await server.start([])
     server.set_serving(True)
     membership = Membership(time.monotonic)

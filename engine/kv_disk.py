@@ -58,7 +58,7 @@ class _Budget:
 
     limit: int
     used: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # the garbage collector gives back, too, anywhere
 
     def take(self, num_bytes: int) -> bool:
         with self.lock:
@@ -72,11 +72,23 @@ class _Budget:
             self.used -= num_bytes
 
 
+def private_folder(root: Path) -> None:
+    """Make the folder if need be. Raises ConfigurationError if it cannot be used, or others could write to it: who
+    writes KV decides answers.
+    """
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.stat()
+    except OSError as error:
+        raise ConfigurationError(f"kv_disk {root} cannot be used: {error.strerror}") from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigurationError(f"kv_disk {root} must belong to this user, and nobody else may write to it")
+
+
 class BlockFiles:
     """Blocks as files below `root`, in a folder for their layout; all folders together have at most `max_bytes`.
 
-    Several processes may share a root. Raises ConfigurationError if it cannot be used, or others could write to it: who
-    writes KV decides answers.
+    Several processes may share a root. Raises ConfigurationError as `private_folder`.
     """
 
     def __init__(self, root: Path, layout: str, block_bytes: int, max_bytes: int) -> None:
@@ -85,14 +97,8 @@ class BlockFiles:
         self._block_bytes = block_bytes
         self._max_bytes = max_bytes
         self._num_written = 0
-        try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            status = root.stat()
-        except OSError as error:
-            raise ConfigurationError(f"kv_disk {root} cannot be used: {error.strerror}") from error
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-            raise ConfigurationError(f"kv_disk {root} must belong to this user, and nobody else may write to it")
+        private_folder(root)
+        private_folder(self._folder)
         self.trim()
 
     def has(self, block_hash: BlockHash) -> bool:

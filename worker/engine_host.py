@@ -28,7 +28,7 @@ import torch
 
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.block_pool import BlockPool
-from engine.kv_disk import BlockFiles, DiskCache
+from engine.kv_disk import BlockFiles, DiskCache, private_folder
 from engine.kv_memory import KVMemorySettings
 from engine.load_runner import draft_block_bytes, load_model_runner, load_speculator
 from engine.load_times import measured_load, rounded
@@ -147,6 +147,8 @@ def build_host(
     """Load the model and size the KV cache. Raises ConfigurationError."""
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     config = load_config(Path(settings.model), settings.rope_override())
+    if settings.kv_disk:
+        private_folder(Path(settings.kv_disk))  # before the model is loaded, which may take minutes
     max_model_len = _max_model_len(settings, config)
     runner_settings = _runner_settings(settings, limits, max_model_len)
     runner = load(runner_settings, on_progress)

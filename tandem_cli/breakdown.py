@@ -118,9 +118,13 @@ def show(requests: list[TimedRequest], console: Console) -> None:
     console.print(line)
 
 
+def _kv_transfer_ms(request: TimedRequest) -> float:
+    return sum(attempt.kv_transfer_ms or 0.0 for attempt in request.timing.attempts)
+
+
 def _describe_timing(request: TimedRequest) -> str:
     attempts = request.timing.attempts
-    sent_ms = sum(attempt.kv_transfer_ms or 0.0 for attempt in attempts)
+    sent_ms = _kv_transfer_ms(request)
     replays = f", {len(attempts)} attempts" if len(attempts) > 1 else ""
     seen_ms = request.phases_ms["transfer"]
     transfer = f", KV transfer {sent_ms:.1f} ms, {seen_ms:.1f} ms of it after prefill" if sent_ms else ""
@@ -143,6 +147,7 @@ def describe(requests: list[TimedRequest]) -> dict[str, object]:
                 "request_id": request.request_id,
                 "total_ms": request.total_ms,
                 "first_token_ms": request.timing.first_token_ms,
+                "kv_transfer_ms": _kv_transfer_ms(request),
                 "attempts": len(request.timing.attempts),
                 "steps": steps_of(request),
             }

@@ -24,7 +24,9 @@ class CalibrationPrompts:
     num_left: int
 
 
-def read_prompts(path: Path, model_dir: Path, *, vocab_size: int, max_prompts: int, max_tokens: int) -> CalibrationPrompts:
+def read_prompts(
+    path: Path, model_dir: Path, *, vocab_size: int, max_prompts: int, max_tokens: int
+) -> CalibrationPrompts:
     """Read the first prompts of a file, and cut the long ones. Raises ConfigurationError."""
     jobs = read_jobs(path, Lengths())
     encoder = _Encoder(model_dir)
@@ -39,12 +41,11 @@ def read_prompts(path: Path, model_dir: Path, *, vocab_size: int, max_prompts: i
             f"{path} has one prompt (or --max-prompts allows one): two are needed, one of which is held out to judge by"
         )
     cut = [prompt[:max_tokens] for prompt in prompts]
-    held_out = cut[_HELD_OUT - 1 :: _HELD_OUT] or cut[-1:]
-    calibration = [prompt for number, prompt in enumerate(cut) if number % _HELD_OUT != _HELD_OUT - 1]
-    if len(held_out) + len(calibration) > len(cut):
-        calibration.pop()
+    chosen = set(range(_HELD_OUT - 1, len(cut), _HELD_OUT)) or {len(cut) - 1}
+    held_out = tuple(prompt for number, prompt in enumerate(cut) if number in chosen)
+    calibration = tuple(prompt for number, prompt in enumerate(cut) if number not in chosen)
     num_cut = sum(len(prompt) > max_tokens for prompt in prompts)
-    return CalibrationPrompts(tuple(calibration), tuple(held_out), num_cut, len(jobs) - len(prompts))
+    return CalibrationPrompts(calibration, held_out, num_cut, len(jobs) - len(prompts))
 
 
 def _checked(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
@@ -70,7 +71,9 @@ class _Encoder:
         if job.prompt is not None:
             return self._ids(job.prompt, is_chat=False)
         if job.token_ids is None or job.ignore_eos:
-            raise ConfigurationError("input_tokens stands for a random prompt, which is no text: give prompt or messages")
+            raise ConfigurationError(
+                "input_tokens stands for a random prompt, which is no text: give prompt or messages"
+            )
         return job.token_ids
 
     def _ids(self, text: str, *, is_chat: bool) -> tuple[int, ...]:

@@ -15,7 +15,9 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
     about = "; ".join(f"{name}: {meaning}" for name, meaning in SCHEMES.items())
     parser.add_argument("--scheme", choices=SCHEMES, required=True, help=about)
-    about = "prompts to calibrate with and to judge by: JSON lines with prompt, messages or token_ids, as of tandem bench"
+    about = (
+        "prompts to calibrate with and to judge by: JSON lines with prompt, messages or token_ids, as of tandem bench"
+    )
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help=about)
     about = f"inputs that share a scale, for {', '.join(IN_GROUPS)} ({DEFAULT_GROUP_SIZE})"
     parser.add_argument("--group-size", type=int, metavar="N", help=about)

@@ -50,7 +50,7 @@ def clipped_scales(
     """
     groups = range(0, weight.shape[1], group_size)
     grams = torch.stack([gram[i : i + group_size, i : i + group_size] for i in groups])
-    parts = weight.unflatten(1, (-1, group_size)).transpose(0, 1).contiguous()  # [groups, outputs, group_size]
+    parts = weight.reshape(len(weight), -1, group_size).transpose(0, 1).contiguous()  # [groups, outputs, group_size]
     whole = int4_scales(weight, group_size, torch.float32).t()[:, :, None]
     best, least = storable(whole, dtype), torch.full_like(whole, float("inf"))
     for share in shares:

@@ -27,7 +27,7 @@ def pack(values: Tensor, num_bits: int) -> Tensor:
     """int8 [rows, numbers] -> int32 [rows, words]: 2^(bits - 1) is added to each, the first are in the lowest bits."""
     per_word = 32 // num_bits
     unsigned = values.to(torch.int64) + 2 ** (num_bits - 1)
-    padded = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word)).unflatten(1, (-1, per_word))
+    padded = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word)).view(len(values), -1, per_word)
     words = (padded << torch.arange(per_word) * num_bits).sum(2)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
@@ -53,7 +53,9 @@ def _format(scheme: WeightScheme) -> str:
 
 
 def _weights(scheme: WeightScheme) -> dict[str, Any]:
-    strategy = {"strategy": "group", "group_size": scheme.block_inputs} if scheme.block_inputs else {"strategy": "channel"}
+    strategy = (
+        {"strategy": "group", "group_size": scheme.block_inputs} if scheme.block_inputs else {"strategy": "channel"}
+    )
     return {"num_bits": scheme.num_bits, "type": _kind(scheme.is_float), "symmetric": True, "dynamic": False} | strategy
 
 

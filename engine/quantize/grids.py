@@ -20,7 +20,7 @@ _INT8_MAX = 127.0
 
 def int4_scales(weight: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
     """Scales [outputs, groups] that keep the largest number of each group, as `dtype` can store them, in fp32."""
-    largest = weight.unflatten(1, (-1, group_size)).abs().amax(2)
+    largest = weight.reshape(len(weight), -1, group_size).abs().amax(2)
     return storable(largest / _INT4_SPAN, dtype)
 
 

@@ -108,14 +108,16 @@ class FloatLayer:
     def _attend(self, qkv: Tensor, pack: PackedPrompts, rope: RotaryEmbedding) -> Tensor:
         """Causal attention within the layer's window: [tokens, num_heads * head_dim]."""
         config = self.config
-        counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        queries, keys, values = qkv.view(len(qkv), -1, config.head_dim).split(counts, 1)
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        queries, keys = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
+        values = heads[:, -config.num_kv_heads :]
         if config.qk_norm:
             queries, keys = self._norm("q_norm", queries), self._norm("k_norm", keys)
         rotation = rope.cos_sin(pack.positions, pack.lengths)
         queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
-        by_head = (heads.transpose(0, 1) for heads in (queries, keys, values))
-        mixed = F.scaled_dot_product_attention(*by_head, attn_mask=pack.seen(config.windows[self.index]), enable_gqa=True)
+        queries, keys, values = queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
+        seen = pack.seen(config.windows[self.index])
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
         return mixed.transpose(0, 1).flatten(1)
 
 

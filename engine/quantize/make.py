@@ -2,12 +2,14 @@
 
 Three streams of prompts go through each layer before the next is read: calibration prompts through the quantised
 layers, which gives each matrix the inputs that it will have; and the held-out prompts through both, for the report. In
-memory are one layer in fp32, its statistics, the residuals of all prompts, the embedding and a file of the result.
+memory are one layer in fp32, twice, its statistics, the residuals of all prompts, the embedding and a file of the
+result.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,7 +97,9 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
     if (config.activation, config.rope.dim) != ("silu", config.head_dim):
         raise ConfigurationError(f"{folder}: only models with activation silu and whole heads rotated can be quantised")
     stored = dict(open_checkpoint(folder))
-    specs = sorted(parameter_specs(config), key=lambda spec: (spec.name != "embed", not spec.name.startswith("layers.")))
+    specs = sorted(
+        parameter_specs(config), key=lambda spec: (spec.name != "embed", not spec.name.startswith("layers."))
+    )
     dtypes = {stored[name].dtype for spec in specs for name in _names(spec, stored) if name in stored}
     if not dtypes <= set(_DTYPES):
         raise ConfigurationError(f"{folder}: weights must be fp32, bf16 or fp16 to be quantised, got {sorted(dtypes)}")
@@ -203,7 +207,7 @@ class _Maker:
         meter = QualityMeter()
         for pack, *residuals in zip(self._held_out, self._base, self._judged, strict=True):
             has_next = (pack.prompts[1:] == pack.prompts[:-1]).nonzero()[:, 0]
-            for places in has_next.split(_PLACES_AT_ONCE):
+            for places in torch.split(has_next, _PLACES_AT_ONCE):
                 normed = (rms_norm(residual[places], norm, self._checkpoint.config.norm_eps) for residual in residuals)
                 meter.add(pack.token_ids[places + 1], *(F.linear(x, head.weight) for x in normed))
         return meter.quality(self._num_held_out)
@@ -214,7 +218,7 @@ class _Maker:
         if self._scheme.factors is not None:
             norm_dtype = self._checkpoint.dtype_of(self._checkpoint.layer_specs(layer.index)[0])
             for name in _FOLDING_ORDER:
-                factors = self._scheme.factors(layer.matrices[name], statistics[name], lambda f, n=name: tie(layer, n, f))
+                factors = self._scheme.factors(layer.matrices[name], statistics[name], partial(tie, layer, name))
                 statistics[name].divide(fold(layer, name, factors, norm_dtype))
         rounded: dict[str, QuantizedMatrix] = {}
         for name, weight in layer.matrices.items():
@@ -226,9 +230,7 @@ class _Maker:
 
     def _observe(self, layer: FloatLayer) -> dict[str, InputStatistics]:
         needs_gram = self._scheme.needs == "gram"
-        statistics = {
-            name: InputStatistics(layer.matrices[name].shape[1], needs_gram=needs_gram) for name in MATRICES
-        }
+        statistics = {name: InputStatistics(layer.matrices[name].shape[1], needs_gram=needs_gram) for name in MATRICES}
         for pack, residual in zip(self._calibration, self._calibrating, strict=True):
             layer.forward(residual, pack, self._rope, lambda name, x: statistics[name].add(x))
         return statistics

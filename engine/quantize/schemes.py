@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -48,37 +47,36 @@ class Scheme:
 def make_scheme(name: str, *, group_size: int, alpha: float, dtype: torch.dtype) -> Scheme:
     """The scheme of that name in engine.quantize.SCHEMES, for a checkpoint in `dtype`."""
     if name == "fp8":
-        return Scheme(_FP8, "fp8", "nothing", _without_statistics(round_fp8))
+        return Scheme(_FP8, "fp8", "nothing", lambda weight, _: round_fp8(weight))
     if name == "w8a8":
-        return Scheme(_INT8, "int8", "nothing", _without_statistics(round_int8))
+        return Scheme(_INT8, "int8", "nothing", lambda weight, _: round_int8(weight))
     if name == "smoothquant":
-        round_ = _without_statistics(round_int8)
-        return Scheme(_INT8, "int8", "largest", round_, partial(_smoothquant, alpha=alpha))
-    int4 = WeightScheme("packed", 4, block_inputs=group_size)
-    grid = {"group_size": group_size, "dtype": dtype}
+        return Scheme(_INT8, "int8", "largest", lambda weight, _: round_int8(weight), _smoothquant(alpha))
+    return _int4_scheme(name, group_size, dtype)
+
+
+def _smoothquant(alpha: float) -> Factors:
+    return lambda weight, statistics, tie: tie(smoothquant_factors(weight, statistics, alpha))
+
+
+def _int4_scheme(name: str, group_size: int, dtype: torch.dtype) -> Scheme:
+    weights = WeightScheme("packed", 4, block_inputs=group_size)
+
+    def nearest(weight: Tensor, _: InputStatistics) -> QuantizedMatrix:
+        return round_int4(weight, int4_scales(weight, group_size, dtype))
+
+    def clipped(weight: Tensor, statistics: InputStatistics) -> QuantizedMatrix:
+        return round_int4(weight, clipped_scales(weight, statistics.gram, group_size, dtype))
+
+    def by_errors(weight: Tensor, statistics: InputStatistics) -> QuantizedMatrix:
+        scales = clipped_scales(weight, statistics.gram, group_size, dtype)
+        return round_by_errors(weight, statistics.gram, scales)
+
+    def factors(weight: Tensor, statistics: InputStatistics, tie: Tie) -> Tensor:
+        return search_factors(weight, statistics, tie, group_size, dtype)
+
     if name == "awq":
-        return Scheme(int4, None, "gram", partial(_clipped, **grid), partial(search_factors, **grid), dtype)
+        return Scheme(weights, None, "gram", clipped, factors, dtype)
     if name == "gptq":
-        return Scheme(int4, None, "gram", partial(_by_errors, **grid), scales_dtype=dtype)
-    return Scheme(int4, None, "nothing", partial(_nearest, **grid), scales_dtype=dtype)
-
-
-def _without_statistics(round_matrix: Callable[[Tensor], QuantizedMatrix]) -> Round:
-    return lambda weight, _: round_matrix(weight)
-
-
-def _smoothquant(weight: Tensor, statistics: InputStatistics, tie: Tie, *, alpha: float) -> Tensor:
-    return tie(smoothquant_factors(weight, statistics, alpha))
-
-
-def _nearest(weight: Tensor, _: InputStatistics, *, group_size: int, dtype: torch.dtype) -> QuantizedMatrix:
-    return round_int4(weight, int4_scales(weight, group_size, dtype))
-
-
-def _clipped(weight: Tensor, statistics: InputStatistics, *, group_size: int, dtype: torch.dtype) -> QuantizedMatrix:
-    return round_int4(weight, clipped_scales(weight, statistics.gram, group_size, dtype))
-
-
-def _by_errors(weight: Tensor, statistics: InputStatistics, *, group_size: int, dtype: torch.dtype) -> QuantizedMatrix:
-    scales = clipped_scales(weight, statistics.gram, group_size, dtype)
-    return round_by_errors(weight, statistics.gram, scales)
+        return Scheme(weights, None, "gram", by_errors, scales_dtype=dtype)
+    return Scheme(weights, None, "nothing", nearest, scales_dtype=dtype)

@@ -1,5 +1,5 @@
-"""`tandem quantize`: the report agrees with the engine that serves the result, schemes keep their promises, the files are
-those of the library, and what is refused.
+"""`tandem quantize`: the report agrees with the engine that serves the result, schemes keep their promises, the files
+are those of the library, and what is refused.
 """
 
 import json
@@ -112,7 +112,9 @@ def test_rounded_activations_are_in_the_report(
 
 def test_int4_schemes_beat_rounding_to_nearest(quantize: Quantize) -> None:
     """On chats that they were not calibrated with."""
-    reports = {s: quantize(BUNDLED_MODELS / "tandem-draft", s, chats(40), "--group-size=64") for s in ("w4a16", "awq", "gptq")}
+    reports = {
+        s: quantize(BUNDLED_MODELS / "tandem-draft", s, chats(40), "--group-size=64") for s in ("w4a16", "awq", "gptq")
+    }
     for scheme in ("awq", "gptq"):
         for figure in ("mean_kl", "logprob_difference"):
             assert reports[scheme][figure] < 0.95 * reports["w4a16"][figure], scheme
@@ -160,11 +162,15 @@ def test_files_are_those_that_the_library_reads(quantize: Quantize, tmp_path: Pa
     model_dir = write_counted_checkpoint(tmp_path / "model")
     flags = ["--group-size=32"] if scheme == "w4a16" else []
     quantize(model_dir, scheme, [{"token_ids": [1, 2, 3]}, {"token_ids": [4, 5]}], *flags)
-    theirs, ours = (load_file(folder / "model.safetensors") for folder in (DATA / f"tandem-{scheme}", tmp_path / scheme))
+    theirs, ours = (
+        load_file(folder / "model.safetensors") for folder in (DATA / f"tandem-{scheme}", tmp_path / scheme)
+    )
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (DATA / f"tandem-{scheme}", tmp_path / scheme)]
+    configs = [
+        json.loads((folder / "config.json").read_text()) for folder in (DATA / f"tandem-{scheme}", tmp_path / scheme)
+    ]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
@@ -175,18 +181,25 @@ def test_large_checkpoints_are_sharded(tmp_path: Path) -> None:
         writer.add(name, tensor)
     writer.finish()
     stored = open_checkpoint(tmp_path)
-    assert {tensor.path.name for tensor in stored.values()} == {f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
+    assert {tensor.path.name for tensor in stored.values()} == {
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    }
     assert all(torch.equal(load_file(stored[name].path)[name], tensor) for name, tensor in tensors.items())
     assert writer.num_bytes == 2000
 
 
-def test_a_table_is_printed(checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_is_printed(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": "word " * 30}) + "\n" for _ in range(5)))
     words = ["quantize", str(checkpoint("llama")), str(tmp_path / "out"), "--scheme=w8a8", f"--data={data}"]
     assert main([*words, "--max-tokens=20", "--max-prompts=4"]) == 0
     captured = capsys.readouterr()
-    assert "3 prompts to calibrate with, 1 held out to judge by; 4 cut to 20 tokens (--max-tokens); 1 not used" in captured.err
+    assert (
+        "3 prompts to calibrate with, 1 held out to judge by; 4 cut to 20 tokens (--max-tokens); 1 not used"
+        in captured.err
+    )
     assert "perplexity" in captured.out
     assert "1 held-out prompts, 19 tokens" in captured.out
     assert f"serve it with: tandem up {tmp_path / 'out'}" in captured.out
@@ -198,7 +211,14 @@ def test_an_interrupted_run_leaves_nothing(
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
     (tmp_path / "to").mkdir()
-    argv = ["tandem", "quantize", str(checkpoint("llama")), str(tmp_path / "to" / "out"), "--scheme=fp8", f"--data={data}"]
+    argv = [
+        "tandem",
+        "quantize",
+        str(checkpoint("llama")),
+        str(tmp_path / "to" / "out"),
+        "--scheme=fp8",
+        f"--data={data}",
+    ]
     monkeypatch.setattr("sys.argv", argv)
     monkeypatch.setattr("engine.quantize.make._copy_rest", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
@@ -214,20 +234,37 @@ def test_an_interrupted_run_leaves_nothing(
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [
-        ("llama", ["--scheme=w4a16"], "groups of 128 do not divide the 64 inputs of model.layers.0.self_attn.q_proj: choose"),
+        (
+            "llama",
+            ["--scheme=w4a16"],
+            "groups of 128 do not divide the 64 inputs of model.layers.0.self_attn.q_proj: choose",
+        ),
         ("llama", ["--scheme=gptq", "--group-size=64"], "do not divide the 96 inputs of model.layers.0.mlp.down_proj"),
         ("llama", ["--scheme=w4a16", "--group-size=0"], "--group-size must be > 0, got 0"),
-        ("llama", ["--scheme=w8a8", "--group-size=32"], "--group-size is for w4a16, awq, gptq: w8a8 has a scale per output"),
+        (
+            "llama",
+            ["--scheme=w8a8", "--group-size=32"],
+            "--group-size is for w4a16, awq, gptq: w8a8 has a scale per output",
+        ),
         ("llama", ["--scheme=w8a8", "--alpha=0.5"], "--alpha is for smoothquant, not for w8a8"),
         ("llama", ["--scheme=smoothquant", "--alpha=2"], "--alpha must be from 0 to 1, got 2"),
         ("llama", ["--scheme=fp8", "--max-tokens=1"], "--max-prompts and --max-tokens must be at least 2"),
         ("gpt2", ["--scheme=fp8"], "GPT2LMHeadModel cannot be quantised here; supported: LlamaForCausalLM, Mistral"),
-        (str(DATA / "w8a8"), ["--scheme=fp8"], "is quantised already (compressed-tensors int-quantized, 8 bits): quantise"),
+        (
+            str(DATA / "w8a8"),
+            ["--scheme=fp8"],
+            "is quantised already (compressed-tensors int-quantized, 8 bits): quantise",
+        ),
         ("nowhere", ["--scheme=fp8"], "there is no model folder nowhere"),
     ],
 )
 def test_wrong_wishes_are_refused(
-    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, flags: list[str], words: str
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    flags: list[str],
+    words: str,
 ) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')

@@ -265,7 +265,7 @@ def make_tandem() -> None:
     from tandem_cli.main import main
     from tests.component.quantized import write_counted_checkpoint
 
-    for scheme, flags in (("w8a8", []), ("w4a16", ["--group-size=32"]), ("fp8", [])):
+    def make(scheme: str, *flags: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             model_dir, data, out = Path(folder, "model"), Path(folder, "data.jsonl"), Path(folder, "out")
             data.write_text('{"token_ids": [1, 2, 3]}\n{"token_ids": [4, 5]}\n')
@@ -284,6 +284,10 @@ def make_tandem() -> None:
             return dequantised.to(dtype)
 
         save(f"tandem-{scheme}", tensors, quantization, means)
+
+    make("w8a8")
+    make("w4a16", "--group-size=32")
+    make("fp8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help=about)
     about = f"inputs that share a scale, for {', '.join(IN_GROUPS)} ({DEFAULT_GROUP_SIZE})"
     parser.add_argument("--group-size", type=int, metavar="N", help=about)
-    about = f"for smoothquant: 0 leaves activations as they are, 1 makes them equal ({DEFAULT_ALPHA})"
+    about = f"for smoothquant: 1 makes the channels of activations equally large, 0 those of weights ({DEFAULT_ALPHA})"
     parser.add_argument("--alpha", type=float, metavar="A", help=about)
     parser.add_argument("--max-prompts", type=int, default=256, metavar="N", help="prompts of the file to use (256)")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longer prompts are cut (512)")

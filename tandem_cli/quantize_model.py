@@ -49,7 +49,7 @@ def quantize_model(args: argparse.Namespace) -> int:
             scheme,
             prompts.calibration,
             prompts.held_out,
-            lambda done, _: bar.update(task, completed=done),
+            lambda done: bar.update(task, completed=done),
         )
     if args.json:
         facts = {"scheme": args.scheme, "base_bytes": checkpoint.num_bytes, "bytes": num_bytes}

@@ -21,6 +21,7 @@ from checkpoint.model_files import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition import read_partition
 from checkpoint.tensors import StoredTensor, open_checkpoint
+from engine.finite import is_finite
 from engine.models.linear import rms_norm
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
@@ -52,8 +53,8 @@ _FOLDING_ORDER = ("o", "down", "qkv", "gate_up")
 _PLACES_AT_ONCE = 128
 """Places whose logits are in memory."""
 
-Progress = Callable[[int, int], None]
-"""Receives the number of finished layers, and of all."""
+Progress = Callable[[int], None]
+"""Receives the number of finished layers."""
 TokenIds = Sequence[int]
 
 
@@ -147,7 +148,7 @@ def quantize_checkpoint(
             maker = _Maker(checkpoint, scheme, writer, calibration, held_out)
             for index in range(checkpoint.config.num_layers):
                 maker.make_layer(index)
-                on_progress(index + 1, checkpoint.config.num_layers)
+                on_progress(index + 1)
             quality = maker.quality()
             _copy_rest(checkpoint, writer)
             writer.finish()
@@ -199,7 +200,13 @@ class _Maker:
         self, layer: FloatLayer, packs: list[PackedPrompts], residuals: list[Tensor], rounding: RoundRows | None = None
     ) -> list[Tensor]:
         pairs = zip(packs, residuals, strict=True)
-        return [layer.forward(residual, pack, self._rope, round_rows=rounding) for pack, residual in pairs]
+        results = [layer.forward(residual, pack, self._rope, round_rows=rounding) for pack, residual in pairs]
+        if not all(map(is_finite, results)):
+            raise ConfigurationError(
+                f"layer {layer.index}: activations of the prompts are NaN or infinite: check that the original model "
+                "answers them, or use other prompts"
+            )
+        return results
 
     def quality(self) -> Quality:
         """Compare both models' logits of the held-out prompts."""

@@ -20,11 +20,13 @@ from checkpoint.tensors import open_checkpoint
 from demo_model.questions import conversation
 from engine.load_runner import load_model_runner
 from engine.models.rope import RotaryEmbedding
+from engine.quantize.gptq import round_by_errors
 from engine.quantize.layer import FloatLayer, pack_prompts, take_float_layer
 from engine.quantize.make import open_float_checkpoint
 from engine.quantize.shards import ShardWriter
 from engine.quantize.smoothing import fold, tie
 from engine.weights import WeightsTarget, load_weights
+from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.main import main
 from tests.component.arms import settings
@@ -282,14 +284,16 @@ def test_a_folder_that_exists_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_prompts_that_overflow_are_named(
     checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model whose activations are infinite cannot be calibrated."""
+    """A model whose activations are infinite cannot be judged, nor can sums of their products be inverted."""
+    with pytest.raises(ConfigurationError, match="are NaN, infinite or too large: use other prompts"):
+        round_by_errors(torch.ones(2, 4), torch.full((4, 4), math.inf), torch.ones(2, 1))
     model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     tensors = load_file(model_dir / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"] *= 1e38
     save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
-    words = ["quantize", str(model_dir), str(tmp_path / "out"), "--scheme=gptq", "--group-size=32", f"--data={data}"]
+    words = ["quantize", str(model_dir), str(tmp_path / "out"), "--scheme=w8a8", f"--data={data}"]
     assert main(words) == 2
-    assert "layer 1, down: its inputs on the calibration prompts are NaN, infinite" in capsys.readouterr().err
+    assert "layer 1: activations of the prompts are NaN or infinite: check that" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -21,7 +21,7 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, pack_decoder
-from engine.models.parameters import ParameterSpec, parameter_specs
+from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
 from engine.models.schemes import Parameters
 from engine.models.share import RankShare, share_specs
 from engine.partition import read_rank
@@ -100,14 +100,8 @@ def _parameters(
     target = WeightsTarget(torch.device(settings.device), dtype, settings.scheme, wide_vectors)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
-    return load_weights(settings.model_dir, specs, target, on_progress, tied=_tied(config))
-
-
-def _tied(config: AnyConfig) -> tuple[str, str] | None:
-    """Names of the output matrix and the embedding if config.json says that they are equal."""
-    if isinstance(config, EncoderDecoderConfig) or not config.tied:
-        return None
-    return f"{config.tensors.lm_head}.weight", f"{config.tensors.embed}.weight"
+    tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)
+    return load_weights(settings.model_dir, specs, target, on_progress, tied=tied)
 
 
 def specs_of(settings: RunnerSettings, config: AnyConfig) -> list[ParameterSpec]:

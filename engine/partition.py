@@ -8,20 +8,16 @@ Workers map the files, so they load in a moment, and the workers of a machine sh
 takes the place of its weights in the fingerprint, so partitioned and other workers exchange KV.
 """
 
-import fcntl
-import glob
 import json
 import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import xxhash
 
+from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition import MANIFEST, VERSION, Partition, RankFile
-from checkpoint.source import FILES
 from engine.models.packed_decoder import PackedDecoder, read_packed, write_packed
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
@@ -56,13 +52,8 @@ def write_partition(
     The folder appears when it is complete; its weights are read-only, because a process that has mapped a file dies if
     it shrinks. Raises ConfigurationError if `out` exists, and OSError.
     """
-    if out.exists():
-        raise ConfigurationError(f"{out} exists already")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _partial_folder(out) as partial:
-        for path in sorted({path for pattern in FILES for path in model_dir.glob(pattern)}):
-            if ".safetensors" not in path.name:
-                shutil.copyfile(path, partial / path.name)
+    with new_folder(out) as partial:
+        copy_other_files(model_dir, partial)
         names = [f"rank-{rank}-of-{degrees.num_ranks}.safetensors" for rank in range(degrees.num_ranks)]
         files = tuple(_write(partial / name, next(ranks)) for name in names)
         partition = Partition(out, weights_digest, quantize, dtype, degrees, files)
@@ -70,37 +61,7 @@ def write_partition(
         content |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
         content["files"] = [asdict(file) for file in files]
         (partial / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
-        partial.rename(out)
     return partition
-
-
-@contextmanager
-def _partial_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` for what is not complete yet. It is removed if the block fails; so are, now, those of
-    processes that were killed. A lock tells them from those of processes that write.
-    """
-    for path in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
-        with suppress(OSError), _locked(path):
-            shutil.rmtree(path, ignore_errors=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.mkdir()
-    with _locked(partial):
-        try:
-            yield partial
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which the system releases however the process ends. Raises OSError if it is taken."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _write(path: Path, packed: PackedDecoder) -> RankFile:

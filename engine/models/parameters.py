@@ -110,6 +110,11 @@ def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
     return specs
 
 
+def tied_names(config: ModelConfig) -> tuple[str, str] | None:
+    """Names of the output matrix and the embedding if config.json says that they are equal."""
+    return (f"{config.tensors.lm_head}.weight", f"{config.tensors.embed}.weight") if config.tied else None
+
+
 def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     names, experts = config.tensors, config.experts
     builder = _SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")

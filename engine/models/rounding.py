@@ -13,7 +13,7 @@ _TINY = 1e-20  # minimum scale, for rows of zeros
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Run torch's operations in the calling thread: threads of small operations mostly wait for each other."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,7 +30,7 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     rows_at_once = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
-    with _one_thread():
+    with one_thread():
         for first in range(0, weight.shape[0], rows_at_once):
             rows = slice(first, first + rows_at_once)
             scales[rows] = weight[rows].abs().amax(1).to(torch.float32).clamp_(min=_TINY).div_(INT8_LEVELS)

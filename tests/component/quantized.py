@@ -5,6 +5,7 @@ that its integers and scales mean, which transformers can run.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -198,3 +199,21 @@ def describe(model_dir: Path, config: Mapping[str, Any] | None) -> None:
 
 def twin_of(model_dir: Path) -> Path:
     return model_dir.with_name(f"{model_dir.name}-twin")
+
+
+def write_counted_checkpoint(folder: Path) -> Path:
+    """A Llama of one layer in bf16, whose numbers are counted, not drawn: the same wherever they are made."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "dtype": "bfloat16"}
+    facts |= {"num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(facts | sizes | {"tie_word_embeddings": False}))
+    tensors: dict[str, Tensor] = {}
+    for spec in parameter_specs(load_decoder_config(folder)):
+        for source in spec.sources:
+            count = math.prod(source.shape)
+            numbers = (torch.arange(count) * 7919 + 31 * len(tensors)) % 2003 - 1001
+            numbers = numbers / 8192 if len(source.shape) > 1 else torch.ones(count)
+            tensors[source.name] = numbers.view(source.shape).bfloat16()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.new_folder import _locked
 from checkpoint.partition import MANIFEST, read_partition
 from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.share import ALONE
-from engine.partition import _locked
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main

@@ -83,6 +83,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/operations.md",
         "docs/parallel.md",
         "docs/performance.md",
+        "docs/quantization.md",
         "docs/requirements.md",
         "docs/security.md",
         "docs/speculative.md",

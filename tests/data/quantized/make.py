@@ -1,6 +1,6 @@
 """Makes the checkpoints of this folder with the libraries themselves; see README.md. Run it in their environments:
 
-python make.py awq | gptq | compressed | actorder | fp8
+python make.py awq | gptq | compressed | actorder | fp8 | tandem
 """
 
 import hashlib
@@ -253,6 +253,41 @@ def make_fp8() -> None:
         return Fp8Dequantize(quantizer)._dequantize_one(values, scales, dtype)
 
     save("fp8-blocks", tensors, config.to_dict(), means)
+
+
+def make_tandem() -> None:
+    """What `tandem quantize` writes, as compressed-tensors dequantises it. Needs Tandem and its tests on the path."""
+    import tempfile
+
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    from tandem_cli.main import main
+    from tests.component.quantized import write_counted_checkpoint
+
+    def make(scheme: str, *flags: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            model_dir, data, out = Path(folder, "model"), Path(folder, "data.jsonl"), Path(folder, "out")
+            data.write_text('{"token_ids": [1, 2, 3]}\n{"token_ids": [4, 5]}\n')
+            write_counted_checkpoint(model_dir)
+            main(["quantize", str(model_dir), str(out), f"--scheme={scheme}", f"--data={data}", *flags])
+            tensors = load_file(out / "model.safetensors")
+            quantization = json.loads((out / "config.json").read_text())["quantization_config"]
+        details = QuantizationScheme.model_validate(quantization["config_groups"]["group_0"])
+        compressor = BaseCompressor.get_value_from_registry(quantization["format"])
+
+        def means(name: str, dtype: torch.dtype) -> Tensor:
+            parts = {part[len(name) + 1 :]: tensor for part, tensor in tensors.items() if part.startswith(f"{name}.")}
+            if parts["weight_scale"].dtype is not torch.float32:
+                parts["weight_scale"] = parts["weight_scale"].to(dtype)
+            dequantised: Tensor = compressor.decompress(parts, details)["weight"]
+            return dequantised.to(dtype)
+
+        save(f"tandem-{scheme}", tensors, quantization, means)
+
+    make("w8a8")
+    make("w4a16", "--group-size=32")
+    make("fp8")
 
 
 if __name__ == "__main__":

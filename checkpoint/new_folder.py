@@ -1,0 +1,60 @@
+"""Writing a model's folder: it appears when it is complete, or not at all."""
+
+import fcntl
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from checkpoint.source import FILES
+from mesh.domain.errors import ConfigurationError
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write to, which becomes `out` at the end of the block. Raises ConfigurationError if
+    `out` exists, and OSError.
+
+    The folder is removed if the block fails; so are, now, those of processes that were killed. A lock tells them from
+    those of processes that write.
+    """
+    require_absent(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for path in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+        with suppress(OSError), _locked(path):
+            shutil.rmtree(path, ignore_errors=True)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    with _locked(partial):
+        try:
+            yield partial
+            partial.rename(out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+def require_absent(out: Path) -> None:
+    """Raise ConfigurationError if a folder that is to be written exists."""
+    if out.exists():
+        raise ConfigurationError(f"{out} exists already")
+
+
+def copy_other_files(model_dir: Path, folder: Path) -> None:
+    """Copy the files of a checkpoint to `folder`, but for its weights."""
+    for path in sorted({path for pattern in FILES for path in model_dir.glob(pattern)}):
+        if ".safetensors" not in path.name:
+            shutil.copyfile(path, folder / path.name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which the system releases however the process ends. Raises OSError if it is taken."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)

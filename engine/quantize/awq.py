@@ -1,0 +1,62 @@
+"""AWQ (Lin et al. 2023): searches factors that protect the channels with large activations, and how far to clip. Here
+factors are judged with clipping, which finds better ones than before it.
+
+Errors are those of a matrix's products with the calibration tokens. They follow from the Gram matrix G of the inputs,
+so no activations are kept: rows D = W - Q(W) cost the trace of D G Dᵀ.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.quantize.grids import INT4_MAX, INT4_MIN, int4_scales, round_int4, storable
+from engine.quantize.statistics import InputStatistics
+
+_NUM_RATIOS = 20
+_MAX_SEARCHED = 2048
+"""Outputs, evenly spaced, by which factors are judged: products with the Gram matrix are most of the work."""
+_SHARES = tuple(1 - step / 40 for step in range(20))
+"""Shares of the largest number of a group at which it may be clipped."""
+_FEW_SHARES = _SHARES[::4]
+_TINY = 1e-4
+
+
+def search_factors(
+    weight: Tensor, statistics: InputStatistics, tie: Callable[[Tensor], Tensor], group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """The factors [inputs], powers of the mean activations, with which rounding `weight` to int4 costs least."""
+    rows = weight[:: -(-len(weight) // _MAX_SEARCHED)]
+    mean = statistics.mean.clamp(min=_TINY)
+    best, least = torch.ones_like(mean), float("inf")
+    for step in range(_NUM_RATIOS):
+        factors = mean ** (step / _NUM_RATIOS)
+        factors = tie((factors / (factors.max() * factors.min()).sqrt()).clamp(min=_TINY))
+        scaled = rows * factors
+        scales = clipped_scales(scaled, statistics.gram / factors / factors[:, None], group_size, dtype, _FEW_SHARES)
+        lost = rows - round_int4(scaled, scales).dequantized().div_(factors)
+        cost = float(((lost @ statistics.gram) * lost).sum())
+        if cost < least:
+            best, least = factors, cost
+    return best
+
+
+def clipped_scales(
+    weight: Tensor, gram: Tensor, group_size: int, dtype: torch.dtype, shares: Sequence[float] = _SHARES
+) -> Tensor:
+    """Scales [outputs, groups] that may clip the largest numbers of a group, where that costs less than larger steps.
+
+    gram: that of the inputs, [inputs, inputs]. The cost of a group leaves out what it has in common with others.
+    """
+    groups = range(0, weight.shape[1], group_size)
+    grams = torch.stack([gram[i : i + group_size, i : i + group_size] for i in groups])
+    parts = weight.reshape(len(weight), -1, group_size).transpose(0, 1).contiguous()  # [groups, outputs, group_size]
+    whole = int4_scales(weight, group_size, torch.float32).t()[:, :, None]
+    best, least = storable(whole, dtype), torch.full_like(whole, float("inf"))
+    for share in shares:
+        scales = storable(whole * share, dtype)
+        lost = parts - (parts / scales).round_().clamp_(INT4_MIN, INT4_MAX).mul_(scales)
+        cost = ((lost @ grams).mul_(lost)).sum(2, keepdim=True)
+        best = torch.where(cost < least, scales, best)
+        least = torch.minimum(cost, least)
+    return best[:, :, 0].t().contiguous()

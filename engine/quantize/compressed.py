@@ -1,0 +1,68 @@
+"""Writes compressed-tensors, the format of llm-compressor, which vLLM and transformers read: the reverse of
+engine/quantized/compressed_tensors.py.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from engine.quantized.config import WeightScheme
+from engine.quantized.matrix import QuantizedMatrix
+
+Activations = Literal["int8", "fp8"] | None
+"""The numbers to which activations are rounded, with a scale for each token, while the model runs; None: none."""
+
+
+def stored_tensors(matrix: QuantizedMatrix, scheme: WeightScheme, scales_dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a matrix without zeros, by the last part of their names."""
+    scales = matrix.scales.to(scales_dtype)
+    if scheme.format == "plain":
+        return {"weight": matrix.values, "weight_scale": scales}
+    shape = torch.tensor(matrix.values.shape, dtype=torch.int64)
+    return {"weight_packed": pack(matrix.values, scheme.num_bits), "weight_scale": scales, "weight_shape": shape}
+
+
+def pack(values: Tensor, num_bits: int) -> Tensor:
+    """int8 [rows, numbers] -> int32 [rows, words]: 2^(bits - 1) is added to each, the first are in the lowest bits."""
+    per_word = 32 // num_bits
+    unsigned = values.to(torch.int64) + 2 ** (num_bits - 1)
+    padded = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word)).view(len(values), -1, per_word)
+    words = (padded << torch.arange(per_word) * num_bits).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def describe(scheme: WeightScheme, activations: Activations) -> dict[str, Any]:
+    """quantization_config of config.json."""
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": _weights(scheme)}
+    group["input_activations"] = None if activations is None else _rows(activations)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _format(scheme),
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def _format(scheme: WeightScheme) -> str:
+    if scheme.format == "packed":
+        return "pack-quantized"
+    return "float-quantized" if scheme.is_float else "int-quantized"
+
+
+def _weights(scheme: WeightScheme) -> dict[str, Any]:
+    strategy = (
+        {"strategy": "group", "group_size": scheme.block_inputs} if scheme.block_inputs else {"strategy": "channel"}
+    )
+    return {"num_bits": scheme.num_bits, "type": _kind(scheme.is_float), "symmetric": True, "dynamic": False} | strategy
+
+
+def _rows(activations: Literal["int8", "fp8"]) -> dict[str, Any]:
+    kind = _kind(activations == "fp8")
+    return {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": True, "strategy": "token"}
+
+
+def _kind(is_float: bool) -> str:
+    return "float" if is_float else "int"

@@ -1,0 +1,65 @@
+"""GPTQ (Frantar et al. 2022): rounds a matrix column by column, and lets later columns make up for what one loses.
+
+Columns with large activations come first, as they can be made up for least. Scales are those of the groups in the order
+of the file, set before ("static groups"), so the file needs no order of inputs.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.models.rounding import one_thread
+from engine.quantize.grids import INT4_MAX, INT4_MIN
+from engine.quantized.matrix import QuantizedMatrix
+from mesh.domain.errors import ConfigurationError
+
+_COLUMNS_AT_ONCE = 128
+_DAMPINGS = (0.01, 0.1, 1.0)
+"""Shares of the mean diagonal that are added to it, until the Gram matrix can be inverted."""
+
+
+def round_by_errors(weight: Tensor, gram: Tensor, scales: Tensor) -> QuantizedMatrix:
+    """Round `weight` [outputs, inputs] to int4 with the scales [outputs, groups] of its groups.
+
+    gram: [inputs, inputs], the sum of x xᵀ over calibration tokens. Raises ConfigurationError if it is not finite.
+    """
+    order = gram.diagonal().argsort(descending=True, stable=True)
+    by_input = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)[:, order]
+    left, factor = weight[:, order], _inverse_factor(gram[order][:, order])
+    values = torch.empty_like(left)
+    for first in range(0, left.shape[1], _COLUMNS_AT_ONCE):
+        columns = slice(first, first + _COLUMNS_AT_ONCE)
+        with one_thread():
+            errors = _round_columns(
+                left[:, columns], by_input[:, columns], factor[columns, columns], values[:, columns]
+            )
+        rest = slice(columns.stop, None)
+        left[:, rest].addmm_(errors, factor[columns, rest], alpha=-1)
+    in_file = torch.empty_like(values, dtype=torch.int8)
+    in_file[:, order] = values.to(torch.int8)
+    return QuantizedMatrix(in_file, scales)
+
+
+def _round_columns(left: Tensor, scales: Tensor, factor: Tensor, values: Tensor) -> Tensor:
+    """Round some columns into `values`, each after the errors of those before; returns errors [outputs, columns]."""
+    errors = torch.empty_like(left)
+    for column in range(left.shape[1]):
+        number, scale = left[:, column], scales[:, column]
+        torch.round(number / scale, out=values[:, column]).clamp_(INT4_MIN, INT4_MAX)
+        torch.div(number - values[:, column] * scale, factor[column, column], out=errors[:, column])
+        left[:, column:].addr_(errors[:, column], factor[column, column:], alpha=-1)
+    return errors
+
+
+def _inverse_factor(gram: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the Gram matrix. Inputs that were always 0 stand for themselves."""
+    diagonal = gram.diagonal()
+    mean = float(diagonal.mean())
+    for damping in _DAMPINGS:
+        damped = gram + torch.diag(torch.where(diagonal == 0, 1.0, torch.tensor(damping * mean)))
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if failed:
+            continue
+        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            return upper
+    raise ConfigurationError("its inputs on the calibration prompts are NaN, infinite or too large: use other prompts")

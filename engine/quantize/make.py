@@ -1,0 +1,272 @@
+"""Makes a quantised checkpoint in one pass through the model.
+
+Three streams of prompts go through each layer before the next is read: calibration prompts through the quantised
+layers, which gives each matrix the inputs that it will have; and the held-out prompts through both, for the report. In
+memory are one layer in fp32, twice, its statistics, the residuals of all prompts, the embedding and a file of the
+result.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional as F
+
+from checkpoint.model_files import read_json
+from checkpoint.new_folder import copy_other_files, new_folder
+from checkpoint.partition import read_partition
+from checkpoint.tensors import StoredTensor, open_checkpoint
+from engine.finite import is_finite
+from engine.models.linear import rms_norm
+from engine.models.model_config import ModelConfig
+from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
+from engine.models.read_config import load_decoder_config
+from engine.models.rope import RotaryEmbedding
+from engine.quantize.compressed import describe, stored_tensors
+from engine.quantize.layer import (
+    MATRICES,
+    FloatLayer,
+    PackedPrompts,
+    RoundRows,
+    pack_prompts,
+    take_float_layer,
+)
+from engine.quantize.quality import Quality, QualityMeter
+from engine.quantize.schemes import Scheme
+from engine.quantize.shards import ShardWriter
+from engine.quantize.smoothing import fold, tie
+from engine.quantize.statistics import InputStatistics
+from engine.quantized.config import read_quantization
+from engine.quantized.matrix import QuantizedMatrix, count_groups
+from engine.weights import WeightsTarget, load_weights, stored_name
+from mesh.domain.errors import ConfigurationError
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FOLDING_ORDER = ("o", "down", "qkv", "gate_up")
+"""Rows of qkv and gate_up are divided before factors for their inputs are sought."""
+_PLACES_AT_ONCE = 128
+"""Places whose logits are in memory."""
+
+Progress = Callable[[int], None]
+"""Receives the number of finished layers."""
+TokenIds = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class FloatCheckpoint:
+    """A checkpoint that can be quantised. `specs` are in the order in which they are read; `dtype` is that of the
+    matrices.
+    """
+
+    folder: Path
+    config: ModelConfig
+    specs: list[ParameterSpec]
+    stored: dict[str, StoredTensor]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.stored.values())
+
+    def layer_specs(self, index: int) -> list[ParameterSpec]:
+        return [spec for spec in self.specs if spec.name.startswith(f"layers.{index}.")]
+
+    def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
+        return _DTYPES[self.stored[stored_name(spec.sources[0].name, self.stored)].dtype]
+
+
+def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
+    """Read config.json and the headers of tensors. Raises ConfigurationError if the checkpoint cannot be quantised."""
+    if read_partition(folder) is not None:
+        raise ConfigurationError(f"{folder} is partitioned: quantise the checkpoint that it was made from")
+    if (quantization := read_quantization(folder)) is not None:
+        raise ConfigurationError(
+            f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
+        )
+    config = load_decoder_config(folder)
+    if config.architecture not in FAMILIES:
+        raise ConfigurationError(
+            f"{config.architecture} cannot be quantised here; supported: {', '.join(FAMILIES)}. `--quantize int8` of "
+            "`tandem up` serves every family in int8"
+        )
+    if (config.activation, config.rope.dim) != ("silu", config.head_dim):
+        raise ConfigurationError(f"{folder}: only models with activation silu and whole heads rotated can be quantised")
+    stored = dict(open_checkpoint(folder))
+    specs = sorted(
+        parameter_specs(config), key=lambda spec: (spec.name != "embed", not spec.name.startswith("layers."))
+    )
+    dtypes = {stored[name].dtype for spec in specs for name in _names(spec, stored) if name in stored}
+    if not dtypes <= set(_DTYPES):
+        raise ConfigurationError(f"{folder}: weights must be fp32, bf16 or fp16 to be quantised, got {sorted(dtypes)}")
+    first = next(spec for spec in specs if spec.is_matrix)
+    dtype = _DTYPES[stored[name].dtype] if (name := _names(first, stored)[0]) in stored else torch.float32
+    return FloatCheckpoint(folder, config, specs, stored, dtype)
+
+
+def _names(spec: ParameterSpec, stored: dict[str, StoredTensor]) -> list[str]:
+    return [stored_name(source.name, stored) for source in spec.sources]
+
+
+def require_groups(checkpoint: FloatCheckpoint, scheme: Scheme) -> None:
+    """Raise ConfigurationError if the groups of the scheme do not divide a matrix."""
+    for spec in checkpoint.layer_specs(0):
+        if spec.is_matrix:
+            try:
+                count_groups(scheme.weights, spec.shape[1])
+            except ConfigurationError:
+                name = _names(spec, checkpoint.stored)[0].removesuffix(".weight")
+                raise ConfigurationError(
+                    f"groups of {scheme.weights.block_inputs} do not divide the {spec.shape[1]} inputs of {name}: "
+                    "choose another --group-size, such as 64 or 32"
+                ) from None
+
+
+def quantize_checkpoint(
+    checkpoint: FloatCheckpoint,
+    out: Path,
+    scheme: Scheme,
+    calibration: Sequence[TokenIds],
+    held_out: Sequence[TokenIds],
+    on_progress: Progress,
+) -> tuple[Quality, int]:
+    """Write the quantised checkpoint to `out`, which appears when it is complete. Returns how good it is, and the bytes
+    of its weights. Raises ConfigurationError.
+    """
+    try:
+        with new_folder(out) as partial, torch.inference_mode():
+            copy_other_files(checkpoint.folder, partial)
+            raw = read_json(checkpoint.folder / "config.json")
+            raw["quantization_config"] = describe(scheme.weights, scheme.activations)
+            (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+            writer = ShardWriter(partial)
+            maker = _Maker(checkpoint, scheme, writer, calibration, held_out)
+            for index in range(checkpoint.config.num_layers):
+                maker.make_layer(index)
+                on_progress(index + 1)
+            quality = maker.quality()
+            _copy_rest(checkpoint, writer)
+            writer.finish()
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {out}: {error}") from error
+    return quality, writer.num_bytes
+
+
+class _Maker:
+    """The pass through the model: layers in order, then `quality`."""
+
+    def __init__(
+        self,
+        checkpoint: FloatCheckpoint,
+        scheme: Scheme,
+        writer: ShardWriter,
+        calibration: Sequence[TokenIds],
+        held_out: Sequence[TokenIds],
+    ) -> None:
+        config = checkpoint.config
+        self._checkpoint, self._scheme, self._writer = checkpoint, scheme, writer
+        target = WeightsTarget(torch.device("cpu"), torch.float32)
+        self._parameters = load_weights(checkpoint.folder, checkpoint.specs, target, tied=tied_names(config))
+        self._embed = self._parameters.take("embed")
+        self._rope = RotaryEmbedding(config.rope, config.head_dim, target.device, target.dtype)
+        self._num_held_out = len(held_out)
+        self._held_out = list(pack_prompts(held_out))
+        self._calibration = list(pack_prompts(calibration)) if scheme.needs != "nothing" else []
+        # Residuals [tokens, hidden_size] before the next layer: of the original, and of the quantised model.
+        self._base = self._embedded(self._held_out)
+        self._judged = self._embedded(self._held_out)
+        self._calibrating = self._embedded(self._calibration)
+
+    def _embedded(self, packs: list[PackedPrompts]) -> list[Tensor]:
+        return [self._embed[pack.token_ids] for pack in packs]
+
+    def make_layer(self, index: int) -> None:
+        """Quantise and write a layer, and take all prompts through it."""
+        layer = take_float_layer(self._parameters, index, self._checkpoint.config)
+        self._base = self._through(layer, self._held_out, self._base)
+        matrices = self._quantize(layer)
+        self._write(layer, matrices)
+        quantized = layer.with_matrices({name: matrix.dequantized() for name, matrix in matrices.items()})
+        rounding = self._scheme.round_rows
+        self._judged = self._through(quantized, self._held_out, self._judged, rounding)
+        self._calibrating = self._through(quantized, self._calibration, self._calibrating, rounding)
+
+    def _through(
+        self, layer: FloatLayer, packs: list[PackedPrompts], residuals: list[Tensor], rounding: RoundRows | None = None
+    ) -> list[Tensor]:
+        pairs = zip(packs, residuals, strict=True)
+        results = [layer.forward(residual, pack, self._rope, round_rows=rounding) for pack, residual in pairs]
+        if not all(map(is_finite, results)):
+            raise ConfigurationError(
+                f"layer {layer.index}: activations of the prompts are NaN or infinite: check that the original model "
+                "answers them, or use other prompts"
+            )
+        return results
+
+    def quality(self) -> Quality:
+        """Compare both models' logits of the held-out prompts."""
+        norm, head = self._parameters.take("final_norm"), self._parameters.take_output(self._embed)
+        meter = QualityMeter()
+        for pack, *residuals in zip(self._held_out, self._base, self._judged, strict=True):
+            has_next = (pack.prompts[1:] == pack.prompts[:-1]).nonzero()[:, 0]
+            for places in torch.split(has_next, _PLACES_AT_ONCE):
+                normed = (rms_norm(residual[places], norm, self._checkpoint.config.norm_eps) for residual in residuals)
+                meter.add(pack.token_ids[places + 1], *(F.linear(x, head.weight) for x in normed))
+        return meter.quality(self._num_held_out)
+
+    def _quantize(self, layer: FloatLayer) -> dict[str, QuantizedMatrix]:
+        """Round the matrices of a layer, after folding factors into it."""
+        statistics = self._observe(layer)
+        if self._scheme.factors is not None:
+            norm_dtype = self._checkpoint.dtype_of(self._checkpoint.layer_specs(layer.index)[0])
+            for name in _FOLDING_ORDER:
+                factors = self._scheme.factors(layer.matrices[name], statistics[name], partial(tie, layer, name))
+                statistics[name].divide(fold(layer, name, factors, norm_dtype))
+        rounded: dict[str, QuantizedMatrix] = {}
+        for name, weight in layer.matrices.items():
+            try:
+                rounded[name] = self._scheme.round(weight, statistics[name])
+            except ConfigurationError as error:
+                raise ConfigurationError(f"layer {layer.index}, {name}: {error}") from error
+        return rounded
+
+    def _observe(self, layer: FloatLayer) -> dict[str, InputStatistics]:
+        needs_gram = self._scheme.needs == "gram"
+        statistics = {name: InputStatistics(layer.matrices[name].shape[1], needs_gram=needs_gram) for name in MATRICES}
+        for pack, residual in zip(self._calibration, self._calibrating, strict=True):
+            layer.forward(residual, pack, self._rope, lambda name, x: statistics[name].add(x))
+        return statistics
+
+    def _write(self, layer: FloatLayer, matrices: dict[str, QuantizedMatrix]) -> None:
+        stored = self._checkpoint.stored
+        vectors = layer.vectors | {f"{name}_bias": bias for name, bias in layer.biases.items()}
+        for spec in self._checkpoint.layer_specs(layer.index):
+            name, first = spec.name.rpartition(".")[2], 0
+            for source, tensor in zip(spec.sources, _names(spec, stored), strict=True):
+                rows = slice(first, first + source.num_rows)
+                first = rows.stop
+                if not spec.is_matrix:
+                    self._writer.add(tensor, vectors[name][rows].to(_DTYPES[stored[tensor].dtype]))
+                    continue
+                part = matrices[name].select(rows)
+                for kind, values in stored_tensors(part, self._scheme.weights, self._scheme.scales_dtype).items():
+                    self._writer.add(f"{tensor.removesuffix('.weight')}.{kind}", values)
+
+
+def _copy_rest(checkpoint: FloatCheckpoint, writer: ShardWriter) -> None:
+    """Copy the tensors outside the layers as they are, and those that are no part of the model."""
+    in_layers = {
+        name
+        for index in range(checkpoint.config.num_layers)
+        for spec in checkpoint.layer_specs(index)
+        for name in _names(spec, checkpoint.stored)
+    }
+    for name in sorted(checkpoint.stored.keys() - in_layers):
+        with safe_open(checkpoint.stored[name].path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            writer.add(name, tensor)

@@ -1,0 +1,52 @@
+"""How far a quantised model is from its original, by the next-token distributions of both on held-out prompts."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Means over the tokens of all prompts. `top1_agreement`: share of places where both find the same token most
+    probable. `mean_kl`: Kullback-Leibler divergence from the original, in nats. `logprob_difference`: absolute, of the
+    prompts' own tokens; both perplexities are theirs, too.
+    """
+
+    num_prompts: int
+    num_tokens: int
+    top1_agreement: float
+    mean_kl: float
+    logprob_difference: float
+    base_perplexity: float
+    perplexity: float
+
+
+class QualityMeter:
+    """Sums up differences of logits."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._sums = torch.zeros(5, dtype=torch.float64)
+
+    def add(self, following: Tensor, base: Tensor, quantized: Tensor) -> None:
+        """Count some places by the tokens that follow them [places], and the logits of both models [places,
+        vocab_size].
+        """
+        theirs, ours = base.log_softmax(1), quantized.log_softmax(1)
+        their_tokens, our_tokens = theirs.gather(1, following[:, None]), ours.gather(1, following[:, None])
+        sums = (
+            (ours.argmax(1) == theirs.argmax(1)).sum(),
+            (theirs.exp() * (theirs - ours)).sum(),
+            (our_tokens - their_tokens).abs().sum(),
+            their_tokens.sum(),
+            our_tokens.sum(),
+        )
+        self._sums += torch.stack([value.double() for value in sums])
+        self._num_tokens += len(following)
+
+    def quality(self, num_prompts: int) -> Quality:
+        """The means of at least one place."""
+        agreement, kl, difference, base, ours = (self._sums / self._num_tokens).tolist()
+        return Quality(num_prompts, self._num_tokens, agreement, kl, difference, math.exp(-base), math.exp(-ours))

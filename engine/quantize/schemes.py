@@ -1,0 +1,82 @@
+"""The schemes of `tandem quantize`: what a matrix is stored as, what is folded before it is rounded, and how it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.quantize.awq import clipped_scales, search_factors
+from engine.quantize.compressed import Activations
+from engine.quantize.gptq import round_by_errors
+from engine.quantize.grids import fp8_rows, int4_scales, int8_rows, round_fp8, round_int4, round_int8
+from engine.quantize.layer import RoundRows
+from engine.quantize.smoothing import smoothquant_factors
+from engine.quantize.statistics import InputStatistics
+from engine.quantized.config import WeightScheme
+from engine.quantized.matrix import QuantizedMatrix
+
+Tie = Callable[[Tensor], Tensor]
+"""Makes factors equal where only equal ones can be folded."""
+Factors = Callable[[Tensor, InputStatistics, Tie], Tensor]
+Round = Callable[[Tensor, InputStatistics], QuantizedMatrix]
+"""Rounds a matrix [outputs, inputs]; the statistics are those of its inputs after folding."""
+
+_INT8 = WeightScheme("plain", 8, int8_rows=True)
+_FP8 = WeightScheme("plain", 8, is_float=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """`needs`: the statistics of inputs that `factors` and `round` read. Scales are stored in `scales_dtype`."""
+
+    weights: WeightScheme
+    activations: Activations
+    needs: Literal["nothing", "largest", "gram"]
+    round: Round
+    factors: Factors | None = None
+    scales_dtype: torch.dtype = torch.float32
+
+    @property
+    def round_rows(self) -> RoundRows | None:
+        """Rounds activations as engines do that serve the scheme."""
+        return None if self.activations is None else {"int8": int8_rows, "fp8": fp8_rows}[self.activations]
+
+
+def make_scheme(name: str, *, group_size: int, alpha: float, dtype: torch.dtype) -> Scheme:
+    """The scheme of that name in engine.quantize.SCHEMES, for a checkpoint in `dtype`."""
+    if name == "fp8":
+        return Scheme(_FP8, "fp8", "nothing", lambda weight, _: round_fp8(weight))
+    if name == "w8a8":
+        return Scheme(_INT8, "int8", "nothing", lambda weight, _: round_int8(weight))
+    if name == "smoothquant":
+        return Scheme(_INT8, "int8", "largest", lambda weight, _: round_int8(weight), _smoothquant(alpha))
+    return _int4_scheme(name, group_size, dtype)
+
+
+def _smoothquant(alpha: float) -> Factors:
+    return lambda weight, statistics, tie: tie(smoothquant_factors(weight, statistics, alpha))
+
+
+def _int4_scheme(name: str, group_size: int, dtype: torch.dtype) -> Scheme:
+    weights = WeightScheme("packed", 4, block_inputs=group_size)
+
+    def nearest(weight: Tensor, _: InputStatistics) -> QuantizedMatrix:
+        return round_int4(weight, int4_scales(weight, group_size, dtype))
+
+    def clipped(weight: Tensor, statistics: InputStatistics) -> QuantizedMatrix:
+        return round_int4(weight, clipped_scales(weight, statistics.gram, group_size, dtype))
+
+    def by_errors(weight: Tensor, statistics: InputStatistics) -> QuantizedMatrix:
+        scales = clipped_scales(weight, statistics.gram, group_size, dtype)
+        return round_by_errors(weight, statistics.gram, scales)
+
+    def factors(weight: Tensor, statistics: InputStatistics, tie: Tie) -> Tensor:
+        return search_factors(weight, statistics, tie, group_size, dtype)
+
+    if name == "awq":
+        return Scheme(weights, None, "gram", clipped, factors, dtype)
+    if name == "gptq":
+        return Scheme(weights, None, "gram", by_errors, scales_dtype=dtype)
+    return Scheme(weights, None, "nothing", nearest, scales_dtype=dtype)

@@ -1,0 +1,38 @@
+"""The inputs of a matrix, summed over the tokens of all calibration prompts."""
+
+import torch
+from torch import Tensor
+
+
+class InputStatistics:
+    """Of each input channel, the largest and the mean of absolute values; with `needs_gram`, products of channels too.
+
+    Attributes: `largest` [inputs]; `gram` [inputs, inputs], the sum of x xᵀ over tokens x, zeros without `needs_gram`.
+    """
+
+    def __init__(self, num_inputs: int, *, needs_gram: bool) -> None:
+        self.largest = torch.zeros(num_inputs)
+        self.gram = torch.zeros((num_inputs, num_inputs) if needs_gram else (0, 0))
+        self._total = torch.zeros(num_inputs)
+        self._num_tokens = 0
+
+    @property
+    def mean(self) -> Tensor:
+        """[inputs]"""
+        return self._total / max(1, self._num_tokens)
+
+    def add(self, x: Tensor) -> None:
+        """Count the tokens x [tokens, inputs]."""
+        magnitudes = x.abs()
+        torch.maximum(self.largest, magnitudes.amax(0), out=self.largest)
+        self._total += magnitudes.sum(0)
+        self._num_tokens += x.shape[0]
+        if self.gram.numel():
+            self.gram.addmm_(x.t(), x)
+
+    def divide(self, factors: Tensor) -> None:
+        """Divide the inputs by factors [inputs], which were folded into what computes them."""
+        self.largest /= factors
+        self._total /= factors
+        if self.gram.numel():
+            self.gram.div_(factors).div_(factors[:, None])

@@ -1,0 +1,91 @@
+"""Prompts of `tandem quantize`: read from JSON lines, as token ids, a part of them held out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from checkpoint.tokenizer_files import load_tokenizer
+from mesh.domain.errors import ConfigurationError, InvalidRequest
+from router.text.chat import ChatMessage, ChatTemplate, Rendering
+from tandem_cli.load_test.jobs import Job, Lengths, read_jobs
+
+_HELD_OUT = 4
+"""One prompt of so many is held out."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationPrompts:
+    """Token ids. `num_cut` prompts were longer than allowed, `num_left` are more than allowed."""
+
+    calibration: tuple[tuple[int, ...], ...]
+    held_out: tuple[tuple[int, ...], ...]
+    num_cut: int
+    num_left: int
+
+
+def read_prompts(
+    path: Path, model_dir: Path, *, vocab_size: int, max_prompts: int, max_tokens: int
+) -> CalibrationPrompts:
+    """Read the first prompts of a file, and cut the long ones. Raises ConfigurationError."""
+    jobs = read_jobs(path, Lengths())
+    encoder = _Encoder(model_dir)
+    prompts = []
+    for number, job in enumerate(jobs[:max_prompts], start=1):
+        try:
+            prompts.append(_checked(encoder.encode(job), vocab_size))
+        except (ConfigurationError, InvalidRequest) as error:
+            raise ConfigurationError(f"{path}, prompt {number}: {error}") from error
+    if len(prompts) < 2:
+        raise ConfigurationError(
+            f"{path} has one prompt (or --max-prompts allows one): two are needed, one of which is held out to judge by"
+        )
+    cut = [prompt[:max_tokens] for prompt in prompts]
+    chosen = set(range(_HELD_OUT - 1, len(cut), _HELD_OUT)) or {len(cut) - 1}
+    held_out = tuple(prompt for number, prompt in enumerate(cut) if number in chosen)
+    calibration = tuple(prompt for number, prompt in enumerate(cut) if number not in chosen)
+    num_cut = sum(len(prompt) > max_tokens for prompt in prompts)
+    return CalibrationPrompts(calibration, held_out, num_cut, len(jobs) - len(prompts))
+
+
+def _checked(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    if len(ids) < 2:
+        raise ConfigurationError("it has fewer than two tokens, so there is nothing to predict: remove it")
+    if max(ids) >= vocab_size:
+        raise ConfigurationError(f"token {max(ids)} is not in the model's vocabulary of {vocab_size}")
+    return ids
+
+
+class _Encoder:
+    """Token ids of prompts as the router makes them; the tokenizer and the chat template are loaded when needed."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._tokenizer: Tokenizer | None = None
+        self._template: ChatTemplate | None = None
+
+    def encode(self, job: Job) -> tuple[int, ...]:
+        """Raises ConfigurationError and InvalidRequest."""
+        if job.messages is not None:
+            return self._ids(self._render(job), is_chat=True)
+        if job.prompt is not None:
+            return self._ids(job.prompt, is_chat=False)
+        if job.token_ids is None or job.ignore_eos:
+            raise ConfigurationError(
+                "input_tokens stands for a random prompt, which is no text: give prompt or messages"
+            )
+        return job.token_ids
+
+    def _ids(self, text: str, *, is_chat: bool) -> tuple[int, ...]:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._model_dir)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=not is_chat).ids)
+
+    def _render(self, job: Job) -> str:
+        if self._template is None:
+            self._template = ChatTemplate.load(self._model_dir)
+        if self._template is None:
+            raise ConfigurationError("the model has no chat template: give prompt or token_ids in place of messages")
+        messages = [ChatMessage(message["role"], message["content"]) for message in job.messages or ()]
+        ends_with_answer = messages[-1].role == "assistant"
+        return self._template.render(messages, how=Rendering(adds_generation_prompt=not ends_with_answer))

@@ -1,0 +1,114 @@
+"""The work of `tandem quantize`, which needs the engine."""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+
+from checkpoint.new_folder import require_absent
+from checkpoint.source import ModelSource
+from engine.quantize import IN_GROUPS
+from engine.quantize.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
+from engine.quantize.quality import Quality
+from engine.quantize.schemes import Scheme, make_scheme
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.calibration import CalibrationPrompts, read_prompts
+from tandem_cli.deployment import find_model
+from tandem_cli.quantize import DEFAULT_ALPHA, DEFAULT_GROUP_SIZE
+from tandem_cli.terminal import wide_console
+
+
+def quantize_model(args: argparse.Namespace) -> int:
+    """Quantise the model, and print the report. Returns the exit status."""
+    began_s = time.monotonic()
+    _check_options(args)
+    require_absent(args.out)
+    checkpoint = open_float_checkpoint(find_model(ModelSource(args.model)))
+    scheme = _scheme(args, checkpoint)
+    require_groups(checkpoint, scheme)
+    config = checkpoint.config
+    prompts = read_prompts(
+        args.data,
+        checkpoint.folder,
+        vocab_size=config.vocab_size,
+        max_prompts=args.max_prompts,
+        max_tokens=min(args.max_tokens, config.max_model_len),
+    )
+    console = Console(stderr=True)
+    console.print(_about(prompts, min(args.max_tokens, config.max_model_len)), soft_wrap=True, highlight=False)
+    with _progress_bar(console) as bar:
+        task = bar.add_task("layers", total=config.num_layers)
+        quality, num_bytes = quantize_checkpoint(
+            checkpoint,
+            args.out,
+            scheme,
+            prompts.calibration,
+            prompts.held_out,
+            lambda done: bar.update(task, completed=done),
+        )
+    if args.json:
+        facts = {"scheme": args.scheme, "base_bytes": checkpoint.num_bytes, "bytes": num_bytes}
+        sys.stdout.write(json.dumps(facts | asdict(quality), indent=2) + "\n")
+    else:
+        wide_console().print(_table(quality, checkpoint.num_bytes, num_bytes))
+        sys.stdout.write(
+            f"{args.out}: {args.scheme} in {time.monotonic() - began_s:.1f} s; serve it with: tandem up {args.out}\n"
+        )
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise ConfigurationError for options out of range, or of other schemes."""
+    if args.group_size is not None and args.scheme not in IN_GROUPS:
+        raise ConfigurationError(f"--group-size is for {', '.join(IN_GROUPS)}: {args.scheme} has a scale per output")
+    if args.alpha is not None and args.scheme != "smoothquant":
+        raise ConfigurationError(f"--alpha is for smoothquant, not for {args.scheme}")
+    if args.alpha is not None and not 0 <= args.alpha <= 1:
+        raise ConfigurationError(f"--alpha must be from 0 to 1, got {args.alpha:g}")
+    if args.group_size is not None and args.group_size < 1:
+        raise ConfigurationError(f"--group-size must be > 0, got {args.group_size}")
+    if args.max_prompts < 2 or args.max_tokens < 2:
+        raise ConfigurationError("--max-prompts and --max-tokens must be at least 2")
+
+
+def _scheme(args: argparse.Namespace, checkpoint: FloatCheckpoint) -> Scheme:
+    group_size = DEFAULT_GROUP_SIZE if args.group_size is None else args.group_size
+    alpha = DEFAULT_ALPHA if args.alpha is None else args.alpha
+    return make_scheme(args.scheme, group_size=group_size, alpha=alpha, dtype=checkpoint.dtype)
+
+
+def _about(prompts: CalibrationPrompts, max_tokens: int) -> str:
+    parts = [f"{len(prompts.calibration)} prompts to calibrate with, {len(prompts.held_out)} held out to judge by"]
+    parts += [f"{prompts.num_cut} cut to {max_tokens} tokens (--max-tokens)"] if prompts.num_cut else []
+    parts += [f"{prompts.num_left} not used (--max-prompts)"] if prompts.num_left else []
+    return "; ".join(parts)
+
+
+def _progress_bar(console: Console) -> progress.Progress:
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    return progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _table(quality: Quality, base_bytes: int, num_bytes: int) -> Table:
+    table = Table("", "original", "quantised", box=None, pad_edge=False)
+    table.add_row("weights", _size(base_bytes), _size(num_bytes))
+    table.add_row("perplexity", f"{quality.base_perplexity:.4f}", f"{quality.perplexity:.4f}")
+    table.add_row("same most probable token", "", f"{quality.top1_agreement:.2%}")
+    table.add_row("mean KL divergence, nats", "", f"{quality.mean_kl:.5f}")
+    table.add_row("mean difference of log-probs", "", f"{quality.logprob_difference:.5f}")
+    table.caption = f"{quality.num_prompts} held-out prompts, {quality.num_tokens} tokens"
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -1,0 +1,299 @@
+"""`tandem quantize`: the report agrees with the engine that serves the result, schemes keep their promises, the files
+are those of the library, and what is refused.
+"""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.tensors import open_checkpoint
+from demo_model.questions import conversation
+from engine.load_runner import load_model_runner
+from engine.models.rope import RotaryEmbedding
+from engine.quantize.gptq import round_by_errors
+from engine.quantize.layer import FloatLayer, pack_prompts, take_float_layer
+from engine.quantize.make import open_float_checkpoint
+from engine.quantize.shards import ShardWriter
+from engine.quantize.smoothing import fold, tie
+from engine.weights import WeightsTarget, load_weights
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.deployment import BUNDLED_MODELS
+from tandem_cli.main import main
+from tests.component.arms import settings
+from tests.component.checkpoints import VOCAB_SIZE
+from tests.component.driving import Driver
+from tests.component.quantized import write_counted_checkpoint
+from tests.fakes.requests import make_request
+
+DATA = Path(__file__).parents[1] / "data" / "quantized"
+CPU = torch.device("cpu")
+Report = dict[str, Any]
+Quantize = Callable[..., Report]
+
+
+@pytest.fixture
+def quantize(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Quantize:
+    """`quantize(model, scheme, prompts, *flags)` writes `tmp_path / scheme` and returns the report."""
+
+    def run(model: Path, scheme: str, prompts: list[Any], *flags: str) -> Report:
+        data, out = tmp_path / "prompts.jsonl", tmp_path / scheme
+        data.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+        capsys.readouterr()
+        assert main(["quantize", str(model), str(out), f"--scheme={scheme}", f"--data={data}", "--json", *flags]) == 0
+        report: Report = json.loads(capsys.readouterr().out)
+        return report
+
+    return run
+
+
+def random_prompts(count: int = 8) -> list[dict[str, list[int]]]:
+    generator = random.Random(3)
+    lengths = [generator.randrange(5, 50) for _ in range(count)]
+    return [{"token_ids": [generator.randrange(VOCAB_SIZE) for _ in range(length)]} for length in lengths]
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    generator = random.Random(5)
+    return [{"messages": conversation(generator)} for _ in range(count)]
+
+
+def perplexity(model_dir: Path, prompts: list[dict[str, list[int]]]) -> float:
+    """Of the held-out prompts, as the engine computes it that serves the folder."""
+    driver = Driver(load_model_runner(settings(model_dir, enforce_eager=True)))
+    held_out = [prompt["token_ids"] for prompt in prompts[3::4]]
+    runs = [driver.add(make_request(str(i), ids, prompt_logprobs=True)) for i, ids in enumerate(held_out)]
+    driver.finish(*runs)
+    logprobs = [token.logprob for run in runs for token in run.prompt_logprobs]
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("llama-biases", "awq"),
+        ("llama-dynamic", "w4a16"),
+        ("llama-multi-query", "gptq"),
+        ("mistral", "gptq"),
+        ("qwen2-window", "gptq"),
+        ("qwen3", "w4a16"),
+    ],
+)
+def test_the_report_is_what_the_engine_says(
+    checkpoint: Callable[[str], Path], quantize: Quantize, tmp_path: Path, family: str, scheme: str
+) -> None:
+    """The engine serves the checkpoint, and finds the perplexities of both models that the report states."""
+    prompts = random_prompts()
+    report = quantize(checkpoint(family), scheme, prompts, "--group-size=32")
+    assert report["base_perplexity"] == pytest.approx(perplexity(checkpoint(family), prompts), rel=1e-4)
+    assert report["perplexity"] == pytest.approx(perplexity(tmp_path / scheme, prompts), rel=1e-4)
+    assert report["num_prompts"] == 2
+    assert 0 < report["mean_kl"] < 0.5
+    assert report["bytes"] < report["base_bytes"]
+
+
+@pytest.mark.parametrize(("scheme", "tolerance"), [("w8a8", 0.05), ("smoothquant", 0.05), ("fp8", 0.1)])
+def test_rounded_activations_are_in_the_report(
+    checkpoint: Callable[[str], Path], quantize: Quantize, tmp_path: Path, scheme: str, tolerance: float
+) -> None:
+    """The engine also rounds KV and the output matrix to int8, and does not round activations to fp8."""
+    prompts = random_prompts()
+    report = quantize(checkpoint("llama-tied"), scheme, prompts)
+    assert report["perplexity"] == pytest.approx(perplexity(tmp_path / scheme, prompts), rel=tolerance)
+    assert report["top1_agreement"] > 0.7
+
+
+def test_int4_schemes_beat_rounding_to_nearest(quantize: Quantize) -> None:
+    """On chats that they were not calibrated with."""
+    reports = {
+        s: quantize(BUNDLED_MODELS / "tandem-draft", s, chats(40), "--group-size=64") for s in ("w4a16", "awq", "gptq")
+    }
+    for scheme in ("awq", "gptq"):
+        for figure in ("mean_kl", "logprob_difference"):
+            assert reports[scheme][figure] < 0.95 * reports["w4a16"][figure], scheme
+
+
+def plant_outliers(model_dir: Path, out: Path, channels: tuple[int, ...], factor: float) -> Path:
+    """A model that computes the same, in whose activations some channels are much larger than the others."""
+    shutil.copytree(model_dir, out)
+    tensors = {name: tensor.float() for name, tensor in load_file(model_dir / "model.safetensors").items()}
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[list(channels)] *= factor
+        elif any(f".{reader}_proj." in name for reader in ("q", "k", "v", "gate", "up")):
+            tensor[:, list(channels)] /= factor
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def test_smoothquant_tames_outliers(quantize: Quantize, tmp_path: Path) -> None:
+    model_dir = plant_outliers(BUNDLED_MODELS / "tandem-draft", tmp_path / "outliers", (3, 40, 77), 50.0)
+    reports = [quantize(model_dir, scheme, chats(20)) for scheme in ("w8a8", "smoothquant")]
+    assert reports[1]["mean_kl"] < 0.5 * reports[0]["mean_kl"]
+
+
+@pytest.mark.parametrize("name", ["qkv", "o", "gate_up", "down"])
+def test_folded_factors_change_nothing(checkpoint: Callable[[str], Path], name: str) -> None:
+    """A layer with biases, in which two query heads share a value."""
+    opened = open_float_checkpoint(checkpoint("llama-biases"))
+    parameters = load_weights(opened.folder, opened.specs, WeightsTarget(CPU, torch.float32))
+    layer: FloatLayer = take_float_layer(parameters, 0, opened.config)
+    rope = RotaryEmbedding(opened.config.rope, opened.config.head_dim, CPU, torch.float32)
+    [pack] = pack_prompts([range(9), range(30)])
+    residual = torch.randn(39, opened.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    before, weight = layer.forward(residual, pack, rope), layer.matrices[name].clone()
+    factors = tie(layer, name, torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(2)) * 4 + 0.1)
+    folded = fold(layer, name, factors, torch.bfloat16)
+    assert torch.allclose(folded, factors, rtol=0.01), "norms are rounded to bf16"
+    assert torch.equal(layer.matrices[name], weight * folded)
+    assert torch.allclose(layer.forward(residual, pack, rope), before, atol=2e-4)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "fp8"])
+def test_files_are_those_that_the_library_reads(quantize: Quantize, tmp_path: Path, scheme: str) -> None:
+    """Equal to the bit to a file whose numbers compressed-tensors has computed: see test_quantized.py."""
+    model_dir = write_counted_checkpoint(tmp_path / "model")
+    flags = ["--group-size=32"] if scheme == "w4a16" else []
+    quantize(model_dir, scheme, [{"token_ids": [1, 2, 3]}, {"token_ids": [4, 5]}], *flags)
+    theirs, ours = (
+        load_file(folder / "model.safetensors") for folder in (DATA / f"tandem-{scheme}", tmp_path / scheme)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    configs = [
+        json.loads((folder / "config.json").read_text()) for folder in (DATA / f"tandem-{scheme}", tmp_path / scheme)
+    ]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_large_checkpoints_are_sharded(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(5)}
+    writer = ShardWriter(tmp_path, shard_bytes=800)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.finish()
+    stored = open_checkpoint(tmp_path)
+    assert {tensor.path.name for tensor in stored.values()} == {
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    }
+    assert all(torch.equal(load_file(stored[name].path)[name], tensor) for name, tensor in tensors.items())
+    assert writer.num_bytes == 2000
+
+
+def test_a_table_is_printed(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "word " * 30}) + "\n" for _ in range(5)))
+    words = ["quantize", str(checkpoint("llama")), str(tmp_path / "out"), "--scheme=w8a8", f"--data={data}"]
+    assert main([*words, "--max-tokens=20", "--max-prompts=4"]) == 0
+    captured = capsys.readouterr()
+    assert (
+        "3 prompts to calibrate with, 1 held out to judge by; 4 cut to 20 tokens (--max-tokens); 1 not used"
+        in captured.err
+    )
+    assert "perplexity" in captured.out
+    assert "1 held-out prompts, 19 tokens" in captured.out
+    assert f"serve it with: tandem up {tmp_path / 'out'}" in captured.out
+
+
+def test_an_interrupted_run_leaves_nothing(
+    checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
+    (tmp_path / "to").mkdir()
+    argv = [
+        "tandem",
+        "quantize",
+        str(checkpoint("llama")),
+        str(tmp_path / "to" / "out"),
+        "--scheme=fp8",
+        f"--data={data}",
+    ]
+    monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setattr("engine.quantize.make._copy_rest", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not list((tmp_path / "to").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "words"),
+    [
+        (
+            "llama",
+            ["--scheme=w4a16"],
+            "groups of 128 do not divide the 64 inputs of model.layers.0.self_attn.q_proj: choose",
+        ),
+        ("llama", ["--scheme=gptq", "--group-size=64"], "do not divide the 96 inputs of model.layers.0.mlp.down_proj"),
+        ("llama", ["--scheme=w4a16", "--group-size=0"], "--group-size must be > 0, got 0"),
+        (
+            "llama",
+            ["--scheme=w8a8", "--group-size=32"],
+            "--group-size is for w4a16, awq, gptq: w8a8 has a scale per output",
+        ),
+        ("llama", ["--scheme=w8a8", "--alpha=0.5"], "--alpha is for smoothquant, not for w8a8"),
+        ("llama", ["--scheme=smoothquant", "--alpha=2"], "--alpha must be from 0 to 1, got 2"),
+        ("llama", ["--scheme=fp8", "--max-tokens=1"], "--max-prompts and --max-tokens must be at least 2"),
+        ("gpt2", ["--scheme=fp8"], "GPT2LMHeadModel cannot be quantised here; supported: LlamaForCausalLM, Mistral"),
+        (
+            str(DATA / "w8a8"),
+            ["--scheme=fp8"],
+            "is quantised already (compressed-tensors int-quantized, 8 bits): quantise",
+        ),
+        ("nowhere", ["--scheme=fp8"], "there is no model folder nowhere"),
+    ],
+)
+def test_wrong_wishes_are_refused(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    flags: list[str],
+    words: str,
+) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
+    folder = str(checkpoint(model)) if model in ("llama", "gpt2") else model
+    assert main(["quantize", folder, str(tmp_path / "out"), f"--data={data}", *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_a_folder_that_exists_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", "tandem-draft", str(tmp_path), "--scheme=fp8", "--data=none.jsonl"]) == 2
+    assert f"{tmp_path} exists already" in capsys.readouterr().err
+
+
+def test_prompts_that_overflow_are_named(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model whose activations are infinite cannot be judged, nor can sums of their products be inverted."""
+    with pytest.raises(ConfigurationError, match="are NaN, infinite or too large: use other prompts"):
+        round_by_errors(torch.ones(2, 4), torch.full((4, 4), math.inf), torch.ones(2, 1))
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1e38
+    save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
+    words = ["quantize", str(model_dir), str(tmp_path / "out"), "--scheme=w8a8", f"--data={data}"]
+    assert main(words) == 2
+    assert "layer 1: activations of the prompts are NaN or infinite: check that" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -38,12 +38,11 @@ from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import run_mixed
 from tests.component.test_forks import choices, run
 from tests.component.test_speculation import answer, requests
+from tests.evidence import Evidence
 from tests.waiting import LIMIT_S, until
 from worker import engine_host
 
 LOAD_S = 4 * LIMIT_S  # several processes that import torch, on a busy machine
-
-END_S = 1.0  # 0.2 s beside six busy processes on two cores
 
 Checkpoint = Callable[[str], Path]
 
@@ -168,7 +167,7 @@ def test_rank_killed_while_loading(checkpoint: Checkpoint, point: str, monkeypat
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, num_threads)
 
 
-@pytest.mark.parametrize("log_json", [True, False])
+@pytest.mark.parametrize("log_json", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_garbled_command_ends_the_rank_with_its_reason(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], log_json: bool
 ) -> None:
@@ -289,7 +288,7 @@ async def test_rank_killed_while_idle_ends_all(checkpoint: Checkpoint) -> None:
         require_gone(running.ranks)
 
 
-@pytest.mark.parametrize("degrees", ["3x1", "2x2"])
+@pytest.mark.parametrize("degrees", [pytest.param("3x1", marks=pytest.mark.soak), "2x2"])
 async def test_rank_killed_in_a_step_ends_all(checkpoint: Checkpoint, degrees: str) -> None:
     with leader(checkpoint("llama"), "steps", degrees) as running:
         running.wait_loaded()
@@ -300,7 +299,7 @@ async def test_rank_killed_in_a_step_ends_all(checkpoint: Checkpoint, degrees: s
         require_gone(running.ranks)
 
 
-async def test_leader_killed_in_a_step_leaves_nothing(checkpoint: Checkpoint) -> None:
+async def test_leader_killed_in_a_step_leaves_nothing(checkpoint: Checkpoint, evidence: Evidence) -> None:
     with leader(checkpoint("llama"), "steps", "2x2") as running:
         running.wait_loaded()
         mapped = {file.path.removesuffix(" (deleted)") for rank in running.ranks for file in rank.memory_maps()}
@@ -308,7 +307,9 @@ async def test_leader_killed_in_a_step_leaves_nothing(checkpoint: Checkpoint) ->
         running.process.send_signal(signal.SIGKILL)
         killed_s = time.monotonic()
         await until(lambda: all(map(has_ended, running.ranks)))
-        assert time.monotonic() - killed_s < END_S
+        took_s = time.monotonic() - killed_s
+    measured = f"after {took_s:.2f} s"
+    evidence("R6", "ranks of a killed leader ended", measured, target="<= 1 s", ok=took_s <= 1, is_time=True)
     # The ranks' memory has no name, so nothing in a file system can outlive them.
     assert {"/memfd:tandem-steps", "/memfd:tandem-kv"} <= mapped
     assert [path for path in mapped if path.startswith("/dev/shm/")] == []

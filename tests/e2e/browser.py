@@ -6,10 +6,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from playwright.async_api import Locator, Page, async_playwright, expect
+from playwright.async_api import Browser, Locator, Page, expect
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (apt-get install chromium)")
+on_pages = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH (apt-get install chromium)"),
+    pytest.mark.asyncio(loop_scope="session"),
+]
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -23,18 +26,19 @@ WAIT_MS = 30_000
 
 
 @asynccontextmanager
-async def browsing(url: str, *, expected: str = "", **options: Any) -> AsyncIterator[Page]:
-    """A page at `url`; complaints of the browser, about the content policy too, fail the test, but for `expected`."""
+async def browsing(chromium: Browser, url: str, *, expected: str = "", **options: Any) -> AsyncIterator[Page]:
+    """A page at `url` with cookies and storage of its own. The browser's complaints, about the content policy too,
+    fail the test, but for `expected`.
+    """
     complaints: list[str] = []
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = await browser.new_page(**options)
-        page.set_default_timeout(WAIT_MS)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        await page.goto(url)
-        yield page
-        await browser.close()
+    context = await chromium.new_context(**options)
+    page = await context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    await page.goto(url)
+    yield page
+    await context.close()
     assert [each for each in complaints if not expected or expected not in each] == []
 
 

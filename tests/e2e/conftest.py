@@ -1,11 +1,14 @@
-"""Checkpoints shared by the end-to-end tests."""
+"""Checkpoints and the browser, shared by the end-to-end tests."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from playwright.async_api import Browser, async_playwright
 
 from tests.component.checkpoints import build_checkpoint
+from tests.e2e.browser import CHROMIUM, FLAGS
 from tests.e2e.reference import Reference
 
 
@@ -33,3 +36,12 @@ def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Reference]:
         return loaded[family]
 
     return load
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def chromium() -> AsyncIterator[Browser]:
+    """One browser for all pages: its tests are marked `on_pages`, and so share the event loop that it lives on."""
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        await browser.close()

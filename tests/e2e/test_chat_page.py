@@ -11,13 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
-from tests.e2e.browser import ask, browsing, ended, last_answer, needs_chromium, press, source
+from tests.e2e.browser import ask, browsing, ended, last_answer, on_pages, press, source
 from tests.fakes.sdk_router import Refusal, Script
 from tests.service.gateway.http import running_gateway
 
-pytestmark = [needs_chromium, pytest.mark.timeout(240)]
+pytestmark = [*on_pages, pytest.mark.timeout(240)]
 SHOWCASE = (Path(__file__).parent / "showcase.md").read_text()
 THOUGHTS = "First **one**, then the other."
 HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">
@@ -77,9 +77,9 @@ async def settled(page: Page) -> None:
     await expect(page.locator(".hljs-keyword").first).to_be_attached()
 
 
-async def test_markdown_code_and_formulas() -> None:
+async def test_markdown_code_and_formulas(chromium: Browser) -> None:
     script = Script(story=f"<think>{THOUGHTS}</think>\n\n{SHOWCASE}", has_reasoning=True, max_total_tokens=20_000)
-    async with running_gateway(script) as gateway, browsing(gateway.url) as page:
+    async with running_gateway(script) as gateway, browsing(chromium, gateway.url) as page:
         await ask(page, "Show me")
         await settled(page)
         body = last_answer(page).locator("> .text")
@@ -116,11 +116,11 @@ async def check_thinking(page: Page) -> None:
     await expect(thinking.locator("strong")).to_have_text("one")
 
 
-async def test_an_answer_cut_while_thinking_goes_on_thinking() -> None:
+async def test_an_answer_cut_while_thinking_goes_on_thinking(chromium: Browser) -> None:
     """Also where the cut is within the mark that ends it."""
     story = f"<think>{THOUGHTS}</think>\n\n**Both**, then."
     script = Script(story=story, has_reasoning=True)
-    async with running_gateway(script) as gateway, browsing(gateway.url) as page:
+    async with running_gateway(script) as gateway, browsing(chromium, gateway.url) as page:
         await page.get_by_role("button", name="Settings").click()
         await page.get_by_label("Max tokens").fill("21")
         await page.keyboard.press("Escape")
@@ -147,9 +147,9 @@ async def check_colours(page: Page) -> None:
     assert numbers == sorted(numbers)
 
 
-async def test_text_in_pieces_is_shown_as_the_whole_text() -> None:
+async def test_text_in_pieces_is_shown_as_the_whole_text(chromium: Browser) -> None:
     rng = random.Random(5)
-    async with running_gateway() as gateway, browsing(gateway.url) as page:
+    async with running_gateway() as gateway, browsing(chromium, gateway.url) as page:
         await page.evaluate("Promise.all([import('/pages/vendor/highlight.min.js'), import('/pages/code.js')])")
         for _ in range(12):
             sizes = [rng.choice([1, 2, 3, 5, 8, 21, 80]) for _ in range(17)]
@@ -167,16 +167,16 @@ async def test_text_in_pieces_is_shown_as_the_whole_text() -> None:
         ("| a | `b` |\n", "<td", "| a | b |\n|---|---|\n"),
     ],
 )
-async def test_long_blocks_lose_nothing(line: str, shown: str, head: str) -> None:
+async def test_long_blocks_lose_nothing(chromium: Browser, line: str, shown: str, head: str) -> None:
     number = 9000 // len(line)
-    async with running_gateway() as gateway, browsing(gateway.url) as page:
+    async with running_gateway() as gateway, browsing(chromium, gateway.url) as page:
         pieces, whole = await page.evaluate(IN_PIECES, [head + line * number, [7, 100, 31, 3, 250]])
         assert pieces.count(shown) == whole.count(shown) == number * (2 if shown == "<td" else 1)
 
 
-async def test_what_the_model_says_does_nothing() -> None:
+async def test_what_the_model_says_does_nothing(chromium: Browser) -> None:
     requested: list[str] = []
-    async with running_gateway(Script(story=HOSTILE)) as gateway, browsing(gateway.url) as page:
+    async with running_gateway(Script(story=HOSTILE)) as gateway, browsing(chromium, gateway.url) as page:
         page.on("request", lambda request: requested.append(request.url))
         await ask(page, f"{HOSTILE}?")
         assert "hacked" in await source(page)
@@ -189,12 +189,12 @@ async def test_what_the_model_says_does_nothing() -> None:
         assert [url for url in requested if not url.startswith((gateway.url, "blob:"))] == []
 
 
-async def test_long_answer_never_blocks_the_page() -> None:
+async def test_long_answer_never_blocks_the_page(chromium: Browser) -> None:
     """20,000 tokens. Time of the page's thread, not of a clock, so that other programs do not count."""
     paragraph = "Some **words** of `code`, and more of them to fill a line or two of the page.\n\n"
     story = (paragraph * 300)[:20_000]
     script = Script(story=story, max_total_tokens=30_000)
-    async with running_gateway(script) as gateway, browsing(gateway.url) as page:
+    async with running_gateway(script) as gateway, browsing(chromium, gateway.url) as page:
         browser = page.context.browser
         assert browser is not None
         await browser.start_tracing(page=page, categories=["toplevel"])
@@ -227,8 +227,8 @@ def longest_tasks_ms(trace: bytes) -> list[float]:
     return sorted((each.get("tdur", 0) / 1000 for each in tasks), reverse=True)
 
 
-async def test_two_hundred_conversations() -> None:
-    async with running_gateway() as gateway, browsing(gateway.url) as page:
+async def test_two_hundred_conversations(chromium: Browser) -> None:
+    async with running_gateway() as gateway, browsing(chromium, gateway.url) as page:
         await page.evaluate(MANY, 200)
         await page.reload()
         await expect(page.locator("#chats .name")).to_have_count(200)
@@ -247,9 +247,12 @@ async def test_two_hundred_conversations() -> None:
     ],
     ids=["busy", "no-workers", "late"],
 )
-async def test_errors_are_explained_and_can_be_retried(refusal: Refusal, title: str) -> None:
+async def test_errors_are_explained_and_can_be_retried(chromium: Browser, refusal: Refusal, title: str) -> None:
     script = Script(refusals=deque([refusal]))
-    async with running_gateway(script) as gateway, browsing(gateway.url, expected="Failed to load resource") as page:
+    async with (
+        running_gateway(script) as gateway,
+        browsing(chromium, gateway.url, expected="Failed to load resource") as page,
+    ):
         await ask(page, "Tell me")
         await expect(page.locator(".problem strong")).to_have_text(title)
         await press(page, "Retry")
@@ -257,12 +260,12 @@ async def test_errors_are_explained_and_can_be_retried(refusal: Refusal, title: 
         await expect(last_answer(page).locator("> .text")).to_have_text(script.story)
 
 
-async def test_the_network_goes_and_comes_back() -> None:
+async def test_the_network_goes_and_comes_back(chromium: Browser) -> None:
     script = Script(hold_after_messages=8)
     async with running_gateway(script) as gateway:
         line = Line(int(gateway.url.rpartition(":")[2]))
         await line.open()
-        async with browsing(f"http://127.0.0.1:{line.port}", expected="net::ERR") as page:
+        async with browsing(chromium, f"http://127.0.0.1:{line.port}", expected="net::ERR") as page:
             await page.get_by_label("Message", exact=True).fill("Tell me")
             await page.keyboard.press("Enter")
             await asyncio.wait_for(script.holding.wait(), 30)
@@ -312,10 +315,10 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.close()
 
 
-async def test_the_model_is_chosen_and_two_are_compared() -> None:
+async def test_the_model_is_chosen_and_two_are_compared(chromium: Browser) -> None:
     models = {"object": "list", "data": [{"id": name, "max_model_len": 1000} for name in ("fake", "other")]}
     asked: list[Any] = []
-    async with running_gateway() as gateway, browsing(gateway.url) as page:
+    async with running_gateway() as gateway, browsing(chromium, gateway.url) as page:
         await page.route("**/v1/models", lambda route: route.fulfill(json=models))
         page.on("request", lambda each: each.url.endswith("/chat/completions") and asked.append(each.post_data_json))
         await page.reload()
@@ -331,9 +334,9 @@ async def test_the_model_is_chosen_and_two_are_compared() -> None:
         await expect(page.locator(".pair .label")).to_have_text([re.compile("^other, "), re.compile("^fake, ")])
 
 
-async def test_a_deleted_conversation_stays_deleted() -> None:
+async def test_a_deleted_conversation_stays_deleted(chromium: Browser) -> None:
     script = Script(hold_after_messages=8)
-    async with running_gateway(script) as gateway, browsing(gateway.url) as page:
+    async with running_gateway(script) as gateway, browsing(chromium, gateway.url) as page:
         await page.get_by_label("Message", exact=True).fill("Tell me")
         await page.keyboard.press("Enter")
         await asyncio.wait_for(script.holding.wait(), 30)
@@ -348,9 +351,9 @@ async def test_a_deleted_conversation_stays_deleted() -> None:
         await expect(page.locator("#chats .none")).to_be_visible()
 
 
-async def test_settings_are_remembered() -> None:
+async def test_settings_are_remembered(chromium: Browser) -> None:
     script = Script()
-    async with running_gateway(script) as gateway, browsing(gateway.url) as page:
+    async with running_gateway(script) as gateway, browsing(chromium, gateway.url) as page:
         await page.get_by_role("button", name="Settings").click()
         await page.get_by_label("Preset", exact=True).select_option("Balanced")
         await page.get_by_label("System prompt").fill("Be brief.")
@@ -373,7 +376,7 @@ async def test_settings_are_remembered() -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 390])
-async def test_nothing_stands_in_anyones_way(scheme: Any, width: int) -> None:
+async def test_nothing_stands_in_anyones_way(chromium: Browser, scheme: Any, width: int) -> None:
     """axe finds nothing, on the pages and in the settings; a phone gives the conversation five sixths of its screen."""
     axe = pytest.importorskip(
         "axe_playwright_python.async_playwright", reason="no axe (pip install axe-playwright-python)"
@@ -381,7 +384,7 @@ async def test_nothing_stands_in_anyones_way(scheme: Any, width: int) -> None:
     story = f"<think>{THOUGHTS}</think>\n\n{SHOWCASE}"
     options = {"color_scheme": scheme, "viewport": {"width": width, "height": 844}}
     script = Script(story=story, has_reasoning=True, max_total_tokens=20_000)
-    async with running_gateway(script) as gateway, browsing(gateway.url, **options) as page:
+    async with running_gateway(script) as gateway, browsing(chromium, gateway.url, **options) as page:
         found = [await axe.Axe().run(page)]
         await ask(page, "Show me")
         await settled(page)

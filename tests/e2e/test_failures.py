@@ -84,6 +84,7 @@ async def test_lost_decode_worker_is_not_noticed(
             await pools_are_whole(client)
 
 
+@pytest.mark.soak
 async def test_lost_decode_worker_is_not_noticed_while_tokens_are_guessed(
     checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Browser, Page, expect
 
-from tests.e2e.browser import ask, browsing, ended, last_answer, needs_chromium, press, source
-from tests.e2e.mesh_process import mesh
+from tests.e2e.browser import ask, browsing, ended, last_answer, on_pages, press, source
+from tests.e2e.mesh_process import MeshProcess, mesh
 from tests.service.security.keys import KEYS, write_keys
 
-pytestmark = [needs_chromium, pytest.mark.timeout(300)]
+pytestmark = [*on_pages, pytest.mark.timeout(300)]
 QUESTION = "Write the times table of 12."
 LONG = "Tell me a story about a lighthouse."
 # Presses Stop as soon as there are three tokens.
@@ -28,8 +28,14 @@ COUNT_WORDS = """() => {
 }"""
 
 
-async def test_chat(tmp_path: Path) -> None:
-    async with mesh("tandem-small", tmp_path, "--http-port=0") as running, browsing(running.http) as page:
+async def test_chat(chromium: Browser, tmp_path: Path) -> None:
+    flags = ("--http-port=0", "--api-keys-file", str(write_keys(tmp_path)))
+    async with (
+        mesh("tandem-small", tmp_path, *flags) as running,
+        browsing(chromium, running.http, expected="401") as page,
+    ):
+        await check_asking_for_a_key(page)
+        await page.get_by_role("button", name="New chat").click()
         await page.evaluate(COUNT_WORDS)
         assert "72" in await ask(page, "What is 27 + 45?")
         await expect(page.locator("#announce")).to_contain_text("confidence")
@@ -47,6 +53,21 @@ async def test_chat(tmp_path: Path) -> None:
         for width in (390, 360):
             await page.set_viewport_size({"width": width, "height": 844})
             assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+async def check_asking_for_a_key(page: Page) -> None:
+    settings = page.get_by_role("dialog", name="Settings")
+    await expect(settings).to_be_visible()
+    await expect(page.get_by_label("API key")).to_be_focused()
+    await page.keyboard.press("Escape")
+    await ask(page, "What is 27 + 45?")
+    await expect(page.locator(".problem strong")).to_have_text("This mesh asks for an API key.")
+    await page.get_by_label("API key").fill(KEYS["alice"])
+    await page.keyboard.press("Tab")
+    await page.keyboard.press("Escape")
+    await press(page, "Retry")
+    assert "72" in await ended(page)
+    await expect(page.locator(".problem")).to_be_hidden()
 
 
 async def check_tokens(page: Page) -> None:
@@ -189,43 +210,6 @@ async def check_comparing(page: Page) -> None:
     await page.get_by_role("button", name="Compare").click()
 
 
-async def test_chat_goes_on_when_a_worker_dies(tmp_path: Path) -> None:
-    flags = ("--http-port=0", "--decode", "2")
-    async with mesh("tandem-small", tmp_path, *flags) as running, browsing(running.http) as page:
-        whole = await ask(page, LONG)
-        await page.get_by_role("button", name="New chat").click()
-        await page.get_by_label("Message", exact=True).fill(LONG)
-        await page.keyboard.press("Enter")
-        await expect(last_answer(page).locator(".token").nth(2)).to_be_visible()
-        running.signal("decode_worker", signal.SIGKILL)
-        running.signal("decode_worker", signal.SIGKILL)
-        text = await ended(page)
-        while await page.get_by_role(
-            "button", name="Retry"
-        ).count():  # both were gone for too long: it goes on if asked
-            await expect(page.locator(".problem strong")).to_be_visible()
-            await press(page, "Retry")
-            text = await ended(page)
-        assert text == whole
-
-
-async def test_chat_asks_for_a_key(tmp_path: Path) -> None:
-    flags = ("--http-port=0", "--api-keys-file", str(write_keys(tmp_path)))
-    async with mesh("tandem-small", tmp_path, *flags) as running, browsing(running.http, expected="401") as page:
-        settings = page.get_by_role("dialog", name="Settings")
-        await expect(settings).to_be_visible()
-        await expect(page.get_by_label("API key")).to_be_focused()
-        await page.keyboard.press("Escape")
-        await ask(page, "What is 27 + 45?")
-        await expect(page.locator(".problem strong")).to_have_text("This mesh asks for an API key.")
-        await page.get_by_label("API key").fill(KEYS["alice"])
-        await page.keyboard.press("Tab")
-        await page.keyboard.press("Escape")
-        await press(page, "Retry")
-        assert "72" in await ended(page)
-        await expect(page.locator(".problem")).to_be_hidden()
-
-
 async def check_running(page: Page, url: str) -> None:
     """A request is seen while it runs, in its phase, and among the recent ones when it has ended."""
     async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
@@ -262,25 +246,48 @@ async def check_draining(page: Page) -> None:
     await expect(worker.locator(".state")).to_have_text("● ready")
 
 
-async def test_mesh(tmp_path: Path) -> None:
+async def test_mesh_and_killed_workers(chromium: Browser, tmp_path: Path) -> None:
     flags = ("--http-port=0", "--decode", "2")
-    async with mesh("tandem-small", tmp_path, *flags) as running, browsing(f"{running.http}/mesh") as page:
-        await expect(page.locator("#headline")).to_contain_text("Idle")
-        worker = page.get_by_role("article", name="decode worker decode-0")
-        await expect(worker).to_contain_text("ready")
-        lane = page.locator(".trace .lane").first
-        await expect(lane).to_have_attribute("aria-label", re.compile("prefill .* decode "))
-        await page.locator(".trace summary").first.click()
-        await expect(page.locator(".trace table").first).to_contain_text("prefill-0 → decode-")
-        await check_running(page, running.http)
-        await check_finding(page)
-        await check_draining(page)
-        running.signal("decode_worker", signal.SIGKILL)
-        incidents = page.locator("#incidents")
-        await expect(incidents).to_contain_text("is gone", timeout=20_000)
-        await expect(incidents.locator("li")).to_have_count(7, timeout=60_000)
-        await expect(page.locator(".worker .state", has_text="● ready")).to_have_count(3, timeout=60_000)
-        await page.get_by_role("button", name="Pause").click()
-        await expect(page.locator("#fresh")).to_have_text("paused")
-        await page.set_viewport_size({"width": 360, "height": 700})
-        assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+    async with mesh("tandem-small", tmp_path, *flags) as running:
+        async with browsing(chromium, f"{running.http}/mesh") as page:
+            await check_mesh_page(page, running)
+        async with browsing(chromium, running.http) as page:
+            await check_chat_goes_on_when_workers_die(page, running)
+
+
+async def check_mesh_page(page: Page, running: MeshProcess) -> None:
+    await expect(page.locator("#headline")).to_contain_text("Idle")
+    worker = page.get_by_role("article", name="decode worker decode-0")
+    await expect(worker).to_contain_text("ready")
+    lane = page.locator(".trace .lane").first
+    await expect(lane).to_have_attribute("aria-label", re.compile("prefill .* decode "))
+    await page.locator(".trace summary").first.click()
+    await expect(page.locator(".trace table").first).to_contain_text("prefill-0 → decode-")
+    await check_running(page, running.http)
+    await check_finding(page)
+    await check_draining(page)
+    running.signal("decode_worker", signal.SIGKILL)
+    incidents = page.locator("#incidents")
+    await expect(incidents).to_contain_text("is gone", timeout=20_000)
+    await expect(incidents.locator("li")).to_have_count(7, timeout=60_000)
+    await expect(page.locator(".worker .state", has_text="● ready")).to_have_count(3, timeout=60_000)
+    await page.get_by_role("button", name="Pause").click()
+    await expect(page.locator("#fresh")).to_have_text("paused")
+    await page.set_viewport_size({"width": 360, "height": 700})
+    assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+async def check_chat_goes_on_when_workers_die(page: Page, running: MeshProcess) -> None:
+    whole = await ask(page, LONG)
+    await page.get_by_role("button", name="New chat").click()
+    await page.get_by_label("Message", exact=True).fill(LONG)
+    await page.keyboard.press("Enter")
+    await expect(last_answer(page).locator(".token").nth(2)).to_be_visible()
+    running.signal("decode_worker", signal.SIGKILL)
+    running.signal("decode_worker", signal.SIGKILL)
+    text = await ended(page)
+    while await page.get_by_role("button", name="Retry").count():  # both were gone for too long: it goes on if asked
+        await expect(page.locator(".problem strong")).to_be_visible()
+        await press(page, "Retry")
+        text = await ended(page)
+    assert text == whole

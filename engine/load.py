@@ -43,6 +43,7 @@ def assemble_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache, n
         layers_per_group=settings.layers_per_group,
         group_bytes=settings.group_bytes,
         max_in_flight=num_stages,
+        adapters={adapter.digest: number for number, adapter in enumerate(settings.adapters)},
     )
 
 

@@ -238,11 +238,11 @@ class Scheduler:
             budget -= chunks[-1].num_tokens
         # A one-token chunk (a prompt's last token) belongs with the decodes: attention treats it alike. Rows with the
         # same adapter come together, so that its matrices are read once.
-        items = tuple(sorted((*decodes, *chunks), key=lambda item: (item.num_tokens > 1, item.sequence.request.adapter)))
+        items = sorted((*decodes, *chunks), key=lambda item: (item.num_tokens > 1, item.sequence.request.adapter))
         if not items:
             return ScheduledBatch(())
         number = self._in_flight.begin(item.sequence for item in items)
-        return ScheduledBatch(items, self._forks.copies(number), number)
+        return ScheduledBatch(tuple(items), self._forks.copies(number), number)
 
     def _prompt_budget(self, decodes: list[ScheduledSequence], max_prompt_tokens: int | None) -> int:
         budget = self.config.max_batch_tokens - len(decodes)

@@ -94,7 +94,8 @@ def _pieces(adapter: AdapterFiles, spec: ParameterSpec) -> Iterator[Piece]:
 
 def _piece(matrix: AdapterMatrix, source: Source, factor: float, first: int) -> Piece:
     outputs, inputs = source.shape[::-1] if source.transposed else source.shape
-    for name, part, shape in (("lora_A", matrix.a, (matrix.rank, inputs)), ("lora_B", matrix.b, (outputs, matrix.rank))):
+    shape_a, shape_b = (matrix.rank, inputs), (outputs, matrix.rank)
+    for name, part, shape in (("lora_A", matrix.a, shape_a), ("lora_B", matrix.b, shape_b)):
         if part.shape != shape:
             raise ConfigurationError(
                 f"{name} of {_module(source)} has shape {list(part.shape)}, and this base model needs {list(shape)}"

@@ -128,8 +128,7 @@ class CompiledDecoder:
         self._bf16 = int8 and has_amx() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed = as_tensor(packed.embed)
-        weights_dtype = as_tensor(packed.weights.packed[:0]).dtype
-        self._adapters = PackedAdapters(config, adapters, torch.float32 if int8 else weights_dtype)
+        self._adapters = PackedAdapters(config, adapters)
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
         self._cache = cache.elements
         self._model = Model(

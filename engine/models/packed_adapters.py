@@ -8,9 +8,9 @@ from torch import Tensor
 
 from engine.attention.backend import AdapterRows
 from engine.kernels.cpu.adapters import MAX_TILE, NUM_SITES, AdapterPieces, Piece, StepAdapters
+from engine.kernels.cpu.arguments import Floats
 from engine.kernels.cpu.buffers import Buffers, aligned, round_up
 from engine.kernels.cpu.machine import PANEL
-from engine.kernels.cpu.packing import DTYPES, as_tensor
 from engine.models.adapters import AdapterWeights
 from engine.models.adapters import Piece as ModulePiece
 from engine.models.model_config import ModelConfig
@@ -19,9 +19,9 @@ _SITES = ("qkv", "o", "gate_up", "down")  # in the order of the kernels' numbers
 
 
 class PackedAdapters:
-    """All adapters of a model. `dtype` is that of the weights, or fp32 beside weights in int8."""
+    """All adapters of a model, in fp32 whatever the type of the weights."""
 
-    def __init__(self, config: ModelConfig, adapters: Sequence[AdapterWeights], dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, adapters: Sequence[AdapterWeights]) -> None:
         self._hidden, self._intermediate = config.hidden_size, config.intermediate_size
         packer = _PiecePacker(config.intermediate_size)
         starts = np.zeros((len(adapters), config.num_layers, NUM_SITES + 1), np.int64)
@@ -32,7 +32,7 @@ class PackedAdapters:
                     packer.add(weights.get(f"layers.{layer}.{name}", ()), alternates=name == "gate_up")
                 starts[number, layer, NUM_SITES] = len(packer.pieces)
         pieces = np.array(packer.pieces, np.int64).reshape(-1, len(Piece._fields))
-        self._pieces = AdapterPieces(packer.packed(dtype), pieces, starts)
+        self._pieces = AdapterPieces(packer.packed(), pieces, starts)
         self._width = packer.width
 
     def step(
@@ -40,17 +40,14 @@ class PackedAdapters:
     ) -> list[StepAdapters]:
         """The arguments of each thread. Without `rows` the buffers are empty."""
         num_rows = num_tokens if rows else 0
-        shared = [
+        widths = {"normed": self._hidden, "shrunk": self._width, "adapted_gate_up": 2 * self._intermediate}
+        normed, shrunk, gate_up = (
             buffers.get(name, num_rows * width)[: num_rows * width].reshape(num_rows, width)
-            for name, width in (
-                ("normed", self._hidden),
-                ("shrunk", self._width),
-                ("adapted_gate_up", 2 * self._intermediate),
-            )
-        ]
+            for name, width in widths.items()
+        )
         runs = np.array(rows, np.int64).reshape(-1, len(AdapterRows._fields))
         tiles = [own.get("adapter_tile", MAX_TILE * PANEL) for own in thread_buffers]
-        return [StepAdapters(self._pieces, runs, *shared, tile) for tile in tiles]
+        return [StepAdapters(self._pieces, runs, normed, shrunk, gate_up, tile) for tile in tiles]
 
 
 class _PiecePacker:
@@ -65,7 +62,7 @@ class _PiecePacker:
         self._num_packed = 0
 
     def add(self, changes: Sequence[ModulePiece], *, alternates: bool) -> None:
-        """Add what an adapter changes at one site. `alternates`: panels of gates and of ups alternate in its product."""
+        """Add the changes of one site by one adapter. `alternates`: panels of gates and ups alternate in the product."""
         parts = [part for change in changes for part in (self._halves(change) if alternates else (change,))]
         self.width = max(self.width, sum(round_up(len(part.a), PANEL) for part in parts))
         for a, b, first in parts:
@@ -91,10 +88,8 @@ class _PiecePacker:
         first, self._num_packed = self._num_packed, self._num_packed + padded.numel()
         return first
 
-    def packed(self, dtype: torch.dtype) -> np.ndarray:
-        packed = aligned(max(self._num_packed, PANEL), DTYPES[dtype])
-        first = 0
-        for panels in self._panels:
-            as_tensor(packed[first : first + len(panels)]).copy_(panels)
-            first += len(panels)
+    def packed(self) -> Floats:
+        packed: Floats = aligned(max(self._num_packed, PANEL), np.float32)
+        if self._panels:
+            packed[: self._num_packed] = torch.cat(self._panels).numpy()
         return packed

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Address, Array, Element, Floats, Int64s, Matrix, Range
+from engine.kernels.cpu.arguments import Address, Element, Floats, Int64s, Matrix, Range
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
 from engine.kernels.cpu.rows import Norm
@@ -38,14 +38,14 @@ class Piece(NamedTuple):
 class AdapterPieces(NamedTuple):
     """The packed adapters of a model, the same in every step."""
 
-    packed: Array  # flat, of a float type as in packing.DTYPES
+    packed: Floats  # flat
     pieces: Int64s  # [num_pieces, 6]: see Piece
     starts: Int64s  # [num_adapters, num_layers, NUM_SITES + 1]: the first piece of each site, and the end
 
 
 class StepAdapters(NamedTuple):
-    """The adapters of a step. Threads share all arrays but `tile`, each with its own rows. Without adapters there are no
-    runs, and the buffers are empty.
+    """The adapters of a step. Threads share all arrays but `tile`, each with its own rows. If no row uses an adapter,
+    there are no runs, and the buffers are empty.
     """
 
     adapters: AdapterPieces
@@ -94,7 +94,7 @@ def shrink(step: StepAdapters, layer: int, site: int, x: Floats, part: Range) ->
         for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
             a_at, rank = pieces[piece, 0], pieces[piece, 2]
             for panel in range((rank + PANEL - 1) // PANEL):
-                a = address(packed) + (a_at + panel * depth * PANEL) * packed.itemsize
+                a = address(packed) + (a_at + panel * depth * PANEL) * FLOAT_BYTES
                 _multiply(TileProduct(rows, Matrix(a, 0), Matrix(out, shrunk_step)), depth, end - first, packed[0])
                 out += _PANEL_BYTES
 
@@ -113,15 +113,13 @@ def expand(step: StepAdapters, layer: int, site: int, y: Floats, part: Range) ->
         for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
             _, b_at, rank, column, column_step, num_panels = pieces[piece]
             for panel in range(num_panels):
-                b = address(packed) + (b_at + panel * rank * PANEL) * packed.itemsize
+                b = address(packed) + (b_at + panel * rank * PANEL) * FLOAT_BYTES
                 _add_panel(step, y, Range(first, end), column + panel * column_step, rank, shrunk, b)
             shrunk += (rank + PANEL - 1) // PANEL * _PANEL_BYTES
 
 
 @jit
-def _add_panel(
-    step: StepAdapters, y: Floats, rows: Range, column: int, rank: int, shrunk: Address, b: Address
-) -> None:
+def _add_panel(step: StepAdapters, y: Floats, rows: Range, column: int, rank: int, shrunk: Address, b: Address) -> None:
     """Add 16 columns of b (a x) to the rows."""
     shrunk_step, tile = step.shrunk.shape[1] * FLOAT_BYTES, step.tile
     row = rows.first

@@ -68,8 +68,8 @@ class ValidRequest:
     """A request that has passed all checks. `sampling.max_new_tokens` and `sampling.seed` are set.
 
     `decoder_prompt`: the decoder's start tokens of an encoder-decoder model, which `worker_prompt` appends.
-    `in_reasoning`: the prompt ends within the model's reasoning. `adapter`: the digest of its LoRA adapter, the same for
-    all attempts.
+    `in_reasoning`: the prompt ends within the model's reasoning. `adapter`: the digest of its LoRA adapter, the same in
+    all attempts; empty for the base model.
     """
 
     request_id: str

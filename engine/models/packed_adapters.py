@@ -62,7 +62,7 @@ class _PiecePacker:
         self._num_packed = 0
 
     def add(self, changes: Sequence[ModulePiece], *, alternates: bool) -> None:
-        """Add the changes of one site by one adapter. `alternates`: panels of gates and ups alternate in the product."""
+        """Add what an adapter changes at one site. `alternates`: panels of gates and ups alternate in the product."""
         parts = [part for change in changes for part in (self._halves(change) if alternates else (change,))]
         self.width = max(self.width, sum(round_up(len(part.a), PANEL) for part in parts))
         for a, b, first in parts:

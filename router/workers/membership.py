@@ -164,6 +164,6 @@ def _require_same_adapters(peer: WorkerInfo, info: WorkerInfo) -> None:
     for adapter in info.adapters:
         if digests.get(adapter.name, adapter.digest) != adapter.digest:
             raise LayoutMismatch(
-                f"adapters named {adapter.name} differ: {digests[adapter.name]} at {peer.worker_id}, {adapter.digest} at "
-                f"{info.worker_id}: give a changed adapter another name"
+                f"adapters named {adapter.name} differ: {digests[adapter.name]} at {peer.worker_id}, "
+                f"{adapter.digest} at {info.worker_id}: give a changed adapter another name"
             )

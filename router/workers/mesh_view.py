@@ -93,7 +93,7 @@ class MeshView:
         return dict(sorted((adapter.name, adapter.digest) for info in decoders for adapter in info.adapters))
 
     def adapter_digest(self, name: str) -> str:
-        """The digest of the adapter with this name, "" for no name. Raises ModelNotFound, which lists those there are."""
+        """The digest of the adapter with this name, "" for no name. Raises ModelNotFound with the names that exist."""
         known = self.adapters()
         if name and name not in known:
             served = ", ".join(known) or "none; workers load them with --adapter NAME=FOLDER"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.component.arms import load_arm
 from tests.component.driving import Driver, Run
 from tests.component.parity import NUM_NEW, NUM_TOP, TOLERANCE, expect, prompts, require_same
 from tests.component.test_ranks import require_equal
+from tests.component.test_speculation import answer, ids
+from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
 
 Checkpoint = Callable[[str], Path]
@@ -217,5 +220,35 @@ def test_a_digest_tells_contents_not_names(checkpoint: Checkpoint, tmp_path: Pat
 def test_missing_files_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(ConfigurationError, match="has no adapter_model.safetensors; save it with safetensors"):
+    with pytest.raises(ConfigurationError, match=r"has no adapter_model\.safetensors; save it"):
         read_adapter("mine", folder, 8)
+
+
+@pytest.mark.parametrize("mistakes", [0.0, 0.5])
+def test_drafts_change_nothing(checkpoint: Checkpoint, tmp_path: Path, mistakes: float) -> None:
+    """Steps in which sequences of several adapters have several rows each."""
+    model_dir = checkpoint("llama")
+    adapters = four_adapters(model_dir, tmp_path)
+    runner = load_arm(model_dir, "compiled", adapters=adapters)
+    digests = ["", *(adapter.digest for adapter in adapters)]
+    asked = [
+        make_request(f"r{number}", prompts()[number % 3], max_new_tokens=20, adapter=digest)
+        for number, digest in enumerate(digests)
+    ]
+    known_digests = frozenset(digests[1:])
+    plain, _ = answer(runner, None, asked, adapters=known_digests)
+    guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain)), mistakes), asked, adapters=known_digests)
+    assert guessed == plain
+    assert scheduler.load().drafted_tokens > 30
+
+
+def test_a_replay_goes_on_to_the_bit(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = checkpoint("llama")
+    adapter = four_adapters(model_dir, tmp_path)[0]
+    runner = load_arm(model_dir, "compiled", adapters=(adapter,))
+    whole = run_together(runner, {1: adapter.digest})[0]
+    driver, known_ids = Driver(runner), [*prompts()[1], *whole.token_ids[:4]]
+    replay = make_request("r", known_ids, max_new_tokens=NUM_NEW, num_prompt_tokens=len(prompts()[1]))
+    run = driver.add(replace(replay, adapter=adapter.digest, top_logprobs=NUM_TOP))
+    driver.finish(run)
+    assert run.tokens == whole.tokens[4:]

@@ -154,6 +154,7 @@ def build_host(
         private_folder(Path(settings.kv_disk))  # before the model is loaded, which may take minutes
     max_model_len = _max_model_len(settings, config)
     runner_settings = _runner_settings(settings, limits, max_model_len)
+    adapters = runner_settings.adapters
     runner = load(runner_settings, on_progress)
     num_blocks = runner.kv_cache.num_blocks
     speculator = load_speculator(
@@ -173,9 +174,9 @@ def build_host(
         whole_prompts=config.whole_prompts,
         max_in_flight=runner_settings.pipeline_parallel,
         max_step_stretch=limits.max_step_stretch,
-        adapters=frozenset(adapter.digest for adapter in runner_settings.adapters),
+        adapters=frozenset(adapter.digest for adapter in adapters),
     )
-    _announce_adapters(settings, runner_settings.adapters)
+    _announce_adapters(settings, adapters)
     log.info(
         "engine ready",
         num_blocks=num_blocks,
@@ -188,16 +189,8 @@ def build_host(
     )
     disk = _kv_disk(settings, scheduler_config, runner.kv_cache)
     scheduler = Scheduler(scheduler_config, BlockPool(num_blocks, None if disk is None else disk.evicted), disk)
-    return EngineHost(
-        settings,
-        runner,
-        scheduler,
-        limits.speculation,
-        speculator,
-        runner_settings.degrees,
-        disk,
-        runner_settings.adapters,
-    )
+    degrees = runner_settings.degrees
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, degrees, disk, adapters)
 
 
 def _announce_adapters(settings: WorkerSettings, adapters: Sequence[AdapterFiles]) -> None:

@@ -212,6 +212,8 @@ class WorkerSettings(ModelSettings):
     def adapters(self) -> tuple[AdapterFiles, ...]:
         """Read the headers of the adapters. Raises ConfigurationError."""
         folders = find_adapters(self.adapter)
+        if self.served_name in folders:
+            raise ConfigurationError(f"adapter {self.served_name} has the name of the model: give it another")
         return tuple(read_adapter(name, folder, self.max_lora_rank) for name, folder in folders.items())
 
     def degrees(self) -> Degrees:

@@ -1,7 +1,8 @@
-"""LoRA adapters (Hu et al. 2022) as the eager decoder computes them: y += b (a x), for rows that use the adapter.
+"""LoRA adapters (Hu et al. 2022) as they are loaded: y += b (a x), for the rows that use the adapter.
 
 A parameter may merge several modules of the checkpoint, as "qkv" does. Each module that an adapter changes is a piece,
-which adds to some outputs of the parameter. The compiled decoder packs the same pieces (`packed_adapters.py`).
+which adds to some outputs of the parameter. The eager decoder computes pieces in `linear.py`; the compiled decoder has
+them packed (`packed_adapters.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,13 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from checkpoint.adapters import AdapterFiles, AdapterMatrix
 from checkpoint.tensors import StoredTensor
-from engine.attention.backend import AdapterRows
 from engine.finite import is_finite
-from engine.models.linear import LinearLayer, Ops, Rows
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, Source, parameter_specs
 from mesh.domain.errors import ConfigurationError
@@ -116,55 +114,3 @@ def _values(tensor: StoredTensor, module: str) -> Tensor:
     if not is_finite(values):
         raise ConfigurationError(f"{module} has numbers that are NaN or infinite")
     return values
-
-
-class Adapters:
-    """The adapters of an eager decoder. `begin` says which rows of a pass use which; one thread calls it."""
-
-    def __init__(self, adapters: Sequence[AdapterWeights]) -> None:
-        self._adapters = adapters
-        self.rows: tuple[AdapterRows, ...] = ()
-
-    def begin(self, rows: tuple[AdapterRows, ...]) -> None:
-        self.rows = rows
-
-    def around(self, name: str, linear: LinearLayer, matrix: Tensor) -> LinearLayer:
-        """The layer of parameter `name` with what adapters add to it; unchanged if there is none. Their matrices are
-        on the device of `matrix`, and have its type if that is a float.
-        """
-        dtype = matrix.dtype if matrix.is_floating_point() else torch.float32
-        pieces = {
-            number: [
-                Piece(piece.a.to(matrix.device, dtype), piece.b.to(matrix.device, dtype), piece.first)
-                for piece in weights[name]
-            ]
-            for number, weights in enumerate(self._adapters)
-            if name in weights
-        }
-        return AdaptedLinear(linear, pieces, self) if pieces else linear
-
-
-class AdaptedLinear:
-    """A linear layer, and what the adapters of the pass add to its rows."""
-
-    def __init__(self, linear: LinearLayer, pieces: Mapping[int, Sequence[Piece]], adapters: Adapters) -> None:
-        self._linear = linear
-        self._pieces = pieces
-        self._adapters = adapters
-
-    @property
-    def ops(self) -> Ops:
-        return self._linear.ops
-
-    def __call__(self, rows: Rows) -> Tensor:
-        return self._add(self._linear(rows), rows)
-
-    def add_to(self, residual: Tensor, rows: Rows) -> Tensor:
-        return self._add(self._linear.add_to(residual, rows), rows)
-
-    def _add(self, out: Tensor, rows: Rows) -> Tensor:
-        for adapter, first, end in self._adapters.rows:
-            for a, b, first_output in self._pieces.get(adapter, ()):
-                change = F.linear(F.linear(self.ops.values(rows)[first:end], a), b)
-                out[first:end, first_output : first_output + len(b)] += change
-        return out

@@ -25,7 +25,7 @@ _PANEL_BYTES = PANEL * FLOAT_BYTES
 
 
 class Piece(NamedTuple):
-    """What one module of an adapter adds to some columns of a product: a row of AdapterPieces.pieces."""
+    """The change of some columns of a product by one module of an adapter: a row of AdapterPieces.pieces."""
 
     a_at: int  # index of a's first number; a: [panels of the rank, inputs, 16]
     b_at: int  # b: [panels, rank, 16]

@@ -140,7 +140,7 @@ def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
 
 @jit
 def _run_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
-    """The second half of a layer. What follows it reads the thread's own rows of the residual, up to a barrier."""
+    """The second half of a layer. Until the next barrier, a thread may read its own rows of the residual only."""
     acts, operand, _, _, adapted = work
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows = _rows_of(len(acts.residual), team.number, team.num_all)

@@ -11,7 +11,7 @@ from tandem_cli.up_settings import UpSettings, passed_on
 
 _FIRST = {
     "clients": ("name", "host", "port", "http_host", "http_port", "api_keys_file"),
-    "workers": ("prefill", "decode", "colocated", "quantize", "adapter"),
+    "workers": ("prefill", "decode", "colocated", "quantize"),
 }
 """Settings that `--help` shows, by the title of their group."""
 

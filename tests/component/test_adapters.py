@@ -9,21 +9,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
+from decode_worker.settings import DecodeSettings
+from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.worker import WorkerRole
 from tests.component.adapters import PREFIX, merged_reference, read_adapters, write_adapter
 from tests.component.arms import load_arm
 from tests.component.driving import Driver, Run
+from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import NUM_NEW, NUM_TOP, TOLERANCE, expect, prompts, require_same
 from tests.component.test_ranks import require_equal
 from tests.component.test_speculation import answer, ids
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
+from worker.engine_host import EngineLimits, build_host
 
 Checkpoint = Callable[[str], Path]
 
@@ -252,3 +258,33 @@ def test_a_replay_goes_on_to_the_bit(checkpoint: Checkpoint, tmp_path: Path) -> 
     run = driver.add(replace(replay, adapter=adapter.digest, top_logprobs=NUM_TOP))
     driver.finish(run)
     assert run.tokens == whole.tokens[4:]
+
+
+def test_a_worker_announces_its_adapters_and_doubts_their_base(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = checkpoint("llama")
+    bases = {"same": model_dir.name, "other": "org/another-model", "silent": ""}
+    folders = {name: write_adapter(model_dir, tmp_path / name, base_model_name_or_path=b) for name, b in bases.items()}
+    listed = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    with capture_logs() as logs:
+        host = build_host(_worker(model_dir, listed), EngineLimits(64, 4, max_kv_tokens=256))
+    assert [adapter.name for adapter in host.worker_info(WorkerRole.DECODE).adapters] == list(bases)
+    doubted = [line["name"] for line in logs if line["event"] == "an adapter names another base model"]
+    assert doubted == ["other"]
+
+
+def test_an_adapter_has_another_name_than_the_model(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    settings = replace(_worker(checkpoint("llama"), f"mine={folder}"), name="mine")
+    with pytest.raises(ConfigurationError, match="adapter mine has the name of the model"):
+        settings.adapters()
+
+
+def test_encoder_decoders_have_none(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    model_dir = build_encoder_decoder("t5", tmp_path / "t5")
+    with pytest.raises(ConfigurationError, match="adapter mine: encoder-decoder models have no adapters"):
+        load_model_runner(RunnerSettings(model_dir, "cpu", num_blocks=8, adapters=read_adapters(folder)))
+
+
+def _worker(model_dir: Path, adapters: str) -> DecodeSettings:
+    return DecodeSettings(model=str(model_dir), registry_address="none", adapter=adapters, enforce_eager=True)

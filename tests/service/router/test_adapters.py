@@ -1,5 +1,6 @@
 """LoRA adapters behind a router: requests name them, and only workers that have them get such requests."""
 
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -8,7 +9,7 @@ import pytest
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import Adapter
 from tandem.v1 import generation_pb2
-from tests.fakes.router_workers import DecodeScript, expected_tokens
+from tests.fakes.router_workers import DecodeScript, FakeDecodeWorker, expected_tokens
 from tests.service.router.conftest import Mesh
 
 PROMPT = [65, 66, 67, 68]
@@ -81,3 +82,19 @@ async def test_when_those_that_have_it_are_gone_it_is_unavailable(make_mesh: Any
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "decode workers that have the request's adapter are away" in (caught.value.details() or "")
     await mesh.generate(token_ids=PROMPT, max_new_tokens=1)
+
+
+async def test_an_adapter_of_two_models_needs_the_models_name(model_dir: Path) -> None:
+    mesh = Mesh(model_dir, models=f"a={model_dir},b={model_dir}")
+    await mesh.start()
+    try:
+        for model in ("a", "b"):
+            await mesh.add(FakeDecodeWorker, f"{model}-decode", model=model, adapters=(MINE,))
+        await mesh.until(lambda: all(router.mesh.has_path for router in mesh.router.model_routers))
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="a, b have an adapter 'mine': name one of them, and the adapter"
+        ):
+            await mesh.generate(token_ids=PROMPT, model="mine")
+        await mesh.generate(token_ids=PROMPT, max_new_tokens=1, model="b", adapter="mine")
+    finally:
+        await mesh.stop()

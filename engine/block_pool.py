@@ -200,9 +200,9 @@ class PrefixCache:
             self.pool.publish(sequence.block_table[len(hashes) - 1], hashes[-1])
 
     def _scope(self, sequence: SequenceState) -> tuple[str, list[int]]:
-        """Namespace and, for encoders, prompt that the hashes cover besides the preceding tokens: see `root_hash`."""
+        """KV scope and, for encoders, prompt that the hashes cover besides the preceding tokens: see `root_hash`."""
         whole_prompt = sequence.token_ids[: sequence.num_prompt_tokens] if self.whole_prompts else []
-        return sequence.request.cache_namespace, whole_prompt
+        return sequence.request.kv_scope, whole_prompt
 
 
 class Forks:

@@ -43,6 +43,7 @@ def assemble_runner(settings: RunnerSettings, model: Model, cache: AnyKVCache, n
         layers_per_group=settings.layers_per_group,
         group_bytes=settings.group_bytes,
         max_in_flight=num_stages,
+        adapters={adapter.digest: number for number, adapter in enumerate(settings.adapters)},
     )
 
 
@@ -122,12 +123,13 @@ def reserve_blocks(
 
 
 def reserve_memory(settings: RunnerSettings, config: AnyConfig) -> KVReservation:
-    """Announce a worker that loads the model."""
+    """Announce a worker that loads the model and its adapters."""
     device = torch.device(settings.device)
+    adapter_bytes = torch.float32.itemsize * sum(adapter.num_elements for adapter in settings.adapters)
     if (partition := read_partition(settings.model_dir)) is not None:
         mapped_bytes = {partition.identity: partition.num_bytes}
-        return KVReservation.enter(device, settings.kv_memory, partition.num_bytes, mapped_bytes)
-    num_bytes = weights_bytes(settings, specs_of(settings, config))
+        return KVReservation.enter(device, settings.kv_memory, partition.num_bytes + adapter_bytes, mapped_bytes)
+    num_bytes = weights_bytes(settings, specs_of(settings, config)) + adapter_bytes
     return KVReservation.enter(device, settings.kv_memory, num_bytes)
 
 

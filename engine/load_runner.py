@@ -20,6 +20,7 @@ from engine.load import (
 from engine.load_times import load_phase
 from engine.model import Model
 from engine.model_runner import ModelRunner
+from engine.models.adapters import load_adapters
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -63,15 +64,18 @@ def _load_model(
 ) -> Callable[[KVCache], Model]:
     """Load the weights. Returns the function that builds the model on its cache."""
     if isinstance(config, EncoderDecoderConfig):
+        if settings.adapters:
+            raise ConfigurationError(f"adapter {settings.adapters[0].name}: encoder-decoder models have no adapters")
         parameters = load_parameters(settings, config, specs_of(settings, config), on_progress)
         return lambda cache: EncoderDecoder(config, parameters, decoder_memory(settings, config, cache))
     reason = why_eager(settings, config, layout)
+    adapters = load_adapters(settings.adapters, config)  # they are small: a bad one is refused before the model is read
     if reason is None:
         packed = load_packed(settings, config, rank_share(config), on_progress)
-        return lambda cache: CompiledDecoder(config, packed, cache)
+        return lambda cache: CompiledDecoder(config, packed, cache, adapters=adapters)
     log.info("decoder not compiled", reason=reason)
     parameters = load_parameters(settings, config, parameter_specs(config), on_progress)
-    return lambda cache: Decoder(config, parameters, decoder_memory(settings, config, cache))
+    return lambda cache: Decoder(config, parameters, decoder_memory(settings, config, cache), adapters=adapters)
 
 
 def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
@@ -118,5 +122,10 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
         raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
     # It is small: one rank computes it.
     return replace(
-        model, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, tensor_parallel=1, pipeline_parallel=1
+        model,
+        model_dir=speculation.draft_model,
+        rope=NO_ROPE_OVERRIDE,
+        adapters=(),
+        tensor_parallel=1,
+        pipeline_parallel=1,
     )

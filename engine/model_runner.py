@@ -3,10 +3,11 @@
 One thread calls it. Other threads may read the KV cache.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from itertools import cycle, islice
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ class ModelRunner:
         layers_per_group: int = 4,
         group_bytes: int = 0,
         max_in_flight: int = 1,
+        adapters: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.kv_cache = kv_cache
         self._model = model
@@ -58,7 +60,7 @@ class ModelRunner:
         self._sampler = Sampler(masks, encoded_prompts=model.config.whole_prompts)
         self._device = kv_cache.tensor.device
         # A builder's arrays are in use until its step ends.
-        self._builders = cycle([StepInputBuilder(kv_cache.layout.block_size) for _ in range(max_in_flight)])
+        self._builders = cycle([StepInputBuilder(kv_cache.layout.block_size, adapters) for _ in range(max_in_flight)])
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
         self.rank_pids: tuple[int, ...] = ()

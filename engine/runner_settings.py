@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.kv_memory import KVMemorySettings
 from engine.settings import require_known
@@ -39,11 +40,16 @@ class RunnerSettings:
     pipeline_parallel: int = 1
     max_batch_tokens: int = 2048
     rope: RopeOverride = NO_ROPE_OVERRIDE
+    adapters: tuple[AdapterFiles, ...] = ()
 
     def __post_init__(self) -> None:
         require_known(self)
         if self.block_size < 1 or self.layers_per_group < 1:
             raise ConfigurationError("block_size and layers_per_group must be at least 1")
+        if self.adapters and self.degrees.num_ranks > 1:
+            raise ConfigurationError(
+                f"adapters work with one rank, not {self.degrees}: set tensor_parallel and pipeline_parallel to 1"
+            )
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
 

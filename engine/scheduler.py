@@ -236,12 +236,13 @@ class Scheduler:
         ):
             chunks.append(self._chunk(admitted, budget))
             budget -= chunks[-1].num_tokens
-        # A one-token chunk (a prompt's last token) belongs with the decodes: attention treats it alike.
-        chunks.sort(key=lambda item: item.num_tokens > 1)
-        if not (items := (*decodes, *chunks)):
+        # A one-token chunk (a prompt's last token) belongs with the decodes: attention treats it alike. Rows with the
+        # same adapter come together, so that its matrices are read once.
+        items = sorted((*decodes, *chunks), key=lambda item: (item.num_tokens > 1, item.sequence.request.adapter))
+        if not items:
             return ScheduledBatch(())
         number = self._in_flight.begin(item.sequence for item in items)
-        return ScheduledBatch(items, self._forks.copies(number), number)
+        return ScheduledBatch(tuple(items), self._forks.copies(number), number)
 
     def _prompt_budget(self, decodes: list[ScheduledSequence], max_prompt_tokens: int | None) -> int:
         budget = self.config.max_batch_tokens - len(decodes)
@@ -415,6 +416,9 @@ class Scheduler:
             raise InvalidRequest(
                 f"{sequence.num_tokens} tokens do not fit: {needed} are needed, and this worker has {max_tokens}"
             )
+        adapter = sequence.request.adapter
+        if adapter and adapter not in self.config.adapters:
+            raise InvalidRequest(f"this worker has no adapter {adapter}")
         if self.config.whole_prompts and sequence.request.prompt_logprobs:
             raise InvalidRequest("prompt log-probs are not available for encoder-decoder models")
 

@@ -31,7 +31,7 @@ class SchedulerConfig:
     It protects sequences whose prompts another worker has computed.
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
-    step and shares KV only with equal prompts.
+    step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that are loaded.
     """
 
     block_size: int
@@ -42,6 +42,7 @@ class SchedulerConfig:
     whole_prompts: bool = False
     max_in_flight: int = 1
     max_step_stretch: float = 0.0
+    adapters: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len", "max_in_flight"):

@@ -4,14 +4,17 @@ A StepInput refers to no sequence and holds no tensor. It is built once per step
 other ranks of a worker get ForwardMetadata, made from it, through memory (engine/ranks/shared.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from engine.attention.backend import ForwardMetadata, chunks_of
+from engine.attention.backend import AdapterRows, ForwardMetadata, chunks_of
 from engine.batch import ScheduledBatch
 
 Int32s = NDArray[np.int32]
@@ -37,6 +40,7 @@ class StepInput:
     query_starts: Int32s  # [num_seqs + 1]
     sample_rows: Int64s  # [num_sampled]: rows whose logits are sampled
     copies: Int64s  # [num_copies, 2]: blocks to copy (source, target) before the forward pass
+    adapters: tuple[AdapterRows, ...] = ()
 
     def metadata(self, device: torch.device) -> ForwardMetadata:
         """Metadata for the forward pass, on the model's device. On CPU the tensors share the arrays' memory."""
@@ -52,14 +56,18 @@ class StepInput:
             num_decodes=self.num_decodes,
             chunks=chunks_of(bounds, context_lens, self.num_decodes),
             max_decode_context=max(context_lens[: self.num_decodes], default=0),
+            adapters=self.adapters,
         )
 
 
 class StepInputBuilder:
-    """Builds a StepInput per step, in buffers that grow as needed."""
+    """Builds a StepInput per step, in buffers that grow as needed. `adapters`: the model's numbers of its adapters, by
+    digest.
+    """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, adapters: Mapping[str, int] = MappingProxyType({})) -> None:
         self._block_size = block_size
+        self._adapters = adapters
         self._buffers: dict[str, NDArray[Any]] = {}
 
     def build(self, batch: ScheduledBatch) -> StepInput:
@@ -91,7 +99,20 @@ class StepInputBuilder:
             query_starts=query_starts,
             sample_rows=self._filled("sample_rows", _sample_rows(batch, query_starts), np.int64),
             copies=np.array(batch.copies, np.int64).reshape(-1, 2),
+            adapters=self._adapter_rows(batch, query_starts) if self._adapters else (),
         )
+
+    def _adapter_rows(self, batch: ScheduledBatch, query_starts: Int32s) -> tuple[AdapterRows, ...]:
+        """One entry for neighbours with the same adapter; the scheduler makes them neighbours."""
+        rows: list[AdapterRows] = []
+        for item, (first, end) in zip(batch.items, pairwise(query_starts.tolist()), strict=True):
+            if not item.sequence.request.adapter:
+                continue
+            adapter = self._adapters[item.sequence.request.adapter]
+            if rows and (rows[-1].adapter, rows[-1].end) == (adapter, first):
+                first = rows.pop().first
+            rows.append(AdapterRows(adapter, first, end))
+        return tuple(rows)
 
     def _block_tables(self, batch: ScheduledBatch) -> Int32s:
         tables = [item.sequence.block_table for item in batch.items]

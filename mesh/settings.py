@@ -63,6 +63,7 @@ _METAVARS = {
     "url": "URL",
     "origin": "URL,...",
     "model": "MODEL",
+    "adapter": "NAME=FOLDER",
     "dir": "FOLDER",
     "cache": "FOLDER",
     "ledger": "FOLDER",

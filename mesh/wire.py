@@ -14,7 +14,7 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, SequenceSpec, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
-from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
 
@@ -182,6 +182,7 @@ def spec_to_proto(request: SequenceSpec) -> sequence_pb2.SequenceSpec:
         cache_namespace=request.cache_namespace,
         time_left=None if request.time_left_s is None else duration_to_proto(request.time_left_s),
         traceparent=request.traceparent,
+        adapter=request.adapter,
         forks=[
             sequence_pb2.SequenceFork(
                 request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed, traceparent=fork.traceparent
@@ -205,6 +206,7 @@ def spec_from_proto(spec: sequence_pb2.SequenceSpec) -> SequenceSpec:
         cache_namespace=spec.cache_namespace,
         time_left_s=duration_from_proto(spec.time_left) if spec.HasField("time_left") else None,
         traceparent=spec.traceparent,
+        adapter=spec.adapter,
         forks=tuple(Fork(fork.request_id, fork.attempt, fork.seed, fork.traceparent) for fork in spec.forks),
     )
     if len({request.request_id, *(fork.request_id for fork in request.forks)}) <= len(request.forks):
@@ -315,6 +317,7 @@ def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
         ranks=kv_endpoints_to_proto(info.kv_endpoints),
         tensor_parallel=info.tensor_parallel,
         pipeline_parallel=info.pipeline_parallel,
+        adapters=[worker_pb2.Adapter(name=adapter.name, digest=adapter.digest) for adapter in info.adapters],
         **{name: getattr(info, name) for name in _PLAIN_WORKER},
     )
 
@@ -329,6 +332,7 @@ def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
         kv_endpoints=kv_endpoints_from_proto(message.ranks),
         tensor_parallel=message.tensor_parallel or 1,
         pipeline_parallel=message.pipeline_parallel or 1,
+        adapters=tuple(Adapter(adapter.name, adapter.digest) for adapter in message.adapters),
         **{name: getattr(message, name) for name in _PLAIN_WORKER},
     )
 

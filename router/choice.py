@@ -265,6 +265,7 @@ class Choice:
             prompt_logprobs=params.prompt_logprobs and self.index == 0 and not self._knows_prompt,
             cache_namespace=namespace,
             traceparent=self.traceparent,
+            adapter=self._valid.adapter,
         )
 
     def accept(self, output: SequenceOutput) -> None:

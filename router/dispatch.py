@@ -296,10 +296,11 @@ class Dispatcher:
         return PlacementQuery(
             num_tokens=len(request.token_ids),
             max_total_tokens=request.max_total_tokens,
-            chain=PrefixChain(request.token_ids, request.cache_namespace, self._model.whole_prompt(request)),
+            chain=PrefixChain(request.token_ids, request.kv_scope, self._model.whole_prompt(request)),
             num_seqs=choice.siblings.num_seqs if choice.siblings is not None and choice.index == 0 else 1,
             avoid=failures.avoid,
             prefill_locally=failures.prefill_locally,
+            adapter=request.adapter,
         )
 
 

@@ -96,6 +96,7 @@ class ModelInfo:
     limits: Limits
     ready: bool
     max_concurrent_requests: int
+    adapters: tuple[str, ...] = ()
 
 
 class GenerationService:
@@ -157,11 +158,12 @@ class GenerationService:
         if self.model.decoder_prompt:
             check_encoder_decoder(params)
         params.sampling.validate(self.model.facts.vocab_size)
+        adapter = self._mesh.adapter_digest(params.adapter)
         permits = await self._admit(params, cap)
         try:
             await self._text.grammars.check(params.sampling.structure, params.tenant.name)
             prompt = await self._encode(params)
-            valid = self._validate(params, prompt, queue_entry)
+            valid = replace(self._validate(params, prompt, queue_entry), adapter=adapter)
             echo = await self._echo(prompt) if params.echo else ""
             if self._is_grace_over:
                 raise NoWorkers(_STOPPING)
@@ -201,7 +203,9 @@ class GenerationService:
 
     def describe(self) -> ModelInfo:
         """Return the model with the limits that hold now."""
-        return ModelInfo(self.model, self._limits(), self._mesh.has_path, self._limiter.max_permits)
+        return ModelInfo(
+            self.model, self._limits(), self._mesh.has_path, self._limiter.max_permits, tuple(self._mesh.adapters())
+        )
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, let running ones end within the grace, then fail the rest with NoWorkers."""
@@ -344,16 +348,26 @@ class GenerationServices:
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
         try:
-            return await self.find(params.model).generate(params, time_left_s)
+            service = self.find(params.model)
+            return await service.generate(_with_adapter(params, service.model.name), time_left_s)
         except MeshError as error:
             self._journal.refused(type(error).__name__)
             raise
 
     def find(self, name: str) -> GenerationService:
-        """Raises ModelNotFound; InvalidRequest if the name is empty and there are several models."""
+        """The service of a model, also by the name of one of its adapters. Raises ModelNotFound; InvalidRequest if the
+        name is empty and there are several models, or if several models have such an adapter.
+        """
         if name in self._by_name:
             return self._by_name[name]
-        served = ", ".join(self._by_name)
+        adapters = [(adapter, service) for service in self.all() for adapter in service.describe().adapters]
+        with_it = [service for adapter, service in adapters if adapter == name]
+        if len(with_it) > 1:
+            models = ", ".join(service.model.name for service in with_it)
+            raise InvalidRequest(f"model: {models} have an adapter {name!r}: name one of them, and the adapter")
+        if with_it:
+            return with_it[0]
+        served = ", ".join([*self._by_name, *(adapter for adapter, _ in adapters)])
         if name:
             raise ModelNotFound(f"model {name[:_MAX_SHOWN_CHARS]!r} is not served here; served: {served}")
         if len(self._by_name) > 1:
@@ -367,3 +381,14 @@ class GenerationServices:
     async def drain(self, grace_s: float) -> None:
         """Drain all models at the same time; see GenerationService.drain."""
         await asyncio.gather(*(service.drain(grace_s) for service in self.all()))
+
+
+def _with_adapter(params: GenerateParams, model: str) -> GenerateParams:
+    """The parameters, whose adapter may stand in place of the model's name. Raises InvalidRequest for two adapters."""
+    if params.model in ("", model):
+        return params
+    if params.adapter not in ("", params.model):
+        raise InvalidRequest(
+            f"model {params.model[:_MAX_SHOWN_CHARS]!r} is an adapter, and adapter names another: give one of them"
+        )
+    return replace(params, adapter=params.model)

@@ -36,7 +36,7 @@ class GenerateParams:
     """A client's parameters, unchecked. `priority` None means the tenant's own.
 
     `best_of`: generate this many choices and return the best `num_choices` at the end. `ttft_target_s`: a first token
-    later than this is worthless to the client.
+    later than this is worthless to the client. `adapter`: the name of a LoRA adapter, empty for the base model.
     """
 
     prompt: Prompt | None
@@ -55,6 +55,7 @@ class GenerateParams:
     tenant: Tenant = ANONYMOUS
     priority: Priority | None = None
     ttft_target_s: float | None = None
+    adapter: str = ""
 
     @property
     def num_generated_choices(self) -> int:
@@ -67,7 +68,8 @@ class ValidRequest:
     """A request that has passed all checks. `sampling.max_new_tokens` and `sampling.seed` are set.
 
     `decoder_prompt`: the decoder's start tokens of an encoder-decoder model, which `worker_prompt` appends.
-    `in_reasoning`: the prompt ends within the model's reasoning.
+    `in_reasoning`: the prompt ends within the model's reasoning. `adapter`: the digest of its LoRA adapter, the same in
+    all attempts; empty for the base model.
     """
 
     request_id: str
@@ -77,6 +79,7 @@ class ValidRequest:
     queue_entry: QueueEntry = field(default_factory=QueueEntry)
     decoder_prompt: tuple[int, ...] = ()
     in_reasoning: bool = False
+    adapter: str = ""
 
     @property
     def worker_prompt(self) -> tuple[int, ...]:

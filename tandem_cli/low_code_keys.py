@@ -327,8 +327,10 @@ KNOBS = (
         is_file=True,
     ),
     Knob("option.handler", ("gateway.handler_function",)),
-    Knob("option.enable_lora", convert=off_only, note="always off"),
-    Knob("option.lora_adapters", env=("LORA_ADAPTERS",), note="adapters are not supported"),
+    Knob("option.enable_lora", note="adapters are served where option.adapters or --adapter names some"),
+    Knob("option.adapters", _workers("adapter"), is_file=True),
+    Knob("option.lora_adapters", _workers("adapter"), env=("LORA_ADAPTERS",)),
+    Knob("option.max_loras", also=("option.max_cpu_loras",), note="all adapters are loaded, and may be in one batch"),
     Knob("option.speculative_config", spread=speculation),
     Knob("option.speculative_draft_model", ("decode.draft_model",), also=("option.draft_model_id",)),
     Knob(

@@ -215,6 +215,8 @@ def _prepare(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, 
 
 def _flags_by_role(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     flags = {name: getattr(args, name) for name in passed_on() if name in args}
+    if adapters := flags.get("adapter"):
+        flags["adapter"] = ",".join(adapters)
     return split_by_role(flags, Overrides.read(args.set).for_all)
 
 

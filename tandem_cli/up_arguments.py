@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import Field, fields
+from typing import Any
 
 from mesh.settings import flag_options
 from tandem_cli.parser import CommandParser
@@ -13,6 +14,9 @@ _FIRST = {
     "workers": ("prefill", "decode", "colocated", "quantize"),
 }
 """Settings that `--help` shows, by the title of their group."""
+
+_REPEATABLE = ("model", "adapter")
+"""Settings with several values, separated by commas, whose flag may be repeated instead."""
 
 _REST = {
     "": "the mesh",
@@ -43,7 +47,7 @@ def add_up_arguments(parser: CommandParser) -> None:
     for title, names in _FIRST.items():
         group = parser.add_argument_group(title)
         for name in names:
-            parser.add_setting(settings.pop(name)[1], group=group)
+            parser.add_setting(settings.pop(name)[1], group=group, **_repeatable(name))
     _add_rest(parser, settings)
 
 
@@ -72,8 +76,11 @@ def _add_rest(parser: CommandParser, settings: dict[str, tuple[str, Field[object
         help="serving.properties file of LMI; OPTION_* and variables of TGI and SageMaker are always read",
     )
     for name, (roles, setting) in settings.items():
-        action = {"action": "append"} if name == "model" else {}
-        parser.add_setting(setting, group=groups[roles], is_rare=True, **action)
+        parser.add_setting(setting, group=groups[roles], is_rare=True, **_repeatable(name))
+
+
+def _repeatable(name: str) -> dict[str, Any]:
+    return {"action": "append"} if name in _REPEATABLE else {}
 
 
 def models_of(args: argparse.Namespace) -> list[str]:

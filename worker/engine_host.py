@@ -16,7 +16,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from typing import Protocol
 import structlog
 import torch
 
+from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.block_pool import BlockPool
 from engine.kv_disk import BlockFiles, DiskCache, private_folder
@@ -49,7 +50,7 @@ from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.request import mint_id
-from mesh.domain.worker import WorkerInfo, WorkerRole
+from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
 from worker.rank_link import RankLink
@@ -106,6 +107,7 @@ class EngineHost:
     speculator: Speculator | None
     degrees: Degrees = field(default_factory=Degrees)
     kv_disk: DiskCache | None = None
+    adapters: tuple[AdapterFiles, ...] = ()
     load_seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, see engine.load_times; "other" is what no phase counts."""
     rank_links: tuple[RankLink, ...] = ()
@@ -135,6 +137,7 @@ class EngineHost:
             speculative=self.speculation.kind,
             tensor_parallel=self.degrees.tensor,
             pipeline_parallel=self.degrees.pipeline,
+            adapters=tuple(Adapter(adapter.name, adapter.digest) for adapter in self.adapters),
         )
 
 
@@ -151,6 +154,7 @@ def build_host(
         private_folder(Path(settings.kv_disk))  # before the model is loaded, which may take minutes
     max_model_len = _max_model_len(settings, config)
     runner_settings = _runner_settings(settings, limits, max_model_len)
+    adapters = runner_settings.adapters
     runner = load(runner_settings, on_progress)
     num_blocks = runner.kv_cache.num_blocks
     speculator = load_speculator(
@@ -170,7 +174,9 @@ def build_host(
         whole_prompts=config.whole_prompts,
         max_in_flight=runner_settings.pipeline_parallel,
         max_step_stretch=limits.max_step_stretch,
+        adapters=frozenset(adapter.digest for adapter in adapters),
     )
+    _announce_adapters(settings, adapters)
     log.info(
         "engine ready",
         num_blocks=num_blocks,
@@ -183,7 +189,23 @@ def build_host(
     )
     disk = _kv_disk(settings, scheduler_config, runner.kv_cache)
     scheduler = Scheduler(scheduler_config, BlockPool(num_blocks, None if disk is None else disk.evicted), disk)
-    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, runner_settings.degrees, disk)
+    degrees = runner_settings.degrees
+    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, degrees, disk, adapters)
+
+
+def _announce_adapters(settings: WorkerSettings, adapters: Sequence[AdapterFiles]) -> None:
+    """Log the adapters. A base model of another name is no proof of a mistake: folders are renamed."""
+    names = {
+        settings.served_name.lower(),
+        *(part.removeprefix("models--") for part in settings.model.lower().split("/")),
+    }
+    for adapter in adapters:
+        log.info("adapter loaded", name=adapter.name, rank=adapter.rank, digest=adapter.digest)
+        base = adapter.base.lower().rstrip("/")
+        if base and not {base.rpartition("/")[2], base.replace("/", "--")} & names:
+            log.warning(
+                "an adapter names another base model", name=adapter.name, base=adapter.base, model=settings.model
+            )
 
 
 def _kv_disk(settings: WorkerSettings, config: SchedulerConfig, cache: AnyKVCache) -> DiskCache | None:
@@ -212,6 +234,7 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         pipeline_parallel=degrees.pipeline,
         max_batch_tokens=limits.max_batch_tokens,
         rope=settings.rope_override(),
+        adapters=settings.adapters(),
         block_size=settings.block_size,
         kv_memory=KVMemorySettings(
             settings.kv_memory_fraction,

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import structlog
 
+from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
 from checkpoint.partition import read_partition
 from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
@@ -103,6 +104,13 @@ class WorkerSettings(ModelSettings):
         "stages: the layers of the worker's model divided among so many times the ranks (CPU, one machine); max: one, "
         "because stages on one machine are no faster than as many ranks",
     )
+    adapter: str = setting(
+        "",
+        "LoRA adapters in PEFT's format, as NAME=FOLDER,...; or a folder that has a folder of each; all workers of a "
+        "model need the same",
+        env=("LORA_ADAPTERS",),
+    )
+    max_lora_rank: int = setting(64, "highest rank of an adapter")
     rank_listen: str = setting(
         "",
         "host:port at which ranks from other machines dial in (python -m rank_worker --leader); then all ranks but the "
@@ -170,7 +178,8 @@ class WorkerSettings(ModelSettings):
         for name in ("stall_after_s", "model_loading_timeout", "rank_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
-        require_positive(self, "block_size", "layers_per_group")
+        require_positive(self, "block_size", "layers_per_group", "max_lora_rank")
+        find_adapters(self.adapter)
         self.degrees()
         self._check_rank_listen()
         require_not_negative(self, *_NOT_NEGATIVE)
@@ -199,6 +208,13 @@ class WorkerSettings(ModelSettings):
     def transports(self) -> tuple[str, ...]:
         """Payload paths of KV, in order of preference. Each role has its setting."""
         return KV_TRANSPORTS[:2]
+
+    def adapters(self) -> tuple[AdapterFiles, ...]:
+        """Read the headers of the adapters. Raises ConfigurationError."""
+        folders = find_adapters(self.adapter)
+        if self.served_name in folders:
+            raise ConfigurationError(f"adapter {self.served_name} has the name of the model: give it another")
+        return tuple(read_adapter(name, folder, self.max_lora_rank) for name, folder in folders.items())
 
     def degrees(self) -> Degrees:
         """Return the parallel degrees as numbers. With "max" these are those of a partitioned model; another may have

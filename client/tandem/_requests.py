@@ -64,7 +64,8 @@ class GenerateArguments(TokenizeArguments, total=False):
     first. `timeout` is in seconds and covers all retries. `ttft_target` is the latest useful time of the first token,
     in seconds per attempt: the server raises Overloaded as soon as it predicts that it will miss it. `priority` must
     not exceed the priority of your API key. At most one of json_schema (an object or its JSON text), json_object,
-    regex, choice (texts) and grammar (Lark or GBNF) constrains the generated text.
+    regex, choice (texts) and grammar (Lark or GBNF) constrains the generated text. `adapter` is the name of a LoRA
+    adapter of the model; its name as `model` means the same.
     """
 
     max_new_tokens: int | None
@@ -101,6 +102,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     client_request_id: str | None
     priority: Priority | str | None
     ttft_target: float | None
+    adapter: str | None
 
 
 def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateRequest:
@@ -109,6 +111,7 @@ def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateReq
     request = generation_pb2.GenerateRequest()
     _set_input(request, values)
     _set(request, "model", values.get("model"))
+    _set(request, "adapter", values.get("adapter"))
     _set(request, "client_request_id", values.get("client_request_id"))
     _set(request, "num_choices", values.get("n"), shown_name="n")
     _set(request, "best_of", values.get("best_of"))

@@ -215,6 +215,7 @@ def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
             is_encoder_decoder=message.is_encoder_decoder,
             max_concurrent_requests=message.max_concurrent_requests,
             ready=message.ready,
+            adapters=tuple(message.adapters),
         )
         for message in messages
     )

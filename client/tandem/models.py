@@ -187,6 +187,7 @@ class Result:
 class Model:
     """A served model and its limits. `ready` means that it has workers. `has_reasoning` means that its chat template
     supports reasoning between <think> and </think>. `max_concurrent_requests` is 0 if the router does not report it.
+    `adapters` are the names of its LoRA adapters.
     """
 
     name: str
@@ -200,6 +201,7 @@ class Model:
     is_encoder_decoder: bool = False
     max_concurrent_requests: int = 0
     has_reasoning: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 def confidence(tokens: Sequence[Token]) -> float | None:

@@ -6,7 +6,7 @@ ForwardMetadata is an argument of every forward pass, never a global.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,14 @@ class Chunk:
         return self.context_len - self.num_queries
 
 
+class AdapterRows(NamedTuple):
+    """Rows `[first, end)` of a step use adapter number `adapter`."""
+
+    adapter: int
+    first: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardMetadata:
     """The step's sequences, flattened. Sequences with one query come first, so their row equals their query index.
@@ -56,6 +64,7 @@ class ForwardMetadata:
     num_decodes: int
     chunks: tuple[Chunk, ...]
     max_decode_context: int
+    adapters: tuple[AdapterRows, ...] = ()  # in the order of their rows; rows of the base model are in none
     masks: dict[object, Tensor] = field(default_factory=dict)  # built once per step, shared by its layers
 
     @property

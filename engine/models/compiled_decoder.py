@@ -6,7 +6,7 @@ The loop runs in several threads together: the caller, helpers on the worker's c
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -26,7 +26,9 @@ from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
+from engine.models.adapters import AdapterWeights
 from engine.models.model_config import ModelConfig
+from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, qkv_width
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.rope import RotaryEmbedding
@@ -105,7 +107,12 @@ class CompiledDecoder:
     """A decoder-only transformer on CPU, or the share of it that one rank of `ranks` computes."""
 
     def __init__(
-        self, config: ModelConfig, packed: PackedDecoder, cache: KVCache, ranks: RankGroup | None = None
+        self,
+        config: ModelConfig,
+        packed: PackedDecoder,
+        cache: KVCache,
+        ranks: RankGroup | None = None,
+        adapters: Sequence[AdapterWeights] = (),
     ) -> None:
         int8 = packed.weights.packed.dtype == np.int8
         self.config = config
@@ -121,6 +128,7 @@ class CompiledDecoder:
         self._bf16 = int8 and has_amx() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed = as_tensor(packed.embed)
+        self._adapters = PackedAdapters(config, adapters)
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
         self._cache = cache.elements
         self._model = Model(
@@ -165,9 +173,10 @@ class CompiledDecoder:
         batch = kernel_batch(metadata, model.shape.block_size, rotation)
         operands, cache = self._operands(num_tokens), self._cache
         scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
+        adapted = self._adapters.step(metadata.adapters, num_tokens, self._buffers, self._thread_buffers)
         work = [
-            Work(acts, operand, Attending(acts.queries, model.shape, batch, thread_scratch), cache)
-            for operand, thread_scratch in zip(operands, scratch, strict=False)
+            Work(acts, operand, Attending(acts.queries, model.shape, batch, thread_scratch), cache, thread_adapted)
+            for operand, thread_scratch, thread_adapted in zip(operands, scratch, adapted, strict=False)
         ]
         for first, end in layer_groups:
             held = Range(first - self.layers.first, end - self.layers.first)

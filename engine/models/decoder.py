@@ -4,13 +4,16 @@ ModelConfig selects the variants. The decoder does not know sequences, blocks or
 metadata, its output hidden states and logits.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.model import DecoderMemory, Finish, LayerGroups
+from engine.models.adapters import AdapterWeights
 from engine.models.layer import Layer, take_layer, take_norm
-from engine.models.linear import LinearLayer, Norm, Rows, make_linear
+from engine.models.linear import Adapters, LinearLayer, Norm, Rows, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import RotaryEmbedding, rotate
@@ -26,17 +29,24 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, parameters: Parameters, memory: DecoderMemory, ranks: SummingGroup | None = None
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        memory: DecoderMemory,
+        ranks: SummingGroup | None = None,
+        adapters: Sequence[AdapterWeights] = (),
     ) -> None:
         self.config = config
         self._ranks = ranks
+        self._adapters = Adapters(adapters)
         self.num_torch_threads = torch.get_num_threads()
         self._cache, self._attention = memory
         self._heads = attention_shape(config).shard(memory.cache.span.heads)
         self.layers = memory.cache.span.layers
         self._ends = _Ends(parameters, config) if self.layers.first == 0 else None
         self._layers = [
-            take_layer(parameters, layer, config, ranks) for layer in range(self.layers.first, self.layers.end)
+            take_layer(parameters, layer, config, ranks, self._adapters)
+            for layer in range(self.layers.first, self.layers.end)
         ]
         self._like = self._layers[0].input_norm.weight  # has the residual's width, dtype and device
         self._ropes = _ropes(config, self._like)
@@ -68,6 +78,7 @@ class Decoder:
         """Compute these layers on the tokens, or on the residual of the previous stage. The part of a pass that
         every rank does. Returns the residual [num_tokens, hidden_size].
         """
+        self._adapters.begin(metadata.adapters)
         if self._ends is not None:
             residual = self._ends.embedded(token_ids, metadata.positions)
         else:

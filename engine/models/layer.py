@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows, make_linear
+from engine.models.linear import ACTIVATIONS, Activation, Adapters, LinearLayer, Norm, Ops, Rows, make_linear
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.schemes import Parameters
@@ -147,15 +147,22 @@ class Layer:
         return self.post_norm is self.input_norm and self.qkv.ops is self.mlp.ops
 
 
-def take_layer(parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None = None) -> Layer:
+def take_layer(
+    parameters: Parameters,
+    index: int,
+    config: ModelConfig,
+    ranks: SummingGroup | None = None,
+    adapters: Adapters | None = None,
+) -> Layer:
     """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share."""
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
-    o, mlp = _take_linear(parameters, f"{prefix}o"), _take_any_mlp(parameters, index, config, ranks)
+    o = _take_linear(parameters, f"{prefix}o", adapters)
+    mlp = _take_any_mlp(parameters, index, config, ranks, adapters)
     return Layer(
         parallel=config.block.startswith("parallel"),
         input_norm=norms["input_norm"],
-        qkv=_take_linear(parameters, f"{prefix}qkv"),
+        qkv=_take_linear(parameters, f"{prefix}qkv", adapters),
         q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
         k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
         o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
@@ -176,20 +183,23 @@ def _take_head_norm(parameters: Parameters, name: str, config: ModelConfig) -> N
     return Norm(parameters.take(name), None, config.norm_eps) if config.qk_norm else None
 
 
-def _take_linear(parameters: Parameters, name: str) -> LinearLayer:
-    return make_linear(parameters.take_linear(name))
+def _take_linear(parameters: Parameters, name: str, adapters: Adapters | None = None) -> LinearLayer:
+    matrix = parameters.take_linear(name)
+    return make_linear(matrix) if adapters is None else adapters.around(name, make_linear(matrix), matrix.weight)
 
 
-def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig) -> DenseMlp:
-    up = _take_linear(parameters, prefix + ("gate_up" if config.gated else "up"))
-    down = _take_linear(parameters, f"{prefix}down")
+def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, adapters: Adapters | None = None) -> DenseMlp:
+    up = _take_linear(parameters, prefix + ("gate_up" if config.gated else "up"), adapters)
+    down = _take_linear(parameters, f"{prefix}down", adapters)
     return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
 
 
-def _take_any_mlp(parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None) -> Mlp:
+def _take_any_mlp(
+    parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None, adapters: Adapters | None
+) -> Mlp:
     prefix, facts = f"layers.{index}.", config.experts
     if facts is None or not facts.layers[index]:
-        return _take_mlp(parameters, prefix, config)
+        return _take_mlp(parameters, prefix, config, adapters)
     router = parameters.take(f"{prefix}router")
     held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
     mlps = {i: _take_mlp(parameters, f"{prefix}experts.{i}.", config) for i in range(held.first, held.end)}

@@ -8,7 +8,7 @@ its batch.
 CONTRIBUTING.md has the recipe for a new scheme.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.attention.backend import AdapterRows
 from engine.kernels.cpu.byte_matrix import ByteMatrix
 from engine.kernels.cpu.machine import why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
+from engine.models.adapters import AdapterWeights, Piece
 from engine.models.schemes import LinearParameters
 from mesh.domain.errors import ConfigurationError
 
@@ -293,3 +295,55 @@ _LAYERS: Mapping[str, Callable[[LinearParameters], LinearLayer]] = {"float": Lin
 def make_linear(parameters: LinearParameters) -> LinearLayer:
     """Build the linear layer for the scheme of `parameters`."""
     return _LAYERS[parameters.scheme](parameters)
+
+
+class Adapters:
+    """The adapters of an eager decoder. `begin` says which rows of a pass use which; one thread calls it."""
+
+    def __init__(self, adapters: Sequence[AdapterWeights]) -> None:
+        self._adapters = adapters
+        self.rows: tuple[AdapterRows, ...] = ()
+
+    def begin(self, rows: tuple[AdapterRows, ...]) -> None:
+        self.rows = rows
+
+    def around(self, name: str, linear: LinearLayer, matrix: Tensor) -> LinearLayer:
+        """The layer of parameter `name` with what adapters add to it; unchanged if there is none. Their matrices are
+        on the device of `matrix`, and have its type if that is a float.
+        """
+        dtype = matrix.dtype if matrix.is_floating_point() else torch.float32
+        pieces = {
+            number: [
+                Piece(piece.a.to(matrix.device, dtype), piece.b.to(matrix.device, dtype), piece.first)
+                for piece in weights[name]
+            ]
+            for number, weights in enumerate(self._adapters)
+            if name in weights
+        }
+        return AdaptedLinear(linear, pieces, self) if pieces else linear
+
+
+class AdaptedLinear:
+    """A linear layer, and what the adapters of the pass add to its rows."""
+
+    def __init__(self, linear: LinearLayer, pieces: Mapping[int, Sequence[Piece]], adapters: Adapters) -> None:
+        self._linear = linear
+        self._pieces = pieces
+        self._adapters = adapters
+
+    @property
+    def ops(self) -> Ops:
+        return self._linear.ops
+
+    def __call__(self, rows: Rows) -> Tensor:
+        return self._add(self._linear(rows), rows)
+
+    def add_to(self, residual: Tensor, rows: Rows) -> Tensor:
+        return self._add(self._linear.add_to(residual, rows), rows)
+
+    def _add(self, out: Tensor, rows: Rows) -> Tensor:
+        for adapter, first, end in self._adapters.rows:
+            for a, b, first_output in self._pieces.get(adapter, ()):
+                change = F.linear(F.linear(self.ops.values(rows)[first:end], a), b)
+                out[first:end, first_output : first_output + len(b)] += change
+        return out

@@ -36,8 +36,6 @@ _ADAPTER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -> Response:
     """Handle a request. `streams_by_default`: a body without `stream` gets JSON lines if its options allow it."""
     request = exchange.arrival.request
-    if request.headers.get(_ADAPTER_HEADER):
-        raise InvalidRequest(f"{_ADAPTER_HEADER} is not supported: adapters cannot be served")
     handler = exchange.arrival.backend.handler
     if handler is not None and handler.has("handle"):
         return await handler.handle(exchange, request.path_params.get("model", ""))
@@ -47,6 +45,8 @@ async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -
         if not isinstance(formatted, dict):
             raise InvalidRequest(f"input_formatter returned {type(formatted).__name__}, not a dict")
         payload = formatted
+    if adapter := request.headers.get(_ADAPTER_HEADER):
+        payload = payload | {"adapters": adapter}
     streaming = _Streaming.of(payload, exchange.settings, by_default=streams_by_default)
     response = await _built_in(exchange, payload, streaming)
     if handler is not None and handler.has("output_formatter"):
@@ -98,6 +98,8 @@ async def _built_in(exchange: Exchange, payload: dict[str, object], streaming: _
     model = _model(exchange.arrival.request, payload)
     settings = exchange.settings
     openai_framing = SSE_DONE if _wants_events(settings) else JSON_LINES
+    if "inputs" not in payload:
+        model = _only_adapter(payload) or model
     if "messages" in payload:
         chat = streaming.apply(await exchange.check(ChatBody, payload | {"model": model}))
         return await answer_chat(exchange, chat, openai_framing)
@@ -119,6 +121,16 @@ def _model(request: Request, payload: dict[str, object]) -> str:
     if not isinstance(name, str):
         raise InvalidRequest("model must be a string")
     return "" if name == _DEFAULT_MODEL else name
+
+
+def _only_adapter(payload: Mapping[str, object]) -> str:
+    """The adapter of a request with one prompt; "" for none. Raises InvalidRequest."""
+    adapters = payload.get("adapters") or ""
+    if isinstance(adapters, list) and len(adapters) == 1:
+        adapters = adapters[0]
+    if not isinstance(adapters, str):
+        raise InvalidRequest("adapters must be the name of one adapter")
+    return adapters
 
 
 def _wants_events(settings: GatewaySettings) -> bool:
@@ -152,7 +164,10 @@ async def _arguments(exchange: Exchange, body: InvocationBody, model: str) -> li
         raise InvalidRequest(f"inputs may have 1 to {max_inputs} strings, got {len(body.prompts)}")
     sampling_by_default = exchange.settings.lmi_schema == "async"
     shared = invocation_arguments(body, model=model, sampling_by_default=sampling_by_default)
-    arguments_of_inputs = [shared | GenerateArguments(prompt=prompt) for prompt in body.prompts]
+    arguments_of_inputs = [
+        shared | GenerateArguments(prompt=prompt, adapter=adapter)
+        for prompt, adapter in zip(body.prompts, body.adapter_names, strict=True)
+    ]
     if parameters.max_seq_len is None:
         return arguments_of_inputs
     return [await _within_total(exchange, arguments, parameters.max_seq_len) for arguments in arguments_of_inputs]
@@ -178,8 +193,9 @@ async def _within_total(exchange: Exchange, arguments: GenerateArguments, max_se
 
 
 async def _compat_body(exchange: Exchange, payload: dict[str, object]) -> GenerateBody:
-    """Check TGI's body. In LMI's `tgi_compat` mode `details` defaults to true."""
-    parameters = payload.get("parameters")
+    """Check TGI's body. In LMI's `tgi_compat` mode `details` defaults to true, and `adapters` may name an adapter."""
+    parameters, adapter = payload.get("parameters"), _only_adapter(payload)
     if parameters is None or isinstance(parameters, dict):
-        payload = payload | {"parameters": {"details": True} | (parameters or {})}
+        defaults = {"details": True} | ({"adapter_id": adapter} if adapter else {})
+        payload = payload | {"parameters": defaults | (parameters or {})}
     return await exchange.check(GenerateBody, payload)

@@ -13,7 +13,6 @@ from pydantic import Field
 from gateway.errors import UnsupportedMediaType
 from gateway.schema import (
     MAX_PROMPTS,
-    AnyJson,
     Bias,
     Body,
     Choices,
@@ -101,7 +100,17 @@ class InvocationBody(Body):
     inputs: str | Many[str]
     parameters: Parameters = Parameters()
     stream: bool = False
-    adapters: AnyJson = None
+    adapters: Few[str] | str | None = None
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """The adapter of each input; "" for none. Raises InvalidRequest."""
+        if self.adapters is None or isinstance(self.adapters, str):
+            return [self.adapters or ""] * len(self.prompts)
+        num_inputs, num_named = len(self.prompts), len(self.adapters)
+        if num_named != num_inputs:
+            raise InvalidRequest(f"adapters must have one name for each input: got {num_named} for {num_inputs}")
+        return self.adapters
 
     @property
     def prompts(self) -> list[str]:
@@ -215,7 +224,6 @@ def log_dropped(payload: Mapping[str, object], request_id: str) -> None:
 def _refuse_unsupported(body: InvocationBody) -> None:
     parameters = body.parameters
     unsupported = {
-        "adapters": bool(body.adapters),
         "num_beams": parameters.num_beams not in (None, 1),
     }
     for name, is_used in unsupported.items():

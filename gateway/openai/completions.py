@@ -117,19 +117,24 @@ class CompletionChunks:
 
 async def list_models(exchange: Exchange) -> Response:
     models = await exchange.client.models(timeout=exchange.settings.request_timeout_s)
-    return JSONResponse({"object": "list", "data": [_model_json(model) for model in models]})
+    names = [(name, model) for model in models for name in (model.name, *model.adapters)]
+    return JSONResponse({"object": "list", "data": [_model_json(name, model) for name, model in names]})
 
 
 async def get_model(exchange: Exchange) -> Response:
     name = exchange.arrival.request.path_params["model"]
-    return JSONResponse(_model_json(await exchange.client.model(name, timeout=exchange.settings.request_timeout_s)))
+    model = await exchange.client.model(name, timeout=exchange.settings.request_timeout_s)
+    return JSONResponse(_model_json(name, model))
 
 
-def _model_json(model: Model) -> Json:
+def _model_json(name: str, model: Model) -> Json:
+    """A model, or one of its adapters, whose `parent` it is."""
     return {
-        "id": model.name,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "tandem",
+        "root": model.name,
+        "parent": None if name == model.name else model.name,
         "max_model_len": model.max_total_tokens,
     }

@@ -88,6 +88,7 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
     _check_best_of(parameters, stream=stream)
     sampling = GenerateArguments(
         prompt=body.inputs,
+        adapter=parameters.adapter_id,
         max_new_tokens=parameters.max_new_tokens,
         temperature=(parameters.temperature or 1.0) if parameters.needs_sampling else 0.0,
         top_k=parameters.top_k,
@@ -129,7 +130,6 @@ def _check_best_of(parameters: Parameters, *, stream: bool) -> None:
 def _refuse_unsupported(parameters: Parameters) -> None:
     unsupported = {
         "watermark": parameters.watermark,
-        "adapter_id": parameters.adapter_id is not None,
     }
     for name, is_used in unsupported.items():
         if is_used:

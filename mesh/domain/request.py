@@ -259,7 +259,8 @@ class SequenceSpec:
     model), then the tokens that earlier attempts generated; so a replay is simply another SequenceSpec.
     `sampling.max_new_tokens` and `sampling.seed` are always set, stop strings never. `traceparent` is the W3C trace
     context, empty without tracing.
-    `forks` start on the same decode worker as soon as the prompt's KV is complete.
+    `forks` start on the same decode worker as soon as the prompt's KV is complete. `adapter` is the digest of the LoRA
+    adapter to use, empty for the base model.
     """
 
     request_id: str
@@ -274,6 +275,12 @@ class SequenceSpec:
     time_left_s: float | None = None
     traceparent: str = ""
     forks: tuple[Fork, ...] = ()
+    adapter: str = ""
+
+    @property
+    def kv_scope(self) -> str:
+        """Sequences may share KV only within one scope: namespaces are separate, and KV depends on the adapter."""
+        return f"{self.cache_namespace}\0{self.adapter}" if self.adapter else self.cache_namespace
 
     def forked(self) -> list["SequenceSpec"]:
         """Return one complete SequenceSpec for each fork."""

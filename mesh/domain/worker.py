@@ -34,6 +34,16 @@ class KVEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that a worker has loaded. `digest` is a hash of what it computes: clients know the name, workers
+    the digest.
+    """
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`.
 
@@ -59,6 +69,7 @@ class WorkerInfo:
     kv_endpoints: tuple[KVEndpoint, ...] = ()
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    adapters: tuple[Adapter, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
 
 

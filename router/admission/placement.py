@@ -54,9 +54,9 @@ class Candidate:
 class PrefixChain:
     """Block hashes of a prompt, computed lazily as far as some worker has them cached, and only once."""
 
-    def __init__(self, token_ids: Sequence[int], namespace: str, whole_prompt: Sequence[int] = ()) -> None:
+    def __init__(self, token_ids: Sequence[int], kv_scope: str, whole_prompt: Sequence[int] = ()) -> None:
         self._token_ids = token_ids
-        self._root = root_hash(namespace, whole_prompt)
+        self._root = root_hash(kv_scope, whole_prompt)
         self._hashes: list[BlockHash] = []
 
     def num_cached_tokens(self, view: WorkerView) -> int:
@@ -79,7 +79,7 @@ class PrefixChain:
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
     """The needs of one attempt. `avoid`: incarnations of workers that failed this request. `num_seqs`: sequences that
-    share the prompt.
+    share the prompt. `adapter`: digest of the LoRA adapter that its workers must have; empty for none.
     """
 
     num_tokens: int
@@ -88,6 +88,11 @@ class PlacementQuery:
     num_seqs: int = 1
     avoid: frozenset[str] = frozenset()
     prefill_locally: bool = False
+    adapter: str = ""
+
+    def fits(self, info: WorkerInfo) -> bool:
+        """True if the worker has the adapter that the attempt needs."""
+        return not self.adapter or any(adapter.digest == self.adapter for adapter in info.adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class NoPlacement(Enum):
     """The reason why an attempt cannot be placed now."""
 
     NO_DECODE_WORKER = "no decode worker"
+    NO_ADAPTER = "no decode worker has its adapter"
     NO_DECODE_CAPACITY = "no decode worker has capacity"
     NO_PREFILL_CAPACITY = "no prefill worker has capacity"
     AWAY = "the decode workers that could hold it are away"
@@ -141,6 +147,9 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     decoders = healthy(snapshot, WorkerRole.DECODE)
     if not decoders:
         return NoPlacement.NO_DECODE_WORKER
+    decoders = [c for c in decoders if query.fits(c.info)]
+    if not decoders:
+        return NoPlacement.NO_ADAPTER
     big_enough = [c for c in decoders if capacity_tokens(c.info) >= query.max_total_tokens]
     if not big_enough:
         known = (view.info for view in snapshot.views if view.info.role is WorkerRole.DECODE)
@@ -151,7 +160,11 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     )
     if decode is None:
         return NoPlacement.NO_DECODE_CAPACITY
-    prefillers = [c for c in healthy(snapshot, WorkerRole.PREFILL) if capacity_tokens(c.info) >= query.num_tokens]
+    prefillers = [
+        c
+        for c in healthy(snapshot, WorkerRole.PREFILL)
+        if query.fits(c.info) and capacity_tokens(c.info) >= query.num_tokens
+    ]
     uncached = query.num_tokens - query.chain.num_cached_tokens(decode.view)
     locally = query.prefill_locally or decode.info.incarnation in snapshot.local_only
     if not prefillers or locally or uncached < snapshot.prefill_threshold:

@@ -272,8 +272,11 @@ class PlacementQueue:
         elif placed is NoPlacement.TOO_LARGE:
             total = waiter.query.max_total_tokens
             waiter.reservation.set_exception(InvalidRequest(f"no worker can hold a sequence of {total} tokens"))
-        elif placed is NoPlacement.AWAY:
-            message = f"workers that can hold {waiter.query.max_total_tokens} tokens are away; try again later"
+        elif placed in (NoPlacement.AWAY, NoPlacement.NO_ADAPTER):
+            needed = f"can hold {waiter.query.max_total_tokens} tokens"
+            if placed is NoPlacement.NO_ADAPTER:
+                needed = "have the request's adapter"
+            message = f"decode workers that {needed} are away; try again later"
             waiter.reservation.set_exception(WorkerBusy(message) if waiter.is_replay else NoWorkers(message))
         else:
             waiter.reservation.set_exception(

@@ -109,6 +109,7 @@ def _params_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) 
         tenant=tenant,
         priority=_priority_from_proto(request.priority),
         ttft_target_s=wire.duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
+        adapter=request.adapter,
     )
 
 
@@ -207,6 +208,7 @@ def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:
         ready=info.ready,
         is_encoder_decoder=bool(model.decoder_prompt),
         max_concurrent_requests=info.max_concurrent_requests,
+        adapters=info.adapters,
     )
 
 

@@ -97,6 +97,7 @@ class Membership:
                     f"tokenizers differ: {peer.tokenizer_fingerprint} at {peer.worker_id}, "
                     f"{info.tokenizer_fingerprint} at {info.worker_id}"
                 )
+            _require_same_adapters(peer, info)
 
     def heartbeat(self, worker_id: str, incarnation: str, load: WorkerLoad, state: WorkerState) -> None:
         """Update a worker. Heartbeats of other than its current incarnation are ignored."""
@@ -155,3 +156,14 @@ class Membership:
     def _changed(self) -> None:
         for callback in self._callbacks:
             callback()
+
+
+def _require_same_adapters(peer: WorkerInfo, info: WorkerInfo) -> None:
+    """Raise LayoutMismatch if two workers have other adapters under one name. One of them may lack some."""
+    digests = {adapter.name: adapter.digest for adapter in peer.adapters}
+    for adapter in info.adapters:
+        if digests.get(adapter.name, adapter.digest) != adapter.digest:
+            raise LayoutMismatch(
+                f"adapters named {adapter.name} differ: {digests[adapter.name]} at {peer.worker_id}, "
+                f"{adapter.digest} at {info.worker_id}: give a changed adapter another name"
+            )

@@ -1,5 +1,6 @@
 """The mesh as one model sees it now: its workers, the trust in them, the links to them and the work in flight."""
 
+from mesh.domain.errors import ModelNotFound
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import MeshSnapshot, healthy, usable
@@ -7,6 +8,8 @@ from router.served_model import ServedModel
 from router.workers.decode_link import DecodeLinks
 from router.workers.health import Trust, WorkerHealth
 from router.workers.membership import WorkerTable, WorkerView
+
+_MAX_SHOWN_CHARS = 128
 
 
 class MeshView:
@@ -82,6 +85,22 @@ class MeshView:
         views = self.views()
         stalled = [view.info for view in views if view.state is WorkerState.STALLED]
         return stalled if stalled and self.has_path else []
+
+    def adapters(self) -> dict[str, str]:
+        """Digests of the LoRA adapters of decode workers, by name. Those of lost workers count until others join."""
+        views = sorted(self.views(), key=lambda view: view.state is not WorkerState.LOST)
+        decoders = [view.info for view in views if view.info.role is WorkerRole.DECODE]
+        return dict(sorted((adapter.name, adapter.digest) for info in decoders for adapter in info.adapters))
+
+    def adapter_digest(self, name: str) -> str:
+        """The digest of the adapter with this name, "" for no name. Raises ModelNotFound with the names that exist."""
+        known = self.adapters()
+        if name and name not in known:
+            served = ", ".join(known) or "none; workers load them with --adapter NAME=FOLDER"
+            raise ModelNotFound(
+                f"model {self._model.name!r} has no adapter {name[:_MAX_SHOWN_CHARS]!r}; it has: {served}"
+            )
+        return known.get(name, "")
 
     @property
     def has_path(self) -> bool:

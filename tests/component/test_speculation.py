@@ -61,7 +61,7 @@ def requests() -> list[SequenceSpec]:
 
 
 def answer(
-    runner: ModelRunner, drafter: Drafter | None, asked: list[SequenceSpec], **limits: int
+    runner: ModelRunner, drafter: Drafter | None, asked: list[SequenceSpec], **limits: Any
 ) -> tuple[Answers, Scheduler]:
     """What comes of the requests, all at once, and the scheduler afterwards."""
     config = {"block_size": runner.kv_cache.layout.block_size, "max_batch_tokens": 64, "max_num_seqs": 16} | limits

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import tandem
+from tests.component.adapters import merged_reference, write_adapter
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.e2e.reference import TOLERANCE, Reference
 
@@ -59,13 +60,16 @@ async def test_parity(
     family: str, mode: str, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
     theirs = reference(family)
+    folders = [write_adapter(checkpoint(family), tmp_path / name, lora_alpha=1, seed=len(name)) for name in ("a", "bb")]
+    adapters = [f"--adapter={folder.name}={folder}" for folder in folders]
     async with (
-        mesh(checkpoint(family), tmp_path, *FLAGS, *MODES[mode]) as running,
+        mesh(checkpoint(family), tmp_path, *FLAGS, *adapters, *MODES[mode]) as running,
         tandem.AsyncClient(running.address) as client,
     ):
         await check_many_prompts(client, theirs)
         if mode in ("shm", "colocated"):
             await check_edges(client, theirs)
+            await check_adapters(client, {"": theirs} | {f.name: merged(checkpoint(family), f) for f in folders})
         await check_cancel(client)
         await pools_are_whole(client)
         if mode != "colocated":
@@ -90,6 +94,25 @@ async def check_kv_was_shipped(client: tandem.AsyncClient, running: MeshProcess,
     assert f'"transport": "{transport}"' in logs
     for trouble in ("link broken", "prefill failed", '"event": "replay"'):
         assert trouble not in logs, trouble
+
+
+def merged(model_dir: Path, adapter: Path) -> Reference:
+    return Reference(merged_reference(model_dir, adapter))
+
+
+async def check_adapters(client: tandem.AsyncClient, theirs: dict[str, Reference]) -> None:
+    """The same prompt under two adapters and none, twice, all at once: each has its own answer, and its own KV."""
+    prompt = prompts()[-1][:1] + prompts()[15]
+    for _ in range(2):
+        results = await asyncio.gather(
+            *(
+                client.generate(token_ids=prompt, max_new_tokens=NUM_TOKENS, adapter=name, ignore_eos=True)
+                for name in theirs
+            )
+        )
+        for reference, result in zip(theirs.values(), results, strict=True):
+            reference.check_greedy(prompt, result.tokens)
+        assert len({result.text for result in results}) == len(theirs), "the adapters change nothing"
 
 
 async def check_many_prompts(client: tandem.AsyncClient, theirs: Reference) -> None:

@@ -51,6 +51,7 @@ class Script:
     logprob: float = -0.5
     has_reasoning: bool = False
     in_reasoning: bool = False
+    adapters: tuple[str, ...] = ()
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     on_holding: Callable[[], object] = lambda: None
@@ -117,6 +118,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             max_concurrent_requests=self._script.max_concurrent_requests,
             has_reasoning=self._script.has_reasoning,
             ready=True,
+            adapters=self._script.adapters,
         )
 
 

@@ -68,6 +68,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
 @pytest.mark.parametrize(
     "document",
     [
+        "docs/adapters.md",
         "docs/architecture.md",
         "docs/benchmarking.md",
         "docs/benchmarking-peers.md",

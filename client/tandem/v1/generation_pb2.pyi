@@ -69,7 +69,7 @@ class OutputOptions(_message.Message):
     def __init__(self, top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., echo: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "output", "num_choices", "client_request_id", "priority", "ttft_target", "best_of")
+    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "output", "num_choices", "client_request_id", "priority", "ttft_target", "best_of", "adapter")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TTFT_TARGET_FIELD_NUMBER: _ClassVar[int]
     BEST_OF_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     token_ids: TokenIds
@@ -92,7 +93,8 @@ class GenerateRequest(_message.Message):
     priority: Priority
     ttft_target: _duration_pb2.Duration
     best_of: int
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., num_choices: _Optional[int] = ..., client_request_id: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., ttft_target: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., best_of: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., num_choices: _Optional[int] = ..., client_request_id: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., ttft_target: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., best_of: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("id", "text", "logprob", "top", "special")
@@ -233,7 +235,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "max_input_tokens", "max_total_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "ready", "tool_call_format", "has_reasoning", "is_encoder_decoder", "max_concurrent_requests")
+    __slots__ = ("name", "max_input_tokens", "max_total_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "ready", "tool_call_format", "has_reasoning", "is_encoder_decoder", "max_concurrent_requests", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +247,7 @@ class Model(_message.Message):
     HAS_REASONING_FIELD_NUMBER: _ClassVar[int]
     IS_ENCODER_DECODER_FIELD_NUMBER: _ClassVar[int]
     MAX_CONCURRENT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_input_tokens: int
     max_total_tokens: int
@@ -256,4 +259,5 @@ class Model(_message.Message):
     has_reasoning: bool
     is_encoder_decoder: bool
     max_concurrent_requests: int
-    def __init__(self, name: _Optional[str] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., ready: _Optional[bool] = ..., tool_call_format: _Optional[str] = ..., has_reasoning: _Optional[bool] = ..., is_encoder_decoder: _Optional[bool] = ..., max_concurrent_requests: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., ready: _Optional[bool] = ..., tool_call_format: _Optional[str] = ..., has_reasoning: _Optional[bool] = ..., is_encoder_decoder: _Optional[bool] = ..., max_concurrent_requests: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...

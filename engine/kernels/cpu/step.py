@@ -11,6 +11,18 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
+from engine.kernels.cpu.adapters import (
+    DOWN_SITE,
+    GATE_UP_SITE,
+    OUTPUT_SITE,
+    QKV_SITE,
+    StepAdapters,
+    changes_site,
+    expand,
+    gate_rows,
+    norm_and_shrink,
+    shrink,
+)
 from engine.kernels.cpu.arguments import Attending, Cache, Floats, HeadShape, Int64s, Part, Queries, Range, Weights
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.barrier import wait
@@ -82,6 +94,7 @@ class Work(NamedTuple):
     operand: Operand
     attending: Attending
     cache: Cache
+    adapted: StepAdapters
 
 
 class _Matrices(NamedTuple):
@@ -96,36 +109,61 @@ class _Matrices(NamedTuple):
 @jit
 def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread calls this function."""
-    acts, operand, attending, cache = work
+    acts, operand, attending, cache, adapted = work
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
     begin_products(operand)
     start_phases(team.phase_cycles)
     for layer in range(layers.first, layers.end):
-        qkv, output, gate_up, down = _matrices(layer)
-        input_norm, post_norm = Norm(model.input_norms[layer], model.eps), Norm(model.post_norms[layer], model.eps)
+        qkv, output, _, _ = _matrices(layer)
+        input_norm = Norm(model.input_norms[layer], model.eps)
         norm_rows(acts.residual, input_norm, weights.matrices[qkv, 2], operand, rows)
+        norm_and_shrink(adapted, layer, QKV_SITE, acts.residual, input_norm, rows)
         _finish_phase(team, NORM)
         product(operand, weights, qkv, Target(acts.qkv, STORE), part)
         _finish_own_phase(team, QKV)
+        expand(adapted, layer, QKV_SITE, acts.qkv, own_rows)
         rotate_and_store(acts.queries.rows, Norm(model.head_norms[layer], model.eps), attending, cache, layer, own_rows)
         _finish_own_phase(team, STORE_KV)
         attend(attending, cache, layer, model.windows[layer], part)
         _finish_phase(team, ATTENTION)
         put_rows(acts.mixed, weights.matrices[output, 2], operand, rows)
+        shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
         _finish_phase(team, QUANTISE)
         product(operand, weights, output, Target(acts.own_residual, ADD), part)
         _finish_phase(team, OUTPUT)
-        norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, rows)
-        _finish_phase(team, NORM)
-        product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
-        _finish_phase(team, GATE_UP)
-        put_rows(acts.inner, weights.matrices[down, 2], operand, rows)
-        _finish_phase(team, QUANTISE)
-        product(operand, weights, down, Target(acts.own_residual, ADD), part)
-        _finish_phase(team, DOWN)
+        expand(adapted, layer, OUTPUT_SITE, acts.residual, rows)
+        _run_mlp(model, work, team, layer)
     end_products(operand)
+
+
+@jit
+def _run_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
+    """The second half of a layer. Until the next barrier, a thread may read its own rows of the residual only."""
+    acts, operand, _, _, adapted = work
+    weights, part = model.weights, Part(team.thread, team.num_threads)
+    rows = _rows_of(len(acts.residual), team.number, team.num_all)
+    _, _, gate_up, down = _matrices(layer)
+    post_norm = Norm(model.post_norms[layer], model.eps)
+    norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, rows)
+    norm_and_shrink(adapted, layer, GATE_UP_SITE, acts.residual, post_norm, rows)
+    _finish_phase(team, NORM)
+    is_gate_changed = changes_site(adapted, layer, GATE_UP_SITE)
+    if is_gate_changed:
+        product(operand, weights, gate_up, Target(adapted.gate_up, STORE), part)
+    else:
+        product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
+    _finish_phase(team, GATE_UP)
+    if is_gate_changed:
+        expand(adapted, layer, GATE_UP_SITE, adapted.gate_up, rows)
+        gate_rows(adapted, acts.inner, rows)
+    put_rows(acts.inner, weights.matrices[down, 2], operand, rows)
+    shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
+    _finish_phase(team, QUANTISE)
+    product(operand, weights, down, Target(acts.own_residual, ADD), part)
+    _finish_phase(team, DOWN)
+    expand(adapted, layer, DOWN_SITE, acts.residual, rows)
 
 
 @jit

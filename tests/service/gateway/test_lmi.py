@@ -185,7 +185,9 @@ async def test_n_and_best_of(
         (b'{"inputs": ["a"], "stream": true}', "streaming"),
         (b'{"inputs": "a", "parameters": {"num_beams": 4}}', "num_beams"),
         (b'{"inputs": "a", "parameters": {"bad_sequences": [["b"]]}}', "bad_sequences"),
-        (b'{"inputs": "a", "adapters": "b"}', "adapters"),
+        (b'{"inputs": "a", "adapters": 3}', "adapters"),
+        (b'{"inputs": ["a", "b"], "adapters": ["c"]}', "adapters must have one name for each input: got 1 for 2"),
+        (b'{"prompt": "a", "adapters": ["b", "c"]}', "adapters must be the name of one adapter"),
         (b'{"inputs": "a", "parameters": {"temperature": "hot"}}', "temperature"),
     ],
 )
@@ -196,9 +198,28 @@ async def test_unparsable_bodies_are_424(gateway: RunningGateway, body: bytes, s
     assert said in response.json()["error"]
 
 
-async def test_an_adapter_is_refused_not_ignored(gateway: RunningGateway) -> None:
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"inputs": "a", "adapters": "mine"}, ["mine"]),
+        ({"inputs": ["a", "b", "c"], "adapters": ["mine", "", "other"]}, ["mine", "", "other"]),
+        ({"inputs": ["a", "b"], "adapters": "mine"}, ["mine", "mine"]),
+        ({"inputs": ["a", "b"]}, ["", ""]),
+    ],
+)
+async def test_inputs_have_adapters(gateway: RunningGateway, body: dict[str, Any], named: list[str]) -> None:
+    assert (await gateway.http.post("/invocations", json=body)).status_code == 200
+    prompts = [body["inputs"]] if isinstance(body["inputs"], str) else body["inputs"]
+    asked = {request.prompt: request.adapter for request in gateway.script.requests}
+    assert [asked[prompt] for prompt in prompts] == named
+
+
+@pytest.mark.parametrize("body", [{"inputs": "a"}, {"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
+async def test_sagemakers_header_names_an_adapter(gateway: RunningGateway, body: dict[str, Any]) -> None:
     header = {"x-amzn-sagemaker-adapter-identifier": "mine"}
-    assert (await gateway.http.post("/invocations", json=invocation(), headers=header)).status_code == 424
+    assert (await gateway.http.post("/invocations", json=body, headers=header)).status_code == 200
+    request = gateway.script.requests[-1]
+    assert "mine" in (request.adapter, request.model)
 
 
 async def test_error_bodies_are_those_of_lmi(gateway: RunningGateway) -> None:

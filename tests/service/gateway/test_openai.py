@@ -175,6 +175,15 @@ async def test_models(gateway: RunningGateway) -> None:
     assert caught.value.code == "model_not_found"
 
 
+async def test_adapters_are_models_with_a_parent(gateway: RunningGateway) -> None:
+    gateway.script.adapters = ("tuned",)
+    async with client_of(gateway) as client:
+        listed = [(model.id, model.parent) async for model in client.models.list()]  # type: ignore[attr-defined]
+        assert listed == [("fake", None), ("tuned", "fake")]
+        await client.chat.completions.create(model="tuned", messages=MESSAGES)
+    assert gateway.script.requests[-1].model == "tuned"
+
+
 REFUSALS = [
     (grpc.StatusCode.INVALID_ARGUMENT, (), openai.BadRequestError),
     (grpc.StatusCode.NOT_FOUND, (("tandem-error", "ModelNotFound"),), openai.NotFoundError),

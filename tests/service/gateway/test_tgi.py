@@ -197,6 +197,12 @@ async def test_what_is_refused(gateway: RunningGateway, parameters: dict[str, An
     assert named in response.json()["error"]
 
 
+async def test_an_adapter_is_passed_on(gateway: RunningGateway) -> None:
+    response = await gateway.post("/generate", {"inputs": "x", "parameters": {"adapter_id": "mine"}})
+    assert response.status_code == 200
+    assert gateway.script.requests[-1].adapter == "mine"
+
+
 async def test_best_of_is_the_best_and_all_others(gateway: RunningGateway) -> None:
     parameters = {"best_of": 3, "do_sample": True, "details": True, "max_new_tokens": 5}
     (answer,) = (await gateway.post("/", {"inputs": "One", "parameters": parameters})).json()

@@ -99,7 +99,6 @@ def test_the_compiled_decoder_and_the_type_of_kv_are_the_workers(tmp_path: Path)
         "MAX_BEST_OF",
         "MAX_STOP_SEQUENCES",
         "MAX_TOP_N_TOKENS",
-        "LORA_ADAPTERS",
         "SERVING_BATCH_SIZE",
         "TGI_V1",
         "VALIDATION_WORKERS",
@@ -177,6 +176,16 @@ def test_a_degree_wins_over_sharded() -> None:
     assert found.origins["decode"] == {"tensor_parallel": "NUM_SHARD"}
 
 
+def test_adapters_are_the_workers(tmp_path: Path) -> None:
+    found = read(tmp_path, "option.enable_lora=true\noption.adapters=mine\noption.max_lora_rank=32\noption.max_loras=4")
+    assert found.of("prefill") == found.of("decode") == {"adapter": str(tmp_path / "mine"), "max_lora_rank": "32"}
+    assert [warning.partition(" ")[0] for warning in found.warnings] == [
+        "option.enable_lora=true",
+        "option.max_loras=4",
+    ]
+    assert read(tmp_path, LORA_ADAPTERS="a=/x,b=/y").of("decode") == {"adapter": "a=/x,b=/y"}
+
+
 def test_a_key_is_never_shown(tmp_path: Path) -> None:
     found = read(tmp_path, API_KEY="tgi-secret")
     assert found.warnings == ["API_KEY=*** (API_KEY) has no effect: keys are in a file, see --api-keys-file"]
@@ -188,7 +197,6 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
         ("option.tensor_parallel_degree=1\noption.tensor_parallel_size=2", {}, "contradict each other"),
         ("option.draft_model_tp_size=2", {}, "one process of a worker runs the draft model: expected 1, got '2'"),
         ("option.async_mode=true\noption.rolling_batch=vllm", {}, "option.rolling_batch=disable"),
-        ("option.enable_lora=true", {}, "not supported"),
         ("option.output_formatter=3p", {}, "jsonlines"),
         ("option.dtype=int8", {}, "option.quantize=int8"),
         ("", {"KV_CACHE_DTYPE": "fp8_e5m2"}, "fp8 KV is not supported"),

@@ -330,6 +330,15 @@ def test_ranks_of_prefill_workers_dial_an_address(capsys: pytest.CaptureFixture[
     assert "prefill.rank_listen must name an address of this machine, not 0.0.0.0" in refusal(capsys, *listen)
 
 
+def test_adapters_are_the_workers(prepared: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
+    """The flag may be repeated, and the worker itself says what is wrong with it."""
+    deployment, launch = prepared("--adapter", "a=/x", "--adapter", "b=/y", "--max-lora-rank", "32")
+    for worker in deployment.workers("127.0.0.1:1"):
+        settings = deployment.resolve(worker, launch.environ)
+        assert (settings.adapter, settings.max_lora_rank) == ("a=/x,b=/y", 32)
+    assert "two adapters are named a: /x and /y" in refusal(capsys, "--adapter", "a=/x", "--adapter", "a=/y")
+
+
 def test_rope_of_tgi_and_lmi_reaches_workers_and_router(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repaired: Repaired
 ) -> None:

@@ -292,6 +292,40 @@ def test_namespaces_do_not_share_blocks() -> None:
     assert batch.items[0].start == 0
 
 
+def test_adapters_do_not_share_blocks() -> None:
+    """The same prompt under two adapters and the base model: each finds its own KV only."""
+    scheduler, cached = new_scheduler(adapters=frozenset({"one", "two"})), []
+    for number, adapter in enumerate(("", "one", "two", "one", "", "two")):
+        scheduler.add(SequenceState(make_request(str(number), range(1, 9), max_new_tokens=1, adapter=adapter)))
+        while scheduler.has_work:
+            _, outputs = run_step(scheduler)
+        cached.append(outputs[0].cached_tokens)
+    assert cached == [0, 0, 0, BLOCK, BLOCK, BLOCK]
+
+
+def test_a_reservation_finds_no_kv_of_another_adapter() -> None:
+    scheduler = new_scheduler(adapters=frozenset({"one"}))
+    scheduler.add(SequenceState(make_request("a", range(1, 9), max_new_tokens=1, adapter="one")))
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert scheduler.reserve(SequenceState(make_request("b", range(1, 9), max_new_tokens=4))) == 0
+
+
+def test_an_adapter_that_is_not_loaded_is_refused() -> None:
+    scheduler = new_scheduler(adapters=frozenset({"one"}))
+    for accept in (scheduler.add, scheduler.reserve):
+        with pytest.raises(InvalidRequest, match="no adapter two"):
+            accept(SequenceState(make_request("a", range(1, 9), adapter="two")))
+
+
+def test_rows_of_one_adapter_are_neighbours() -> None:
+    scheduler = new_scheduler(max_num_seqs=8, max_batch_tokens=8, adapters=frozenset({"one", "two"}))
+    for number, adapter in enumerate(("two", "", "one", "two", "")):
+        scheduler.add(SequenceState(make_request(str(number), [number], adapter=adapter)))
+    adapters = [item.sequence.request.adapter for item in scheduler.schedule().items]
+    assert adapters == ["", "", "one", "two", "two"]
+
+
 def test_reservation_with_everything_cached_needs_no_kv() -> None:
     scheduler = new_scheduler()
     scheduler.add(SequenceState(make_request("a", range(1, 9), max_new_tokens=1)))

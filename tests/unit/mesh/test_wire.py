@@ -11,7 +11,7 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
-from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
 from tests.fakes.requests import make_request
@@ -61,7 +61,7 @@ def test_forks_round_trip() -> None:
 
 @given(samplings, st.booleans(), st.sampled_from([None, 1.5]))
 def test_request_round_trip(sampling: SamplingParams, prompt_logprobs: bool, time_left_s: float | None) -> None:
-    request = make_request("r", [1, 2, 3], prompt_logprobs=prompt_logprobs, time_left_s=time_left_s)
+    request = make_request("r", [1, 2, 3], prompt_logprobs=prompt_logprobs, time_left_s=time_left_s, adapter="d")
     request = type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"sampling": sampling})
     assert wire.spec_from_proto(wire.spec_to_proto(request)) == request
 
@@ -111,7 +111,7 @@ def test_worker_round_trip() -> None:
     endpoints = (KVEndpoint("h:2", KVSpan(Span(0, 1), Span(0, 4))), KVEndpoint("h:3", KVSpan(Span(1, 1), Span(0, 4))))
     for role in WorkerRole:
         info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, kv_endpoints=endpoints)
-        info = replace(info, tensor_parallel=4, pipeline_parallel=2)
+        info = replace(info, tensor_parallel=4, pipeline_parallel=2, adapters=(Adapter("mine", "digest"),))
         assert wire.worker_from_proto(wire.worker_to_proto(info)) == info
         older = wire.worker_to_proto(info)
         for degree in ("tensor_parallel", "pipeline_parallel"):

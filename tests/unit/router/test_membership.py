@@ -6,7 +6,7 @@ import pytest
 
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.kv import KVLayout
-from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.worker import Adapter, CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from router.workers.membership import Membership
 
 INFO = WorkerInfo(
@@ -21,6 +21,7 @@ INFO = WorkerInfo(
     max_num_seqs=8,
     num_blocks=10,
     max_model_len=100,
+    adapters=(Adapter("mine", "1"),),
 )
 
 
@@ -96,6 +97,7 @@ def test_returning_worker_must_send_a_snapshot(membership: Membership) -> None:
         ({"layout": replace(INFO.layout, model_fingerprint="other")}, "'fp' here, 'other' there"),
         ({"tokenizer_fingerprint": "u"}, "tokenizers differ: t at decode-0, u at prefill-0"),
         ({"protocol_version": 99}, "speaks protocol 99"),
+        ({"adapters": (Adapter("mine", "2"),)}, "adapters named mine differ: 1 at decode-0, 2 at prefill-0"),
     ],
 )
 def test_worker_that_does_not_fit_is_refused_in_words(membership: Membership, change: dict, message: str) -> None:

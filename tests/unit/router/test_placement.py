@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.kv import KVLayout, block_hashes
-from mesh.domain.worker import WorkerState
+from mesh.domain.worker import Adapter, WorkerState
 from router.admission.placement import InFlight, NoPlacement, Placement, PrefixChain, place
 from router.tenants import Tenant
+from tests.fakes.requests import make_request
 from tests.fakes.router_views import BLOCK, decode, prefill, query, snapshot
 
 
@@ -208,6 +209,35 @@ def test_layouts_keep_their_own_block_size() -> None:
     layout = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=8, dtype="float32")
     placed = place(query(8), snapshot(decode(layout=layout, num_blocks=2)))
     assert isinstance(placed, Placement)
+
+
+MINE = Adapter("mine", "digest-of-mine")
+
+
+def test_only_workers_with_the_adapter_are_chosen() -> None:
+    """An idle worker without it loses to a busy one that has it, for prompts and for decoding."""
+    wanted = query(adapter=MINE.digest)
+    views = [decode("a"), decode("b", adapters=(MINE,)), prefill("c"), prefill("d", adapters=(MINE,))]
+    busy = {name: InFlight(num_seqs=2, num_blocks=8, prefill_tokens=8) for name in ("b", "d")}
+    placed = place(wanted, snapshot(*views, in_flight=busy))
+    assert isinstance(placed, Placement)
+    assert placed.prefill is not None
+    assert (placed.prefill.worker_id, placed.decode.worker_id) == ("d", "b")
+    without_prefill = place(wanted, snapshot(*views[:3]))
+    assert isinstance(without_prefill, Placement)
+    assert (without_prefill.prefill, without_prefill.decode.worker_id) == (None, "b")
+
+
+def test_an_adapter_that_nobody_has_is_told_from_no_worker() -> None:
+    assert place(query(adapter=MINE.digest), snapshot(decode())) is NoPlacement.NO_ADAPTER
+    assert place(query(adapter=MINE.digest), snapshot()) is NoPlacement.NO_DECODE_WORKER
+
+
+def test_a_prefix_under_another_adapter_is_cold() -> None:
+    specs = [make_request("r", range(32), cache_namespace="m", adapter=adapter) for adapter in ("", "one", "two")]
+    view = decode()
+    view.cached.update(block_hashes(range(32), BLOCK, specs[1].kv_scope))
+    assert [PrefixChain(spec.token_ids, spec.kv_scope).num_cached_tokens(view) for spec in specs] == [0, 32, 0]
 
 
 def test_a_foreign_tenants_prefix_is_cold() -> None:

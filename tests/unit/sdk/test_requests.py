@@ -41,6 +41,7 @@ def test_every_argument_reaches_its_field() -> None:
             "n": 2,
             "best_of": 4,
             "client_request_id": "mine",
+            "adapter": "tuned",
             "priority": "batch",
             "ttft_target": 1.5,
             "timeout": 1.0,
@@ -49,7 +50,7 @@ def test_every_argument_reaches_its_field() -> None:
     sampling = request.sampling
     assert list(request.token_ids.ids) == [1, 2]
     assert (request.model, request.num_choices, request.client_request_id) == ("m", 2, "mine")
-    assert request.best_of == 4
+    assert (request.best_of, request.adapter) == (4, "tuned")
     assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.top_k, sampling.seed) == (3, 1, 4, 2**64 - 1)
     assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.75, 0.25)
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -1.0, 2.0)

@@ -1,0 +1,197 @@
+"""Reads LoRA adapters (Hu et al. 2022) in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+Only headers are read here, and the bytes once for the digest. An adapter is known by its digest everywhere behind the
+router: two files with one name are two adapters.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from checkpoint.model_files import read_json
+from checkpoint.tensors import StoredTensor, read_header
+from mesh.domain.errors import ConfigurationError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+_PREFIX = "base_model.model."
+_PARTS = ("lora_A", "lora_B")
+_READ_BYTES = 1 << 20
+# What changes an adapter's arithmetic, with the values of a plain LoRA.
+_PLAIN: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "modules_to_save": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+}
+# These begin training with a changed base model, which the adapter alone does not have.
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMatrix:
+    """The change of one module's matrix: `scale * b @ a`, with a [rank, inputs] and b [outputs, rank]."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter on disk. `matrices` are by the name of the module, as the base model's checkpoint has it. `base` is
+    what the adapter says it was trained on; "" if it says nothing.
+    """
+
+    name: str
+    folder: Path
+    digest: str
+    base: str
+    matrices: Mapping[str, AdapterMatrix]
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of its matrices."""
+        return max(matrix.rank for matrix in self.matrices.values())
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(part.shape) for m in self.matrices.values() for part in (m.a, m.b))
+
+
+def find_adapters(text: str) -> dict[str, Path]:
+    """The folders that a setting lists, by name: `NAME=FOLDER,...`. An item without a name is a folder of adapters,
+    each in a folder of its own, whose name is the adapter's. Raises ConfigurationError.
+    """
+    folders: dict[str, Path] = {}
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        name, is_named, path = item.partition("=")
+        folder = Path(path if is_named else item).expanduser()
+        found = {name: folder} if is_named else {config.parent.name: config.parent for config in _configs(folder)}
+        for name, folder in found.items():
+            if not _NAME.fullmatch(name):
+                raise ConfigurationError(
+                    f"adapter {item!r}: a name has 1 to 64 letters, digits, '.', '_' or '-': give NAME=FOLDER"
+                )
+            if name in folders:
+                raise ConfigurationError(f"two adapters are named {name}: {folders[name]} and {folder}")
+            folders[name] = folder
+    return folders
+
+
+def _configs(folder: Path) -> list[Path]:
+    configs = sorted(folder.glob(f"*/{CONFIG_FILE}"))
+    if not configs:
+        raise ConfigurationError(
+            f"adapter {folder}: no folder in it has {CONFIG_FILE}: name one adapter as in NAME=FOLDER"
+        )
+    return configs
+
+
+def read_adapter(name: str, folder: Path, max_rank: int) -> AdapterFiles:
+    """Read the headers of an adapter. Raises ConfigurationError, which names the adapter and what is wrong with it."""
+    try:
+        return _read(name, folder, max_rank)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"adapter {name}: {error}") from error
+
+
+def _read(name: str, folder: Path, max_rank: int) -> AdapterFiles:
+    for file in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / file).is_file():
+            hint = "; save it with safetensors" if (folder / "adapter_model.bin").exists() else ""
+            raise ConfigurationError(f"{folder} has no {file}{hint}")
+    config = read_json(folder / CONFIG_FILE)
+    _refuse_unsupported(config)
+    stored = read_header(folder / WEIGHTS_FILE)
+    matrices = {module: _matrix(module, parts, config) for module, parts in _by_module(stored).items()}
+    if not matrices:
+        raise ConfigurationError(f"{folder / WEIGHTS_FILE} has no matrices")
+    adapter = AdapterFiles(
+        name, folder, _digest(folder, config), str(config.get("base_model_name_or_path") or ""), matrices
+    )
+    if adapter.rank > max_rank:
+        raise ConfigurationError(f"its rank is {adapter.rank}, over max_lora_rank {max_rank}: raise max_lora_rank")
+    return adapter
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    for key, plain in _PLAIN.items():
+        value = config.get(key, plain[0])
+        if value not in plain:
+            raise ConfigurationError(
+                f"{key} {value!r} is not supported, only {plain[0]!r} is: merge the adapter into its base model and "
+                "serve that"
+            )
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start.startswith(_CHANGED_BASES):
+        raise ConfigurationError(
+            f"init_lora_weights {start!r} changes the base model: save the adapter with "
+            "path_initial_model_for_weight_conversion"
+        )
+
+
+def _by_module(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """The two tensors of each module. Raises ConfigurationError for tensors that are not a LoRA's."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        module, _, part = name.removesuffix(".weight").rpartition(".")
+        if part not in _PARTS or not name.endswith(".weight") or len(tensor.shape) != 2:
+            raise ConfigurationError(
+                f"tensor {name} is not supported: only lora_A and lora_B of linear modules are; train the adapter "
+                "without it, or merge it into its base model"
+            )
+        modules.setdefault(module.removeprefix(_PREFIX), {})[part] = tensor
+    return modules
+
+
+def _matrix(module: str, parts: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> AdapterMatrix:
+    if missing := [part for part in _PARTS if part not in parts]:
+        raise ConfigurationError(f"module {module} has no {missing[0]}.weight")
+    a, b = (parts[part] for part in _PARTS)
+    rank = a.shape[0]
+    if b.shape[1] != rank or not rank:
+        raise ConfigurationError(f"module {module}: lora_A {a.shape} and lora_B {b.shape} have different ranks")
+    wanted = _of_module(module, config, "rank_pattern", config.get("r"))
+    if rank != wanted:
+        raise ConfigurationError(f"module {module} has rank {rank}, and {CONFIG_FILE} says {wanted}")
+    alpha = _of_module(module, config, "alpha_pattern", config.get("lora_alpha"))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ConfigurationError(f"lora_alpha of module {module} is {alpha!r}, not a number")
+    return AdapterMatrix(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _of_module(module: str, config: Mapping[str, Any], pattern: str, default: object) -> object:
+    """The value of the first key in `pattern` that matches the module's name, or its end, as in PEFT."""
+    for key, value in (config.get(pattern) or {}).items():
+        try:
+            if re.fullmatch(rf"(.*\.)?({key})", module):
+                return value
+        except re.error as error:
+            raise ConfigurationError(f"{pattern}: {key!r} is not a regular expression: {error}") from error
+    return default
+
+
+def _digest(folder: Path, config: Mapping[str, Any]) -> str:
+    """A hash of all that changes what the adapter computes."""
+    scales = {key: config.get(key) for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")}
+    digest = blake2b(repr(scales).encode(), digest_size=16, person=b"tandem-adapter")
+    with (folder / WEIGHTS_FILE).open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()

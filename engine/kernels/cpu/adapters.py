@@ -1,0 +1,168 @@
+"""LoRA adapters inside the loop over layers: y += b (a x), for the rows that use an adapter.
+
+A thread does its own rows, between two barriers that the loop has anyway: `shrink` computes a x where the rows of a
+product are prepared, `expand` adds b (a x) where its result is read next. Neighbouring rows of one adapter are
+multiplied together. Sums are always added in the same order, so a row's result does not depend on its batch. Matrices
+are packed in panels of 16 outputs, [inputs][16], as `tiles.py` reads them.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kernels.cpu.arguments import Address, Element, Floats, Int64s, Matrix, Range
+from engine.kernels.cpu.compiler import address, jit
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
+from engine.kernels.cpu.rows import Norm
+from engine.kernels.cpu.tiles import TileProduct, gate_panels, multiply_tile
+from engine.kernels.cpu.vectors import scale_row, weigh_row
+
+QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE = range(4)
+"""The products of a layer that an adapter may change."""
+NUM_SITES = 4
+MAX_TILE = 6
+_PANEL_BYTES = PANEL * FLOAT_BYTES
+
+
+class Piece(NamedTuple):
+    """The change of some columns of a product by one module of an adapter: a row of AdapterPieces.pieces."""
+
+    a_at: int  # index of a's first number; a: [panels of the rank, inputs, 16]
+    b_at: int  # b: [panels, rank, 16]
+    rank: int
+    column: int  # of the product, where the first panel is added
+    step: int  # columns from panel to panel: 16, or 32 where gates and ups alternate
+    panels: int
+
+
+class AdapterPieces(NamedTuple):
+    """The packed adapters of a model, the same in every step."""
+
+    packed: Floats  # flat
+    pieces: Int64s  # [num_pieces, 6]: see Piece
+    starts: Int64s  # [num_adapters, num_layers, NUM_SITES + 1]: the first piece of each site, and the end
+
+
+class StepAdapters(NamedTuple):
+    """The adapters of a step. Threads share all arrays but `tile`, each with its own rows. If no row uses an adapter,
+    there are no runs, and the buffers are empty.
+    """
+
+    adapters: AdapterPieces
+    runs: Int64s  # [num_runs, 3]: number of the adapter, first row, end row; in the order of rows
+    normed: Floats  # [num_tokens, hidden]
+    shrunk: Floats  # [num_tokens, numbers of the longest a x]
+    gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate
+    tile: Floats  # flat [MAX_TILE * 16]
+
+
+@jit
+def changes_site(step: StepAdapters, layer: int, site: int) -> bool:
+    """True if an adapter of the step changes the product."""
+    for run in range(len(step.runs)):
+        starts = step.adapters.starts[step.runs[run, 0], layer]
+        if starts[site] < starts[site + 1]:
+            return True
+    return False
+
+
+@jit
+def norm_and_shrink(step: StepAdapters, layer: int, site: int, x: Floats, norm: Norm, part: Range) -> None:
+    """Like `shrink`, of rows after a root-mean-square norm."""
+    width, step_bytes = x.shape[1], x.shape[1] * FLOAT_BYTES
+    for run in range(len(step.runs)):
+        for r in range(max(part.first, step.runs[run, 1]), min(part.end, step.runs[run, 2])):
+            out = address(step.normed) + r * step_bytes
+            total = weigh_row(address(x) + r * step_bytes, address(norm.weight), width // PANEL, out)
+            factor = np.float32(1.0) / np.sqrt(total / np.float32(width) + norm.eps)
+            scale_row(out, width // PANEL, factor, out)
+    shrink(step, layer, site, step.normed, part)
+
+
+@jit
+def shrink(step: StepAdapters, layer: int, site: int, x: Floats, part: Range) -> None:
+    """Compute a x of the rows of x [num_tokens, inputs] in the range that use an adapter."""
+    packed, pieces, starts = step.adapters
+    depth, shrunk_step = x.shape[1], step.shrunk.shape[1] * FLOAT_BYTES
+    for run in range(len(step.runs)):
+        adapter, first, end = step.runs[run]
+        first, end = max(first, part.first), min(end, part.end)
+        if first >= end:
+            continue
+        rows = Matrix(address(x) + first * depth * FLOAT_BYTES, depth * FLOAT_BYTES)
+        out = address(step.shrunk) + first * shrunk_step
+        for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
+            a_at, rank = pieces[piece, 0], pieces[piece, 2]
+            for panel in range((rank + PANEL - 1) // PANEL):
+                a = address(packed) + (a_at + panel * depth * PANEL) * FLOAT_BYTES
+                _multiply(TileProduct(rows, Matrix(a, 0), Matrix(out, shrunk_step)), depth, end - first, packed[0])
+                out += _PANEL_BYTES
+
+
+@jit
+def expand(step: StepAdapters, layer: int, site: int, y: Floats, part: Range) -> None:
+    """Add b (a x) to the rows of y [num_tokens, columns] in the range, after `shrink`."""
+    packed, pieces, starts = step.adapters
+    shrunk_step = step.shrunk.shape[1] * FLOAT_BYTES
+    for run in range(len(step.runs)):
+        adapter, first, end = step.runs[run]
+        first, end = max(first, part.first), min(end, part.end)
+        if first >= end:
+            continue
+        shrunk = address(step.shrunk) + first * shrunk_step
+        for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
+            _, b_at, rank, column, column_step, num_panels = pieces[piece]
+            for panel in range(num_panels):
+                b = address(packed) + (b_at + panel * rank * PANEL) * FLOAT_BYTES
+                _add_panel(step, y, Range(first, end), column + panel * column_step, rank, shrunk, b)
+            shrunk += (rank + PANEL - 1) // PANEL * _PANEL_BYTES
+
+
+@jit
+def _add_panel(step: StepAdapters, y: Floats, rows: Range, column: int, rank: int, shrunk: Address, b: Address) -> None:
+    """Add 16 columns of b (a x) to the rows."""
+    shrunk_step, tile = step.shrunk.shape[1] * FLOAT_BYTES, step.tile
+    row = rows.first
+    while row < rows.end:
+        left = Matrix(shrunk + (row - rows.first) * shrunk_step, shrunk_step)
+        matrices = TileProduct(left, Matrix(b, 0), Matrix(address(tile), _PANEL_BYTES))
+        count = _multiply_some(matrices, rank, rows.end - row, step.adapters.packed[0])
+        for r in range(count):
+            for i in range(PANEL):
+                y[row + r, column + i] += tile[r * PANEL + i]
+        row += count
+
+
+@jit
+def _multiply(matrices: TileProduct, depth: int, num_rows: int, element: Element) -> None:
+    """Multiply all rows with one panel."""
+    a, b, out = matrices
+    row = 0
+    while row < num_rows:
+        some = TileProduct(Matrix(a.address + row * a.step, a.step), b, Matrix(out.address + row * out.step, out.step))
+        row += _multiply_some(some, depth, num_rows - row, element)
+
+
+@jit
+def _multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
+    """Multiply the largest tile that has rows only; returns its rows."""
+    if max_rows >= MAX_TILE:
+        multiply_tile(matrices, depth, 6, 1, element)
+        return 6
+    if max_rows >= 4:
+        multiply_tile(matrices, depth, 4, 1, element)
+        return 4
+    if max_rows >= 2:
+        multiply_tile(matrices, depth, 2, 1, element)
+        return 2
+    multiply_tile(matrices, depth, 1, 1, element)
+    return 1
+
+
+@jit
+def gate_rows(step: StepAdapters, out: Floats, part: Range) -> None:
+    """silu(gate) * up of the rows in the range, from `gate_up` to out [num_tokens, intermediate]."""
+    width = out.shape[1]
+    for r in range(part.first, part.end):
+        gate_up = address(step.gate_up) + 2 * r * width * FLOAT_BYTES
+        gate_panels(gate_up, width // PANEL, address(out) + r * width * FLOAT_BYTES)

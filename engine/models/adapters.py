@@ -1,0 +1,116 @@
+"""LoRA adapters (Hu et al. 2022) as they are loaded: y += b (a x), for the rows that use the adapter.
+
+A parameter may merge several modules of the checkpoint, as "qkv" does. Each module that an adapter changes is a piece,
+which adds to some outputs of the parameter. The eager decoder computes pieces in `linear.py`; the compiled decoder has
+them packed (`packed_adapters.py`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from checkpoint.adapters import AdapterFiles, AdapterMatrix
+from checkpoint.tensors import StoredTensor
+from engine.finite import is_finite
+from engine.models.model_config import ModelConfig
+from engine.models.parameters import ParameterSpec, Source, parameter_specs
+from mesh.domain.errors import ConfigurationError
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAX_NAMED = 3
+
+
+class Piece(NamedTuple):
+    """Outputs `[first, first + len(b))` of a parameter change by b (a x). a: [rank, inputs], b: [outputs, rank] with
+    the adapter's scale; both are fp32.
+    """
+
+    a: Tensor
+    b: Tensor
+    first: int
+
+
+AdapterWeights = Mapping[str, tuple[Piece, ...]]
+"""The pieces of one adapter, by the name of the parameter."""
+
+
+def load_adapters(adapters: Sequence[AdapterFiles], config: ModelConfig) -> list[AdapterWeights]:
+    """Read the adapters of a model, in order. Raises ConfigurationError, which names the adapter, if one does not
+    fit.
+    """
+    specs = parameter_specs(config)
+    return [_load(adapter, specs) for adapter in adapters]
+
+
+def _load(adapter: AdapterFiles, specs: Sequence[ParameterSpec]) -> AdapterWeights:
+    try:
+        _require_known(adapter, specs)
+        pieces = {spec.name: tuple(_pieces(adapter, spec)) for spec in specs if _is_adaptable(spec)}
+    except (OSError, ConfigurationError) as error:
+        raise ConfigurationError(f"adapter {adapter.name}: {error}") from error
+    return {name: found for name, found in pieces.items() if found}
+
+
+def _is_adaptable(spec: ParameterSpec) -> bool:
+    """True for the matrices of attention, and of an MLP that all rows pass through."""
+    return spec.is_matrix and spec.name.startswith("layers.") and spec.name.count(".") == 2
+
+
+def _require_known(adapter: AdapterFiles, specs: Sequence[ParameterSpec]) -> None:
+    known = {_module(source): _is_adaptable(spec) for spec in specs for source in spec.sources}
+    if missing := [module for module in adapter.matrices if module not in known]:
+        trained_on = f", and says that it was trained on {adapter.base}" if adapter.base else ""
+        raise ConfigurationError(
+            f"the model has no {_some(missing)}: the adapter is for another base model{trained_on}"
+        )
+    if refused := [module for module in adapter.matrices if not known[module]]:
+        raise ConfigurationError(
+            f"{_some(refused)} cannot have an adapter, only attention and plain MLPs can: train the adapter without "
+            "it, or merge it into its base model"
+        )
+
+
+def _module(source: Source) -> str:
+    return source.name.removesuffix(".weight")
+
+
+def _some(modules: Sequence[str]) -> str:
+    more = f" and {len(modules) - _MAX_NAMED} more" if len(modules) > _MAX_NAMED else ""
+    return f"module {', '.join(modules[:_MAX_NAMED])}{more}"
+
+
+def _pieces(adapter: AdapterFiles, spec: ParameterSpec) -> Iterator[Piece]:
+    first = 0
+    for source in spec.sources:
+        matrix = adapter.matrices.get(_module(source))
+        if matrix is not None:
+            yield _piece(matrix, source, spec.factor, first)
+        first += source.num_rows
+
+
+def _piece(matrix: AdapterMatrix, source: Source, factor: float, first: int) -> Piece:
+    outputs, inputs = source.shape[::-1] if source.transposed else source.shape
+    shape_a, shape_b = (matrix.rank, inputs), (outputs, matrix.rank)
+    for name, part, shape in (("lora_A", matrix.a, shape_a), ("lora_B", matrix.b, shape_b)):
+        if part.shape != shape:
+            raise ConfigurationError(
+                f"{name} of {_module(source)} has shape {list(part.shape)}, and this base model needs {list(shape)}"
+            )
+    a, b = (_values(part, _module(source)) for part in (matrix.a, matrix.b))
+    if source.rows is not None:
+        b = b[torch.from_numpy(source.rows)]
+    return Piece(a, b * (matrix.scale * factor), first)
+
+
+def _values(tensor: StoredTensor, module: str) -> Tensor:
+    if tensor.dtype not in _DTYPES:
+        raise ConfigurationError(f"{module} has dtype {tensor.dtype}, not one of {', '.join(_DTYPES)}")
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        stored = bytearray(file.read(tensor.num_bytes))
+    values = torch.frombuffer(stored, dtype=_DTYPES[tensor.dtype]).view(tensor.shape).to(torch.float32)
+    if not is_finite(values):
+        raise ConfigurationError(f"{module} has numbers that are NaN or infinite")
+    return values

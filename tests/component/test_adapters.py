@@ -1,0 +1,290 @@
+"""LoRA adapters: parity with transformers' models that have the adapter merged, and rows that do not disturb others."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
+
+from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
+from decode_worker.settings import DecodeSettings
+from engine.load_runner import load_model_runner
+from engine.model_runner import ModelRunner
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
+from engine.runner_settings import RunnerSettings
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.worker import WorkerRole
+from tests.component.adapters import PREFIX, merged_reference, read_adapters, write_adapter
+from tests.component.arms import load_arm
+from tests.component.driving import Driver, Run
+from tests.component.encoder_decoders import build_encoder_decoder
+from tests.component.parity import NUM_NEW, NUM_TOP, TOLERANCE, expect, prompts, require_same
+from tests.component.test_ranks import require_equal
+from tests.component.test_speculation import answer, ids
+from tests.fakes.drafters import FakeDrafter, known
+from tests.fakes.requests import make_request
+from worker.engine_host import EngineLimits, build_host
+
+Checkpoint = Callable[[str], Path]
+
+
+def run_together(runner: ModelRunner, digests: dict[int, str]) -> list[Run]:
+    """A sequence for each number, with this adapter ("": none): all in the same steps, in chunks, then decodes."""
+    driver, options = Driver(runner), {"max_new_tokens": NUM_NEW, "prompt_logprobs": True, "top_logprobs": NUM_TOP}
+    runs = [
+        driver.add(make_request(f"r{number}", prompts()[number % 3], adapter=digest, **options))
+        for number, digest in digests.items()
+    ]
+    driver.finish(*runs, chunk=7)
+    return runs
+
+
+def check_adapters(model_dir: Path, runner: ModelRunner, adapters: Sequence[AdapterFiles], tolerance: float) -> None:
+    """The answers of each adapter are those of transformers with the adapter merged, beside rows of the base model."""
+    digests = ["", *(adapter.digest for adapter in adapters), ""]
+    runs = run_together(runner, dict(enumerate(digests)))
+    for number, adapter in enumerate(adapters, start=1):
+        expected = expect(merged_reference(model_dir, adapter.folder), prompts()[number % 3])
+        require_same(runs[number], expected, tolerance)
+    base = run_together(runner, {1: ""})
+    assert base[0].prompt_logprobs != runs[1].prompt_logprobs, "the adapter changes nothing"
+
+
+def four_adapters(model_dir: Path, folder: Path) -> tuple[AdapterFiles, ...]:
+    """Of several ranks and targets, with each kind of scale and both patterns."""
+    return read_adapters(
+        write_adapter(model_dir, folder / "a", rank=16, seed=1),
+        write_adapter(model_dir, folder / "b", rank=3, targets="[qv]_proj", seed=2, use_rslora=True),
+        write_adapter(model_dir, folder / "c", rank=20, targets="mlp", seed=3, alpha_pattern={r"layers\.1\..*": 9}),
+        write_adapter(model_dir, folder / "d", targets="o_proj|up_proj", seed=4, rank_pattern={"up_proj": 17}),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "llama-tied", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arm", ["compiled", "torch"])
+def test_parity_with_the_merged_model(checkpoint: Checkpoint, tmp_path: Path, family: str, arm: str) -> None:
+    model_dir = checkpoint(family)
+    adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine", rank=5))
+    check_adapters(model_dir, load_arm(model_dir, arm, adapters=adapters), adapters, 3 * TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt2", "gptj", "gpt-neox", "opt", "bloom", "falcon-40b", "phi", "phi3", "gemma2", "granite", "glm4"]
+)
+def test_parity_of_other_layouts(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    """Fused, grouped and transposed matrices, other orders of rotary dimensions, factors on the residual."""
+    model_dir = checkpoint(family)
+    adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine"))
+    check_adapters(model_dir, load_arm(model_dir, "torch", adapters=adapters), adapters, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("arm", ["compiled", "torch"])
+def test_four_adapters_in_one_batch(checkpoint: Checkpoint, tmp_path: Path, arm: str) -> None:
+    model_dir = checkpoint("llama")
+    adapters = four_adapters(model_dir, tmp_path)
+    check_adapters(model_dir, load_arm(model_dir, arm, adapters=adapters), adapters, 3 * TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"dtype": "bfloat16"}], ids=["fp32", "int8", "bf16"])
+def test_a_mixed_batch_equals_each_alone_to_the_bit(
+    checkpoint: Checkpoint, tmp_path: Path, options: dict[str, str]
+) -> None:
+    model_dir = checkpoint("llama")
+    adapters = four_adapters(model_dir, tmp_path)
+    runner, base = (load_arm(model_dir, "compiled", adapters=some, **options) for some in (adapters, ()))
+    digests = dict(enumerate(["", *(adapter.digest for adapter in adapters), "", adapters[0].digest]))
+    mixed = run_together(runner, digests)
+    require_equal(mixed, [run_together(runner, {number: digest})[0] for number, digest in digests.items()])
+    require_equal([mixed[0], mixed[5]], [run_together(base, {number: ""})[0] for number in (0, 5)])
+
+
+def test_a_mixed_batch_of_the_eager_decoder_is_near_each_alone(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = checkpoint("llama")
+    adapters = four_adapters(model_dir, tmp_path)
+    runner = load_arm(model_dir, "torch", adapters=adapters)
+    digests = dict(enumerate(["", *(adapter.digest for adapter in adapters), ""]))
+    for (number, digest), run in zip(digests.items(), run_together(runner, digests), strict=True):
+        alone = run_together(runner, {number: digest})[0]
+        assert run.token_ids == alone.token_ids
+        assert [t.logprob for t in run.tokens] == pytest.approx([t.logprob for t in alone.tokens], abs=1e-5)
+
+
+def _add_tensor(folder: Path, name: str, *shape: int) -> None:
+    path = folder / "adapter_model.safetensors"
+    save_file(load_file(path) | {name: torch.zeros(shape)}, path)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"bias": "lora_only"}, "bias 'lora_only' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"r": 8}, "has rank 4, and adapter_config.json says 8"),
+        ({"lora_alpha": None}, "lora_alpha of module .* is None"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern: '\\(' is not a regular expression"),
+    ],
+)
+def test_configs_that_are_not_plain_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with pytest.raises(ConfigurationError, match=f"adapter mine: .*{reason}"):
+        read_adapter("mine", folder, 64)
+
+
+def test_a_rank_over_the_cap_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine", rank=9)
+    with pytest.raises(ConfigurationError, match="adapter mine: its rank is 9, over max_lora_rank 8: raise"):
+        read_adapter("mine", folder, 8)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape", "reason"),
+    [
+        ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", (64,), "only lora_A and lora_B"),
+        ("model.layers.0.self_attn.k_proj.lora_A.weight", (4, 32), "has shape .4, 32., and this base model needs"),
+        ("model.layers.0.self_attn.k_proj.lora_B.weight", (32, 5), "have different ranks"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path, tensor: str, shape: tuple[int, ...], reason: str
+) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    _add_tensor(folder, PREFIX + tensor, *shape)
+    with pytest.raises(ConfigurationError, match=f"adapter mine: .*{reason}"):
+        load_arm(checkpoint("llama"), "torch", adapters=read_adapters(folder))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (
+            "model.layers.7.self_attn.q_proj",
+            "the model has no module model.layers.7.* for another base model, and says",
+        ),
+        ("lm_head", "module lm_head cannot have an adapter"),
+    ],
+)
+def test_modules_that_do_not_fit_are_refused(checkpoint: Checkpoint, tmp_path: Path, module: str, reason: str) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine", base_model_name_or_path="org/other")
+    for part, shape in (("lora_A", (4, 64)), ("lora_B", (64, 4))):
+        _add_tensor(folder, f"{PREFIX}{module}.{part}.weight", *shape)
+    with pytest.raises(ConfigurationError, match=f"adapter mine: .*{reason}"):
+        load_arm(checkpoint("llama"), "torch", adapters=read_adapters(folder))
+
+
+def _an_expert(model_dir: Path) -> str:
+    specs = parameter_specs(load_decoder_config(model_dir))
+    return next(s.sources[0].name.removesuffix(".weight") for s in specs if ".experts.0." in s.name)
+
+
+def test_experts_and_ranks_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    with pytest.raises(ConfigurationError, match="adapters work with one rank"):
+        RunnerSettings(checkpoint("llama"), adapters=read_adapters(folder), tensor_parallel=2)
+    experts = write_adapter(checkpoint("mixtral"), tmp_path / "experts")
+    module = _an_expert(checkpoint("mixtral"))
+    for part in ("lora_A", "lora_B"):
+        _add_tensor(experts, f"{PREFIX}{module}.{part}.weight", 4, 4)
+    with pytest.raises(ConfigurationError, match=f"adapter experts: module {module} cannot have an adapter"):
+        load_arm(checkpoint("mixtral"), "torch", adapters=read_adapters(experts))
+
+
+def test_a_setting_lists_folders_by_name(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    a, b = (write_adapter(checkpoint("llama"), tmp_path / name) for name in "ab")
+    assert find_adapters(f"first={a}, second={b}") == {"first": a, "second": b}
+    assert find_adapters(str(tmp_path)) == {"a": a, "b": b}
+    assert find_adapters("") == {}
+    for text, reason in (
+        (f"a={a},a={b}", "two adapters are named a"),
+        (f"a b={a}", "a name has 1 to 64 letters"),
+        (str(a), "no folder in it has adapter_config.json"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason):
+            find_adapters(text)
+
+
+def test_a_digest_tells_contents_not_names(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = checkpoint("llama")
+    same = [read_adapters(write_adapter(model_dir, tmp_path / name))[0].digest for name in "ab"]
+    assert same[0] == same[1]
+    for changes in ({"seed": 1}, {"lora_alpha": 7}, {"use_rslora": True}):
+        assert read_adapters(write_adapter(model_dir, tmp_path / "c", **changes))[0].digest != same[0]
+
+
+def test_missing_files_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ConfigurationError, match=r"has no adapter_model\.safetensors; save it"):
+        read_adapter("mine", folder, 8)
+
+
+@pytest.mark.parametrize("mistakes", [0.0, 0.5])
+def test_drafts_change_nothing(checkpoint: Checkpoint, tmp_path: Path, mistakes: float) -> None:
+    """Steps in which sequences of several adapters have several rows each."""
+    model_dir = checkpoint("llama")
+    adapters = four_adapters(model_dir, tmp_path)
+    runner = load_arm(model_dir, "compiled", adapters=adapters)
+    digests = ["", *(adapter.digest for adapter in adapters)]
+    asked = [
+        make_request(f"r{number}", prompts()[number % 3], max_new_tokens=20, adapter=digest)
+        for number, digest in enumerate(digests)
+    ]
+    known_digests = frozenset(digests[1:])
+    plain, _ = answer(runner, None, asked, adapters=known_digests)
+    guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain)), mistakes), asked, adapters=known_digests)
+    assert guessed == plain
+    assert scheduler.load().drafted_tokens > 30
+
+
+def test_a_replay_goes_on_to_the_bit(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = checkpoint("llama")
+    adapter = four_adapters(model_dir, tmp_path)[0]
+    runner = load_arm(model_dir, "compiled", adapters=(adapter,))
+    whole = run_together(runner, {1: adapter.digest})[0]
+    driver, known_ids = Driver(runner), [*prompts()[1], *whole.token_ids[:4]]
+    replay = make_request("r", known_ids, max_new_tokens=NUM_NEW, num_prompt_tokens=len(prompts()[1]))
+    run = driver.add(replace(replay, adapter=adapter.digest, top_logprobs=NUM_TOP))
+    driver.finish(run)
+    assert run.tokens == whole.tokens[4:]
+
+
+def test_a_worker_announces_its_adapters_and_doubts_their_base(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = checkpoint("llama")
+    bases = {"same": model_dir.name, "other": "org/another-model", "silent": ""}
+    folders = {name: write_adapter(model_dir, tmp_path / name, base_model_name_or_path=b) for name, b in bases.items()}
+    listed = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    with capture_logs() as logs:
+        host = build_host(_worker(model_dir, listed), EngineLimits(64, 4, max_kv_tokens=256))
+    assert [adapter.name for adapter in host.worker_info(WorkerRole.DECODE).adapters] == list(bases)
+    doubted = [line["name"] for line in logs if line["event"] == "an adapter names another base model"]
+    assert doubted == ["other"]
+
+
+def test_an_adapter_has_another_name_than_the_model(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    settings = replace(_worker(checkpoint("llama"), f"mine={folder}"), name="mine")
+    with pytest.raises(ConfigurationError, match="adapter mine has the name of the model"):
+        settings.adapters()
+
+
+def test_encoder_decoders_have_none(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    model_dir = build_encoder_decoder("t5", tmp_path / "t5")
+    with pytest.raises(ConfigurationError, match="adapter mine: encoder-decoder models have no adapters"):
+        load_model_runner(RunnerSettings(model_dir, "cpu", num_blocks=8, adapters=read_adapters(folder)))
+
+
+def _worker(model_dir: Path, adapters: str) -> DecodeSettings:
+    return DecodeSettings(model=str(model_dir), registry_address="none", adapter=adapters, enforce_eager=True)

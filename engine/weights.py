@@ -2,7 +2,8 @@
 
 Every parameter is allocated once and filled from the map when the model takes it. Matrices are converted to their
 scheme one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
-Quantised matrices (engine/quantized) are dequantised on the way; those in int8 are taken as they are for int8 products.
+Quantised matrices (engine/quantized) are dequantised on the way; for products in int8 and int4, those in int8 and int4
+are taken as they are.
 Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -27,8 +28,8 @@ from engine.finite import is_finite
 from engine.load_times import load_phase
 from engine.memory import release_pages
 from engine.models.parameters import ParameterSpec, Source
-from engine.models.rounding import round_to_int8
-from engine.models.schemes import LinearParameters, Parameters, Values
+from engine.models.rounding import INT4_GROUP, round_to_int8
+from engine.models.schemes import OUTPUT, OUTPUT_SCHEMES, LinearParameters, Parameters, Values
 from engine.quantized.config import Quantization, read_quantization
 from engine.quantized.matrix import QuantizedMatrix
 from engine.quantized.modules import QuantizedModule, find_module
@@ -86,7 +87,7 @@ def load_weights(
     stored, quantization = open_checkpoint(model_dir), read_quantization(model_dir)
     modules = _find_modules(specs, stored, quantization)
     if modules:
-        loaded_as = "int8" if target.scheme == "int8" else str(target.dtype).removeprefix("torch.")
+        loaded_as = str(target.dtype).removeprefix("torch.") if target.scheme == "float" else target.scheme
         log.info("the checkpoint is quantised", format=str(quantization), modules=len(modules), loaded_as=loaded_as)
     _check(model_dir, specs, stored, modules)
     used = {stored_name(source.name, stored) for spec in specs for source in spec.sources}
@@ -94,7 +95,9 @@ def load_weights(
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
-    return _parameters(specs, target, _stored_values(specs, target, stored, modules), on_progress)
+    group = _int4_group(specs, modules) if target.scheme == "int4" else None
+    values = _stored_values(specs, target, _Contents(stored, modules, group))
+    return _parameters(specs, target, values, on_progress, group or INT4_GROUP)
 
 
 def dummy_weights(
@@ -113,6 +116,7 @@ def _parameters(
     target: WeightsTarget,
     values: Iterable[Tensor | LinearParameters],
     on_progress: Progress | None,
+    group: int = INT4_GROUP,
 ) -> Parameters:
     """Parameters with these values of the specs that are held, in their order."""
     specs = _held(specs)
@@ -125,21 +129,34 @@ def _parameters(
                 on_progress(done / total)
             yield spec.name, parameter, spec.is_matrix
 
-    return Parameters(target.scheme, (spec.name for spec in specs), source())
+    return Parameters(target.scheme, (spec.name for spec in specs), source(), group)
+
+
+class _Contents(NamedTuple):
+    """The tensors of a checkpoint, and the quantised modules that they make, by the names of their sources.
+    `int4_group`: see _int4_group; None to dequantise int4.
+    """
+
+    stored: Mapping[str, StoredTensor]
+    modules: Mapping[str, QuantizedModule]
+    int4_group: int | None
 
 
 def _stored_values(
-    specs: list[ParameterSpec],
-    target: WeightsTarget,
-    stored: Mapping[str, StoredTensor],
-    modules: Mapping[str, QuantizedModule],
+    specs: list[ParameterSpec], target: WeightsTarget, contents: _Contents
 ) -> Iterator[Tensor | LinearParameters]:
     with ExitStack() as stack:
-        reader = _Reader(stored, modules, stack)
+        reader = _Reader(contents.stored, contents.modules, stack)
         for spec in _held(specs):
+            scheme = OUTPUT_SCHEMES.get(target.scheme, target.scheme) if spec.name == OUTPUT else target.scheme
+            parameter: Tensor | LinearParameters
             with load_phase("read"):
-                is_int8 = target.scheme == "int8" and reader.has_int8(spec)
-                parameter = reader.int8(spec) if is_int8 else reader.fill(spec, target)
+                if scheme == "int4" and spec.is_matrix and contents.int4_group is not None:
+                    parameter = reader.int4(spec, contents.int4_group)
+                elif scheme == "int8" and reader.has_int8(spec):
+                    parameter = reader.int8(spec)
+                else:
+                    parameter = reader.fill(spec, target)
             yield parameter
 
 
@@ -216,6 +233,23 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     return all((spec.factor, spec.offset, spec.unit_rows) == (1.0, 0.0, False) for spec in matrices)
 
 
+def int4_group(model_dir: Path, specs: list[ParameterSpec]) -> int | None:
+    """The inputs that share a scale if a checkpoint stores all matrices of its layers in 4 bits as the compiled decoder
+    multiplies them, else None. Reads headers. Raises ConfigurationError.
+    """
+    return _int4_group(specs, _find_modules(specs, open_checkpoint(model_dir), read_quantization(model_dir)))
+
+
+def _int4_group(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> int | None:
+    matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
+    if any(spec.unit_rows or spec.offset for spec in matrices):
+        return None
+    found = [modules.get(source.name) for spec in matrices for source in spec.sources]
+    groups = [None if module is None else module.scheme.int4_group for module in found]
+    known = [group for group in groups if group is not None]
+    return min(known) if known and len(known) == len(groups) else None
+
+
 class _Reader:
     """Reads parameters of a checkpoint, whose files it opens until `stack` closes them."""
 
@@ -277,6 +311,27 @@ class _Reader:
                 weight[rows], scales[rows] = round_to_int8(floats)
             first += source.num_rows
         return LinearParameters(weight, "int8", scales.mul_(spec.factor))
+
+    def int4(self, spec: ParameterSpec, group: int) -> LinearParameters:
+        """A matrix with the integers, scales and zeros of the checkpoint, all of whose parts are int4. Raises
+        ConfigurationError if a number is not finite.
+        """
+        num_outputs, num_inputs = spec.held_shape
+        weight = torch.empty(num_outputs, num_inputs, dtype=torch.uint8)
+        scales = torch.empty(num_outputs, -(-num_inputs // group))
+        zeros = torch.empty(scales.shape, dtype=torch.uint8)
+        first = 0
+        for source in spec.held_sources():
+            rows, module = slice(first, first + source.num_rows), self._modules[source.name]
+            try:
+                weight[rows], scales[rows], zeros[rows] = self._quantized(source).in_int4(group)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"matrix {module.name}: {error}") from error
+            self._release()
+            if not is_finite(scales[rows]):
+                raise ConfigurationError(_not_finite(scales[rows], module.name))
+            first += source.num_rows
+        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros)
 
     def _quantized(self, source: Source) -> QuantizedMatrix:
         """The outputs that `source` selects of a quantised matrix."""

@@ -271,14 +271,14 @@ def quantise_block(typing: TypingContext, values: NumbaType, num_vectors: NumbaT
         emit = Emitter(context, builder)
         values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
         largest = largest_of(emit, args[0], args[1])
-        factor = emit.splat(builder.fdiv(FLOAT(INT8_LEVELS), largest))
+        factor = emit.splat(builder.fdiv(FLOAT(INT8_LEVELS), largest, flags=("nsz",)))
         with emit.loop(args[1], [ir.Constant(INTS, [0] * LANES)]) as loop:
             read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
             levels = emit.rounded(builder.fmul(read, factor))
             at = builder.add(builder.mul(loop.index, INT64(LANES)), INT64(BLOCK_HEAD_BYTES))
             emit.store(builder.trunc(levels, BYTES), emit.at(out_at, at), 1)
             loop.next.append(builder.sub(loop.carried[0], levels))
-        emit.store(builder.fmul(largest, FLOAT(1 / INT8_LEVELS)), out_at)
+        emit.store(builder.fdiv(largest, FLOAT(INT8_LEVELS), flags=("nsz",)), out_at)
         emit.store(emit.call("llvm.vector.reduce.add.v16i32", INT32, loop.next[0]), emit.at(out_at, FLOAT_BYTES))
         return context.get_dummy_value()
 

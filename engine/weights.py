@@ -7,8 +7,6 @@ are taken as they are.
 Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.
 """
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
+from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.finite import is_finite
 from engine.load_times import load_phase
 from engine.memory import release_pages
@@ -33,6 +31,7 @@ from engine.models.schemes import OUTPUT, OUTPUT_SCHEMES, LinearParameters, Para
 from engine.quantized.config import Quantization, read_quantization
 from engine.quantized.matrix import QuantizedMatrix
 from engine.quantized.modules import QuantizedModule, find_module
+from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
@@ -41,17 +40,6 @@ Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
 _DTYPES = ("F64", "F32", "BF16", "F16")
 _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-# Buffers that follow from the configuration, and copies of the embedding.
-_HARMLESS = re.compile(
-    r"(^|\.)("
-    r"rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)"
-    r"|(attn|attention|self_attn|self_attention|crossattention)\.(bias|masked_bias)"
-    r"|position_ids|alibi_mask|future_mask"
-    r"|(encoder|decoder)\.embed_tokens\.weight"
-    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
-    r")$"
-)
-_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,52 +371,3 @@ def _rows(source: Source, tensor: Tensor) -> Tensor:
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return tensor[rows[0] : rows[-1] + 1]  # eight times as fast as index_select
     return tensor.index_select(0, torch.from_numpy(rows))
-
-
-def report_unused(
-    model_dir: Path, stored: Mapping[str, StoredTensor], used: Iterable[str], tied: tuple[str, str] | None = None
-) -> None:
-    """List the tensors that are not `used` in one log line. `tied`: names of the output matrix and the embedding, if
-    config.json says that they are equal; a copy of the embedding is not reported.
-
-    Raises ConfigurationError for an unused bias of a matrix or norm that is used: answers would be wrong without it.
-    Biases of zeros are ignored.
-    """
-    unused = {name for name in set(stored) - set(used) if not _HARMLESS.search(name)}
-    if tied is not None and tied[0] in unused and _are_copies(*(stored[name] for name in tied if name in stored)):
-        unused.discard(tied[0])
-    used_stems = {name.removesuffix(".weight") for name in used}
-    biases = {name for name in unused if name.endswith(".bias") and name.removesuffix(".bias") in used_stems}
-    wrong = sorted(name for name in biases if not _is_zero(stored[name], name))
-    if wrong:
-        raise ConfigurationError(
-            f"{model_dir}: the checkpoint has {wrong[0]}{_and_more(len(wrong))}, which config.json does not announce: "
-            "set its attention_bias, mlp_bias or the like, if the model has biases, or remove them"
-        )
-    if summary := _summary(unused - biases):
-        log.warning(
-            "the model does not use tensors of its checkpoint", num_tensors=len(unused - biases), tensors=summary
-        )
-
-
-def _are_copies(*tensors: StoredTensor) -> bool:
-    """True if the tensors have equal samples; they are not read completely."""
-    samples = {(tensor.dtype, tensor.shape, read_sample(tensor)) for tensor in tensors}
-    return len(tensors) == 1 or len(samples) == 1
-
-
-def _is_zero(tensor: StoredTensor, name: str) -> bool:
-    with safe_open(tensor.path, framework="pt") as file:
-        return not bool(torch.count_nonzero(file.get_tensor(name)))
-
-
-def _and_more(count: int) -> str:
-    return f" and {count - 1} more biases" if count > 1 else ""
-
-
-def _summary(names: Iterable[str]) -> str:
-    """Names with `*` in place of layer numbers, and how often each occurs."""
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted(names))
-    labels = [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
-    num_hidden = len(labels) - _MAX_LISTED
-    return ", ".join(labels[:_MAX_LISTED]) + (f", and {num_hidden} more" if num_hidden > 0 else "")

@@ -50,7 +50,7 @@ def round_to_int4(weight: Tensor, group: int = INT4_GROUP) -> tuple[Tensor, Tens
     rounded = torch.empty(num_outputs, num_inputs, dtype=torch.uint8)
     scales, zeros = torch.empty(num_outputs, num_groups), torch.empty(num_outputs, num_groups, dtype=torch.uint8)
     rows_at_once = max(1, _ELEMENTS_AT_ONCE // num_inputs)
-    with _one_thread():
+    with one_thread():
         for first in range(0, num_outputs, rows_at_once):
             rows = slice(first, first + rows_at_once)
             padded = torch.nn.functional.pad(weight[rows].float(), (0, num_groups * group - num_inputs))

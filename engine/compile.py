@@ -23,6 +23,7 @@ _COMBINATIONS: tuple[dict[str, str], ...] = (
     {"dtype": "bfloat16"},
     {"quantize": "int8", "kv_dtype": "float16"},
     {"quantize": "int8", "kv_dtype": "int8"},
+    {"quantize": "int4", "kv_dtype": "int8"},
 )
 _PROMPT_TOKENS = 20
 

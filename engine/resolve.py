@@ -22,7 +22,7 @@ from engine.models.read_config import load_config
 from engine.models.schemes import PACKED
 from engine.quantized.config import read_quantization
 from engine.runner_settings import RunnerSettings
-from engine.weights import is_exact
+from engine.weights import int4_group, is_exact
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
@@ -32,10 +32,14 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     model's config. Raises ConfigurationError.
     """
     config = load_config(settings.model_dir, settings.rope)
-    settings = replace(settings, device=str(_device(settings.device)), dtype=_dtype(settings, config))
-    settings = replace(settings, quantize=_quantize(settings, config))
-    if settings.quantize == "int8" and (settings.device, settings.dtype) != ("cpu", "float32"):
-        raise ConfigurationError(f"quantize=int8 is for CPU and float32, not {settings.device} and {settings.dtype}")
+    device, dtype, quantize = str(_device(settings.device)), _dtype(settings, config), _quantize(settings, config)
+    settings = replace(settings, device=device, dtype=dtype, quantize=quantize)
+    if quantize != "none" and (device, dtype) != ("cpu", "float32"):
+        raise ConfigurationError(f"quantize={quantize} is for CPU and float32, not {device} and {dtype}")
+    if quantize == "int4" and (reason := _why_no_int4(settings, config)) is not None:
+        raise ConfigurationError(
+            f"quantize=int4 is for the compiled decoder, which cannot run here ({reason}): use int8"
+        )
     if settings.load_format == "dummy" and read_partition(settings.model_dir) is not None:
         raise ConfigurationError(
             f"{settings.model_dir} is partitioned, and load_format=dummy ignores weights: give the original checkpoint"
@@ -163,26 +167,45 @@ def rounded_to(settings: RunnerSettings, config: AnyConfig) -> str:
 
 def _is_compiled(settings: RunnerSettings, config: AnyConfig) -> bool:
     """True if the compiled decoder can run the model, with KV in fp32 if its dtype is "auto"."""
+    return _why_eager(settings, config) is None
+
+
+def _why_no_int4(settings: RunnerSettings, config: AnyConfig) -> str | None:
+    return _why_eager(replace(settings, quantize="int4"), config)
+
+
+def _why_eager(settings: RunnerSettings, config: AnyConfig) -> str | None:
+    """See `why_eager`, with KV in fp32 if its dtype is "auto"."""
     if isinstance(config, EncoderDecoderConfig):
-        return False
+        return "an encoder-decoder model"
     dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
     settings = replace(settings, device=str(_device(settings.device)))
-    return why_eager(settings, config, _layout(config, settings, "", dtype)) is None
+    return why_eager(settings, config, _layout(config, settings, "", dtype))
 
 
 def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
-    """The arithmetic of linear layers. A checkpoint in int8 (W8A8) is computed in int8 where that is possible."""
-    computes_int8 = (_device(settings.device).type, _dtype(settings, config)) == ("cpu", "float32")
-    if settings.quantize != "none" or not computes_int8:
+    """The arithmetic of linear layers. A checkpoint in int8 (W8A8) is computed in int8 where that is possible; one in
+    int4 is computed in int4, unless the settings name a dtype.
+    """
+    computes_bytes = (_device(settings.device).type, _dtype(settings, config)) == ("cpu", "float32")
+    if settings.quantize != "none" or not computes_bytes:
         return settings.quantize
-    quantization = read_quantization(settings.model_dir)
-    return "int8" if quantization is not None and quantization.is_w8a8 else "none"
+    if (quantization := read_quantization(settings.model_dir)) is None:
+        return "none"
+    if quantization.is_w8a8:
+        return "int8"
+    if settings.dtype != "auto" or settings.load_format == "dummy" or isinstance(config, EncoderDecoderConfig):
+        return "none"
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return partition.quantize
+    has_int4 = int4_group(settings.model_dir, parameter_specs(config)) is not None
+    return "int4" if has_int4 and _why_no_int4(settings, config) is None else "none"
 
 
 def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if settings.kv_dtype != "auto":
         return settings.kv_dtype
-    if _quantize(settings, config) != "int8":
+    if _quantize(settings, config) == "none":
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None

@@ -8,7 +8,7 @@ from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES
 
 DTYPES = ("auto", *DTYPE_BYTES)
 KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
 """Quantisations that the engine computes, as settings name them: none, and schemes of `engine/models/schemes.py`."""
 LOAD_FORMATS = ("auto", "dummy")
 _CHOICES = {"dtype": DTYPES, "kv_dtype": KV_DTYPES, "load_format": LOAD_FORMATS, "quantize": QUANTIZATIONS}

@@ -2,19 +2,18 @@
 
 Every parameter is allocated once and filled from the map when the model takes it. Matrices are converted to their
 scheme one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
-Quantised matrices (engine/quantized) are dequantised on the way; those in int8 are taken as they are for int8 products.
+Quantised matrices (engine/quantized) are dequantised on the way; for products in int8 and int4, those in int8 and int4
+are taken as they are.
 Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.
 """
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -22,16 +21,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint.tensors import StoredTensor, open_checkpoint, read_sample
+from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.finite import is_finite
 from engine.load_times import load_phase
 from engine.memory import release_pages
 from engine.models.parameters import ParameterSpec, Source
-from engine.models.rounding import round_to_int8
-from engine.models.schemes import LinearParameters, Parameters, Values
+from engine.models.rounding import INT4_GROUP, round_to_int8
+from engine.models.schemes import OUTPUT, OUTPUT_SCHEMES, LinearParameters, Parameters, Values
 from engine.quantized.config import Quantization, read_quantization
 from engine.quantized.matrix import QuantizedMatrix
 from engine.quantized.modules import QuantizedModule, find_module
+from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
@@ -40,17 +40,6 @@ Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
 _DTYPES = ("F64", "F32", "BF16", "F16")
 _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-# Buffers that follow from the configuration, and copies of the embedding.
-_HARMLESS = re.compile(
-    r"(^|\.)("
-    r"rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)"
-    r"|(attn|attention|self_attn|self_attention|crossattention)\.(bias|masked_bias)"
-    r"|position_ids|alibi_mask|future_mask"
-    r"|(encoder|decoder)\.embed_tokens\.weight"
-    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
-    r")$"
-)
-_MAX_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +75,7 @@ def load_weights(
     stored, quantization = open_checkpoint(model_dir), read_quantization(model_dir)
     modules = _find_modules(specs, stored, quantization)
     if modules:
-        loaded_as = "int8" if target.scheme == "int8" else str(target.dtype).removeprefix("torch.")
+        loaded_as = str(target.dtype).removeprefix("torch.") if target.scheme == "float" else target.scheme
         log.info("the checkpoint is quantised", format=str(quantization), modules=len(modules), loaded_as=loaded_as)
     _check(model_dir, specs, stored, modules)
     used = {stored_name(source.name, stored) for spec in specs for source in spec.sources}
@@ -94,7 +83,9 @@ def load_weights(
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
-    return _parameters(specs, target, _stored_values(specs, target, stored, modules), on_progress)
+    group = _int4_group(specs, modules) if target.scheme == "int4" else None
+    values = _stored_values(specs, target, _Contents(stored, modules, group))
+    return _parameters(specs, target, values, on_progress, group or INT4_GROUP)
 
 
 def dummy_weights(
@@ -113,6 +104,7 @@ def _parameters(
     target: WeightsTarget,
     values: Iterable[Tensor | LinearParameters],
     on_progress: Progress | None,
+    group: int = INT4_GROUP,
 ) -> Parameters:
     """Parameters with these values of the specs that are held, in their order."""
     specs = _held(specs)
@@ -125,21 +117,34 @@ def _parameters(
                 on_progress(done / total)
             yield spec.name, parameter, spec.is_matrix
 
-    return Parameters(target.scheme, (spec.name for spec in specs), source())
+    return Parameters(target.scheme, (spec.name for spec in specs), source(), group)
+
+
+class _Contents(NamedTuple):
+    """The tensors of a checkpoint, and the quantised modules that they make, by the names of their sources.
+    `int4_group`: see _int4_group; None to dequantise int4.
+    """
+
+    stored: Mapping[str, StoredTensor]
+    modules: Mapping[str, QuantizedModule]
+    int4_group: int | None
 
 
 def _stored_values(
-    specs: list[ParameterSpec],
-    target: WeightsTarget,
-    stored: Mapping[str, StoredTensor],
-    modules: Mapping[str, QuantizedModule],
+    specs: list[ParameterSpec], target: WeightsTarget, contents: _Contents
 ) -> Iterator[Tensor | LinearParameters]:
     with ExitStack() as stack:
-        reader = _Reader(stored, modules, stack)
+        reader = _Reader(contents.stored, contents.modules, stack)
         for spec in _held(specs):
+            scheme = OUTPUT_SCHEMES.get(target.scheme, target.scheme) if spec.name == OUTPUT else target.scheme
+            parameter: Tensor | LinearParameters
             with load_phase("read"):
-                is_int8 = target.scheme == "int8" and reader.has_int8(spec)
-                parameter = reader.int8(spec) if is_int8 else reader.fill(spec, target)
+                if scheme == "int4" and spec.is_matrix and contents.int4_group is not None:
+                    parameter = reader.int4(spec, contents.int4_group)
+                elif scheme == "int8" and reader.has_int8(spec):
+                    parameter = reader.int8(spec)
+                else:
+                    parameter = reader.fill(spec, target)
             yield parameter
 
 
@@ -216,6 +221,23 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     return all((spec.factor, spec.offset, spec.unit_rows) == (1.0, 0.0, False) for spec in matrices)
 
 
+def int4_group(model_dir: Path, specs: list[ParameterSpec]) -> int | None:
+    """The inputs that share a scale if a checkpoint stores all matrices of its layers in 4 bits as the compiled decoder
+    multiplies them, else None. Reads headers. Raises ConfigurationError.
+    """
+    return _int4_group(specs, _find_modules(specs, open_checkpoint(model_dir), read_quantization(model_dir)))
+
+
+def _int4_group(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> int | None:
+    matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
+    if any(spec.unit_rows or spec.offset for spec in matrices):
+        return None
+    found = [modules.get(source.name) for spec in matrices for source in spec.sources]
+    groups = [None if module is None else module.scheme.int4_group for module in found]
+    known = [group for group in groups if group is not None]
+    return min(known) if known and len(known) == len(groups) else None
+
+
 class _Reader:
     """Reads parameters of a checkpoint, whose files it opens until `stack` closes them."""
 
@@ -278,6 +300,27 @@ class _Reader:
             first += source.num_rows
         return LinearParameters(weight, "int8", scales.mul_(spec.factor))
 
+    def int4(self, spec: ParameterSpec, group: int) -> LinearParameters:
+        """A matrix with the integers, scales and zeros of the checkpoint, all of whose parts are int4. Raises
+        ConfigurationError if a number is not finite.
+        """
+        num_outputs, num_inputs = spec.held_shape
+        weight = torch.empty(num_outputs, num_inputs, dtype=torch.uint8)
+        scales = torch.empty(num_outputs, -(-num_inputs // group))
+        zeros = torch.empty(scales.shape, dtype=torch.uint8)
+        first = 0
+        for source in spec.held_sources():
+            rows, module = slice(first, first + source.num_rows), self._modules[source.name]
+            try:
+                weight[rows], scales[rows], zeros[rows] = self._quantized(source).in_int4(group)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"matrix {module.name}: {error}") from error
+            self._release()
+            if not is_finite(scales[rows]):
+                raise ConfigurationError(_not_finite(scales[rows], module.name))
+            first += source.num_rows
+        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros)
+
     def _quantized(self, source: Source) -> QuantizedMatrix:
         """The outputs that `source` selects of a quantised matrix."""
         matrix = self._modules[source.name].read(self._tensor)
@@ -328,52 +371,3 @@ def _rows(source: Source, tensor: Tensor) -> Tensor:
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
         return tensor[rows[0] : rows[-1] + 1]  # eight times as fast as index_select
     return tensor.index_select(0, torch.from_numpy(rows))
-
-
-def report_unused(
-    model_dir: Path, stored: Mapping[str, StoredTensor], used: Iterable[str], tied: tuple[str, str] | None = None
-) -> None:
-    """List the tensors that are not `used` in one log line. `tied`: names of the output matrix and the embedding, if
-    config.json says that they are equal; a copy of the embedding is not reported.
-
-    Raises ConfigurationError for an unused bias of a matrix or norm that is used: answers would be wrong without it.
-    Biases of zeros are ignored.
-    """
-    unused = {name for name in set(stored) - set(used) if not _HARMLESS.search(name)}
-    if tied is not None and tied[0] in unused and _are_copies(*(stored[name] for name in tied if name in stored)):
-        unused.discard(tied[0])
-    used_stems = {name.removesuffix(".weight") for name in used}
-    biases = {name for name in unused if name.endswith(".bias") and name.removesuffix(".bias") in used_stems}
-    wrong = sorted(name for name in biases if not _is_zero(stored[name], name))
-    if wrong:
-        raise ConfigurationError(
-            f"{model_dir}: the checkpoint has {wrong[0]}{_and_more(len(wrong))}, which config.json does not announce: "
-            "set its attention_bias, mlp_bias or the like, if the model has biases, or remove them"
-        )
-    if summary := _summary(unused - biases):
-        log.warning(
-            "the model does not use tensors of its checkpoint", num_tensors=len(unused - biases), tensors=summary
-        )
-
-
-def _are_copies(*tensors: StoredTensor) -> bool:
-    """True if the tensors have equal samples; they are not read completely."""
-    samples = {(tensor.dtype, tensor.shape, read_sample(tensor)) for tensor in tensors}
-    return len(tensors) == 1 or len(samples) == 1
-
-
-def _is_zero(tensor: StoredTensor, name: str) -> bool:
-    with safe_open(tensor.path, framework="pt") as file:
-        return not bool(torch.count_nonzero(file.get_tensor(name)))
-
-
-def _and_more(count: int) -> str:
-    return f" and {count - 1} more biases" if count > 1 else ""
-
-
-def _summary(names: Iterable[str]) -> str:
-    """Names with `*` in place of layer numbers, and how often each occurs."""
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted(names))
-    labels = [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
-    num_hidden = len(labels) - _MAX_LISTED
-    return ", ".join(labels[:_MAX_LISTED]) + (f", and {num_hidden} more" if num_hidden > 0 else "")

@@ -53,7 +53,7 @@ def add_arguments(parser: CommandParser) -> None:
         choices=DTYPE_BYTES,
         help="type of weights (default: that of the checkpoint; on this machine: as its workers choose)",
     )
-    about = "quantization of the linear layers (none, or that of a partitioned model or a checkpoint in int8)"
+    about = "quantization of the linear layers (none, or that of a partitioned model or a checkpoint in int8 or int4)"
     parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
     about = "ranks that divide heads and weights of a worker (1, or those of a partitioned model)"
     parser.add_argument("--tensor-parallel", type=_positive_int, metavar="N", help=about)
@@ -171,7 +171,8 @@ def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *
         settings, _ = resolve(
             RunnerSettings(model_dir, "cpu", args.dtype or "auto", load_format=load_format_of(model_dir))
         )
-        return Precision(settings.dtype, settings.dtype, kv_layout(config, settings).dtype)
+        weights = settings.dtype if settings.quantize == "none" else settings.quantize
+        return Precision(weights, settings.dtype, kv_layout(config, settings).dtype)
     dtype = args.dtype or ("float32" if is_cpu else config.dtype)
     return Precision(dtype if args.quantize == "none" else args.quantize, dtype)
 
@@ -180,9 +181,15 @@ def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partitio
     """The quantization of a model that no option says: that of the partition, or what workers here make of it."""
     if partition is not None:
         return partition.quantize
-    is_here = (args.device or _HERE) == _HERE and args.bandwidth is None and args.dtype in (None, "float32")
-    quantization = read_quantization(model_dir)
-    return "int8" if is_here and quantization is not None and quantization.is_w8a8 else "none"
+    is_here = (args.device or _HERE) == _HERE and args.bandwidth is None
+    if not is_here or read_quantization(model_dir) is None:
+        return "none"
+    from engine.resolve import resolve
+    from engine.runner_settings import RunnerSettings
+    from tandem_cli.capacity.measurement import load_format_of
+
+    settings = RunnerSettings(model_dir, "cpu", args.dtype or "auto", load_format=load_format_of(model_dir))
+    return resolve(settings)[0].quantize
 
 
 def _degrees(args: argparse.Namespace, partition: Partition | None) -> Degrees:

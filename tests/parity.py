@@ -63,7 +63,7 @@ from tests.component.driving import Run
 from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
 from tests.component.parity import expect, run_mixed
 from tests.component.parity import prompts as mixed_prompts
-from tests.component.quantized import quantize_checkpoint, twin_of
+from tests.component.quantized import INT4_FORMS, quantize_checkpoint, twin_of
 from tests.component.remote_families import REMOTE_FAMILIES
 from tests.e2e.reference import TOLERANCE, Reference
 
@@ -219,7 +219,9 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
 
 _FAMILY = ("family", 24), ("architecture", 28)
 _MESHES = (*_FAMILY, ("attention", 10), ("separated", 34), ("colocated", 34))
-_QUANTIZED = ("awq", 34), ("gptq", 34), ("w8a8", 34), ("w4a16", 34), ("fp8", 34)
+_QUANTIZED = (*((form, 34) for form in ("awq", "gptq", "w8a8", "w4a16", "fp8", *INT4_FORMS)),)
+_ROUNDED = ("w8a8", *INT4_FORMS)
+"""Forms whose activations are rounded where the decoder is compiled."""
 _RANKS = (*_FAMILY, ("over shared memory", 34), ("over gloo", 34))
 RunRow = Callable[[str, Path], Coroutine[Any, Any, tuple[str, bool]]]
 
@@ -243,7 +245,7 @@ async def run_all(families: Sequence[str], run_row: RunRow, columns: Sequence[tu
     refused = f"; {num_refused} not possible" if num_refused else ""
     sys.stdout.write(f"{num_run - num_wrong} of {num_run}: tokens equal, log-probs within {TOLERANCE}{refused}\n")
     if any(name == "w8a8" for name, _ in columns):
-        sys.stdout.write(f"w8a8: log-probs within {INT8_TOLERANCE}, tokens may differ\n")
+        sys.stdout.write(f"{', '.join(_ROUNDED)}: log-probs within {INT8_TOLERANCE}, tokens may differ\n")
     return num_wrong
 
 
@@ -292,7 +294,7 @@ async def run_quantized(family: str, model_dir: Path) -> tuple[str, bool]:
         with quiet():
             runs = run_mixed(load_model_runner(runner_settings(folder)))
         outcome = compare_runs(ROWS[family].reference(twin_of(folder)), runs)
-        ok = outcome.largest <= INT8_TOLERANCE if form == "w8a8" else outcome.ok
+        ok = outcome.largest <= INT8_TOLERANCE if form in _ROUNDED else outcome.ok
         row, all_ok = f"{row}{outcome!s:34}", all_ok and ok
     return f"{row}{'ok' if all_ok else 'NOT EQUAL'}", all_ok
 

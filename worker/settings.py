@@ -85,13 +85,14 @@ class WorkerSettings(ModelSettings):
     kv_dtype: str = setting(
         "auto",
         f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, but float32 in the compiled decoder (CPU with AVX2), and "
-        "int8 with quantize=int8 or a W8A8 checkpoint",
+        "int8 with quantize=int8 or int4, or a checkpoint in these",
         env=("KV_DTYPE",),
     )
     enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX2)", env=("ENFORCE_EAGER",))
     quantize: str = setting(
         "none",
-        f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only); none: int8 for a W8A8 checkpoint",
+        f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only); none: int8 for a W8A8 checkpoint, "
+        "int4 for one in 4 bits",
         env=("QUANTIZE",),
     )
     tensor_parallel: str = setting(

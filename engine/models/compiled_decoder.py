@@ -1,7 +1,8 @@
 """CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX2.
 
-In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers. Weights in
-fp16 or bf16 are widened as they are multiplied: activations, sums and results are those of the same numbers in fp32.
+In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers. In int4, both
+have a scale per group of inputs: sums of a group are exact, and added up in fp32. Weights in fp16 or bf16 are widened
+as they are multiplied: activations, sums and results are those of the same numbers in fp32.
 The loop runs in several threads together: the caller, helpers on the worker's cores, helpers on lent cores.
 """
 
@@ -17,11 +18,11 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch
 from engine.cores import threads_born_on
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range
+from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range, Weights
 from engine.kernels.cpu.buffers import Buffers, round_up
-from engine.kernels.cpu.machine import AMX_DEPTH, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx
+from engine.kernels.cpu.machine import AMX_DEPTH, FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx
 from engine.kernels.cpu.matmul import Operand
-from engine.kernels.cpu.packing import as_tensor
+from engine.kernels.cpu.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
@@ -114,7 +115,6 @@ class CompiledDecoder:
         ranks: RankGroup | None = None,
         adapters: Sequence[AdapterWeights] = (),
     ) -> None:
-        int8 = packed.weights.packed.dtype == np.int8
         self.config = config
         self.attention_backend = "compiled"
         self._ranks = ranks or Alone()
@@ -124,8 +124,8 @@ class CompiledDecoder:
         # The loop has its own threads. OpenMP threads would spin on their cores between the few torch operations.
         self.num_torch_threads = 1
         self._thread_buffers: list[Buffers] = []
-        self._int8 = int8
-        self._bf16 = int8 and has_amx() and config.head_dim % AMX_DEPTH == 0
+        is_quantised = packed.output.packed.dtype == np.int8
+        self._bf16 = is_quantised and has_amx() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed = as_tensor(packed.embed)
         self._adapters = PackedAdapters(config, adapters)
@@ -133,6 +133,7 @@ class CompiledDecoder:
         self._cache = cache.elements
         self._model = Model(
             weights=packed.weights,
+            output=packed.output,
             input_norms=packed.input_norms,
             post_norms=packed.post_norms,
             final_norm=packed.final_norm,
@@ -171,7 +172,7 @@ class CompiledDecoder:
         model, acts = self._model, self._activations(num_tokens)
         rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
         batch = kernel_batch(metadata, model.shape.block_size, rotation)
-        operands, cache = self._operands(num_tokens), self._cache
+        operands, cache = self._operands(num_tokens, model.weights), self._cache
         scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
         adapted = self._adapters.step(metadata.adapters, num_tokens, self._buffers, self._thread_buffers)
         work = [
@@ -194,7 +195,8 @@ class CompiledDecoder:
         """Compute logits of the rows in the ranks' buffers. The part of `logits` that all ranks of stage 0 do."""
         rows = self._rows("output_rows", num_rows, self.config.hidden_size)
         own_logits = self._rows("logits", num_rows, self._logits_width, self._share.vocab.first)
-        self.threads.run(partial(_output_rows, self._model, rows, own_logits, self._operands(num_rows)))
+        operands = self._operands(num_rows, self._model.output)
+        self.threads.run(partial(_output_rows, self._model, rows, own_logits, operands))
 
     def _compile(self) -> None:
         """Compile the loops, or load them from disk, so that the first request need not wait. Runs a step of one token,
@@ -241,17 +243,19 @@ class CompiledDecoder:
             queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
         )
 
-    def _operands(self, rows: int) -> list[Operand]:
+    def _operands(self, rows: int, weights: Weights) -> list[Operand]:
         """One operand for each thread. All threads share the rows and have separate sums."""
-        depth = int(self._model.weights.matrices[:, 2].max())
+        kind, sums_dtype = operand_dtypes(weights)
         shared = self._ranks.buffers
-        a = shared.get("a", (rows + TILE_ROWS) * depth, np.uint8 if self._int8 else np.float32)
-        factors, amx = shared.get("factors", rows), amx_shapes() if self._int8 else _NO_AMX
-        sums_dtype = np.int32 if self._int8 else np.float32
+        num_bytes = (rows + TILE_ROWS) * int(weights.matrices[:, 2].max()) * np.dtype(kind).itemsize
+        a = shared.get("a", num_bytes, np.uint8)[:num_bytes].view(kind)
+        factors, amx = shared.get("factors", rows), amx_shapes() if kind == np.uint8 else _NO_AMX
         while len(self._thread_buffers) < self.threads.count:
             self._thread_buffers.append(Buffers())
         threads = self._thread_buffers[: self.threads.count]
-        return [Operand(a, factors, buffers.get("sums", 2 * TILE_ROWS * UNIT, sums_dtype), amx) for buffers in threads]
+        size = 2 * TILE_ROWS * UNIT * FLOAT_BYTES
+        sums = [buffers.get("sums", size, np.uint8)[:size].view(sums_dtype) for buffers in threads]
+        return [Operand(a, factors, each, amx) for each in sums]
 
 
 def _run_layers(model: Model, work: list[Work], layers: Range, team: Team) -> None:

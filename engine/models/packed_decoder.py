@@ -24,8 +24,18 @@ from engine.models.share import RankShare
 from mesh.domain.errors import ConfigurationError
 
 _MATRIX_NAMES = ("qkv", "o", "gate_up", "down")
+_PARTS = ("weights", "output")
+_PACKED_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
 _DATA_BOUNDARY = 4096
-_DTYPES = {"F32": np.float32, "F16": np.uint16, "BF16": np.int16, "I8": np.int8, "I32": np.int32, "I64": np.int64}
+_DTYPES = {
+    "F32": np.float32,
+    "F16": np.uint16,
+    "BF16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
 _NAMES_OF_DTYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
@@ -33,7 +43,8 @@ class PackedDecoder(NamedTuple):
     """The weights that one rank holds, of the layers of its stage."""
 
     embed: Array  # [vocab_size, hidden], of a type as in DTYPES; [0, hidden] in other ranks than 0
-    weights: Weights  # the output matrix of later stages than 0 has no outputs
+    weights: Weights  # of the layers
+    output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
     input_norms: Floats  # [num_layers, hidden]
     post_norms: Floats  # [num_layers, hidden]
     final_norm: Floats  # [hidden]
@@ -47,7 +58,10 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     if parameters.scheme not in PACKED:
         raise ValueError(f"the compiled decoder cannot pack scheme {parameters.scheme!r}")
     embed = parameters.take("embed")
-    packer = Packer(_matrix_shapes(config, share), torch.int8 if parameters.scheme == "int8" else embed.dtype)
+    group = parameters.group if parameters.scheme == "int4" else 0
+    packer = Packer(_matrix_shapes(config, share, group), _PACKED_DTYPES.get(parameters.scheme, embed.dtype))
+    output_dtype = embed.dtype if parameters.scheme == "float" else torch.int8
+    output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     input_norms, post_norms = (np.empty((len(layers), config.hidden_size), np.float32) for _ in range(2))
     head_norms = np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
@@ -59,11 +73,13 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
             head_norms[i] = np.stack((parameters.take(f"{layer}.q_norm"), parameters.take(f"{layer}.k_norm")))
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
     tied = embed[: share.vocab.count]
-    _pack(packer, len(layers) * len(_MATRIX_NAMES), parameters.take_output(tied))
+    _pack(output_packer, 0, parameters.take_output(tied))
     if share.rank > 0:
         embed = embed[:0]
     final_norm = parameters.take("final_norm").numpy()
-    return PackedDecoder(as_array(embed), packer.weights, input_norms, post_norms, final_norm, head_norms)
+    return PackedDecoder(
+        as_array(embed), packer.weights, output_packer.weights, input_norms, post_norms, final_norm, head_norms
+    )
 
 
 def qkv_width(heads: AttentionShape) -> int:
@@ -71,19 +87,22 @@ def qkv_width(heads: AttentionShape) -> int:
     return (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
 
 
-def _matrix_shapes(config: ModelConfig, share: RankShare) -> list[MatrixShape]:
+def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[MatrixShape]:
     layer = [
-        MatrixShape(qkv_width(attention_shape(config).shard(share.heads)), config.hidden_size),
-        MatrixShape(share.hidden.count, config.num_heads * config.head_dim),
-        MatrixShape(2 * share.inner.count, config.hidden_size, gated=True),
-        MatrixShape(share.hidden.count, config.intermediate_size),
+        MatrixShape(qkv_width(attention_shape(config).shard(share.heads)), config.hidden_size, group=group),
+        MatrixShape(share.hidden.count, config.num_heads * config.head_dim, group=group),
+        MatrixShape(2 * share.inner.count, config.hidden_size, gated=True, group=group),
+        MatrixShape(share.hidden.count, config.intermediate_size, group=group),
     ]
-    return layer * share.layers.count + [MatrixShape(share.vocab.count, config.hidden_size)]
+    return layer * share.layers.count
 
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
     with load_phase("pack"):
-        packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
+        if matrix.scales is None or matrix.zeros is None:
+            packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
+        else:
+            packer.put_groups(index, matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
 
 
 def write_packed(path: Path, packed: PackedDecoder) -> None:
@@ -91,7 +110,6 @@ def write_packed(path: Path, packed: PackedDecoder) -> None:
     arrays = _arrays(packed)
     header, end = {}, 0
     for name, array in arrays.items():
-        assert end % CACHE_LINE_BYTES == 0, f"{name} would not begin at a cache line"
         dtype, first, end = _NAMES_OF_DTYPES[array.dtype], end, end + array.nbytes
         header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [first, end]}
     text = json.dumps(header).encode()
@@ -106,18 +124,29 @@ def read_packed(path: Path) -> PackedDecoder:
     """Read a file of `write_packed`. Raises ConfigurationError."""
     stored = read_header(path)
     try:
-        arrays = {name: _map(stored[name]) for name in (*PackedDecoder._fields, *Weights._fields) if name != "weights"}
+        arrays = {name: _map(stored[name]) for name in PackedDecoder._fields if name not in _PARTS}
+        weights, output = (Weights(*(_map(stored[_name(part, name)]) for name in Weights._fields)) for part in _PARTS)
     except (KeyError, ValueError, OSError) as error:
         raise ConfigurationError(f"{path} is not a file of a partitioned model: {error!r}") from error
-    weights = Weights(*(arrays.pop(name) for name in Weights._fields))
-    return PackedDecoder(weights=weights, **arrays)
+    return PackedDecoder(weights=weights, output=output, **arrays)
 
 
 def _arrays(packed: PackedDecoder) -> Mapping[str, NDArray[Any]]:
-    """All arrays by name. `matrices` comes last because its size is not a multiple of a cache line."""
-    arrays = packed._asdict() | packed.weights._asdict()
-    del arrays["weights"]
-    return arrays | {"matrices": arrays.pop("matrices")}
+    """All arrays by name, and padding behind those that do not end with a cache line."""
+    arrays = {name: array for name, array in packed._asdict().items() if name not in _PARTS}
+    for part in _PARTS:
+        weights: Weights = getattr(packed, part)
+        arrays |= {_name(part, name): array for name, array in weights._asdict().items()}
+    padded: dict[str, NDArray[Any]] = {}
+    for name, array in arrays.items():
+        padded[name] = array
+        if num_bytes := -array.nbytes % CACHE_LINE_BYTES:
+            padded[f"{name}.padding"] = np.zeros(num_bytes, np.uint8)
+    return padded
+
+
+def _name(part: str, array: str) -> str:
+    return f"{part}.{array}"
 
 
 def _map(tensor: StoredTensor) -> NDArray[Any]:

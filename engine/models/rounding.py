@@ -1,4 +1,4 @@
-"""Rounds matrices to int8, with a scale for each output."""
+"""Rounds matrices to int8, with a scale for each output, and to int4, with a scale and a zero for each group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,9 @@ from torch import Tensor
 
 from engine.kernels.cpu.machine import INT8_LEVELS
 
+INT4_GROUP = 32
+"""Inputs that share a scale in matrices that are rounded to int4."""
+_INT4_LEVELS = 15
 _ELEMENTS_AT_ONCE = 2**18  # a megabyte in fp32
 _TINY = 1e-20  # minimum scale, for rows of zeros
 
@@ -36,3 +39,25 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
             scales[rows] = weight[rows].abs().amax(1).to(torch.float32).clamp_(min=_TINY).div_(INT8_LEVELS)
             rounded[rows] = torch.round(weight[rows] / scales[rows, None])
     return rounded, scales
+
+
+def round_to_int4(weight: Tensor, group: int = INT4_GROUP) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `weight` [outputs, inputs] rounded to 0 to 15 as uint8, and for each group of inputs a scale in fp32 (a
+    number of fp16) and a zero as uint8, [outputs, groups]. The last group may be narrower.
+    """
+    num_outputs, num_inputs = weight.shape
+    num_groups = -(-num_inputs // group)
+    rounded = torch.empty(num_outputs, num_inputs, dtype=torch.uint8)
+    scales, zeros = torch.empty(num_outputs, num_groups), torch.empty(num_outputs, num_groups, dtype=torch.uint8)
+    rows_at_once = max(1, _ELEMENTS_AT_ONCE // num_inputs)
+    with one_thread():
+        for first in range(0, num_outputs, rows_at_once):
+            rows = slice(first, first + rows_at_once)
+            padded = torch.nn.functional.pad(weight[rows].float(), (0, num_groups * group - num_inputs))
+            groups = padded.view(-1, num_groups, group)
+            low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
+            scales[rows] = ((high - low) / _INT4_LEVELS).clamp_(min=_TINY).half().float()
+            zeros[rows] = torch.round(-low / scales[rows].clamp(min=_TINY)).clamp_(0, _INT4_LEVELS)
+            levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)) + zeros[rows, :, None]
+            rounded[rows] = levels.clamp_(0, _INT4_LEVELS).flatten(1)[:, :num_inputs]
+    return rounded, scales, zeros

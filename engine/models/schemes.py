@@ -1,8 +1,9 @@
 """The schemes in which matrices of weights are stored, and the parameters of a model as they are loaded.
 
-A scheme defines the encoding of a matrix: float or int8. LinearParameters is a matrix as it is loaded. Every memory
-layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each scheme is stored in
-one way. `engine/models/linear.py` has the layers that multiply with them.
+A scheme defines the encoding of a matrix: float, int8 or int4. LinearParameters is a matrix as it is loaded. Every
+memory layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each scheme is
+stored in one way. `engine/models/linear.py` has the layers that multiply with float and int8; int4 is for the compiled
+decoder only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from engine.load_times import load_phase
-from engine.models.rounding import round_to_int8
+from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,12 +20,15 @@ class LinearParameters:
     """A matrix [outputs, inputs] and its bias [outputs].
 
     Scheme "float": `weight` is the matrix. Scheme "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-128, 127] and fp32 scales.
+    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Scheme "int4": inputs are in groups, the last of
+    which may be narrower. Number [output, input] is `(weight[output, input] - zeros[output, group]) * scales[output,
+    group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32 scales [outputs, groups].
     """
 
     weight: Tensor
     scheme: str = "float"
     scales: Tensor | None = None
+    zeros: Tensor | None = None
     bias: Tensor | None = None
 
 
@@ -37,9 +41,22 @@ def _round_to_int8(weight: Tensor) -> LinearParameters:
     return LinearParameters(rounded, "int8", scales)
 
 
-SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {"float": _keep, "int8": _round_to_int8}
+def _round_to_int4(weight: Tensor) -> LinearParameters:
+    rounded, scales, zeros = round_to_int4(weight)
+    return LinearParameters(rounded, "int4", scales, zeros)
+
+
+SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {
+    "float": _keep,
+    "int8": _round_to_int8,
+    "int4": _round_to_int4,
+}
 """Conversions of floating-point weights [outputs, inputs] to each scheme."""
-PACKED = frozenset({"float", "int8"})
+OUTPUT_SCHEMES = {"int4": "int8"}
+"""Schemes of the output matrix where they are others than that of the model."""
+OUTPUT = "lm_head"
+"""The name of the output matrix."""
+PACKED = frozenset({"float", "int8", "int4"})
 """Schemes that the compiled decoder can pack and multiply."""
 CUT_BY_INPUTS = frozenset({"float"})
 """Schemes in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are made
@@ -52,14 +69,18 @@ Values = tuple[str, Tensor | LinearParameters, bool]
 
 
 class Parameters:
-    """The parameters of a model by name, with all matrices converted to one scheme.
+    """The parameters of a model by name, with all matrices converted to one scheme; the output matrix: OUTPUT_SCHEMES.
+    `group`: inputs that share a scale in int4.
 
     `source` yields the parameters `names`. It is read as far as a taken parameter demands, so that a model that copies
     each parameter to its own layout never holds all of them twice. A parameter can be taken once.
     """
 
-    def __init__(self, scheme: str = "float", names: Iterable[str] = (), source: Iterable[Values] = ()) -> None:
+    def __init__(
+        self, scheme: str = "float", names: Iterable[str] = (), source: Iterable[Values] = (), group: int = INT4_GROUP
+    ) -> None:
         self.scheme = scheme
+        self.group = group
         self._source = iter(source)
         self._unread = set(names)
         self._tensors: dict[str, Tensor] = {}
@@ -72,7 +93,8 @@ class Parameters:
             self._linears[name] = values
         elif is_matrix:
             with load_phase("convert"):
-                self._linears[name] = SCHEMES[self.scheme](values)
+                scheme = OUTPUT_SCHEMES.get(self.scheme, self.scheme) if name == OUTPUT else self.scheme
+                self._linears[name] = SCHEMES[scheme](values)
         else:
             self._tensors[name] = values
 
@@ -102,8 +124,8 @@ class Parameters:
         return replace(self._linears.pop(name), bias=self.take_optional(f"{name}_bias"))
 
     def take_output(self, embedding: Tensor) -> LinearParameters:
-        """Remove and return the output matrix "lm_head"; if absent, it is `embedding` [vocab_size, hidden_size]."""
-        self._read("lm_head")
-        if "lm_head" not in self._linears:
-            self.put("lm_head", embedding, is_matrix=True)
-        return self.take_linear("lm_head")
+        """Remove and return the output matrix; if absent, it is `embedding` [vocab_size, hidden_size]."""
+        self._read(OUTPUT)
+        if OUTPUT not in self._linears:
+            self.put(OUTPUT, embedding, is_matrix=True)
+        return self.take_linear(OUTPUT)

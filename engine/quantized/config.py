@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkpoint.model_files import read_json
+from engine.kernels.cpu.machine import INT4_GROUPS
 from mesh.domain.errors import ConfigurationError
 
 Format = Literal["awq", "gptq", "packed", "plain"]
@@ -42,6 +43,16 @@ class WeightScheme:
         """True if the matrix is int8 with a scale for each output, as our scheme "int8" has it."""
         per_output = self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
         return per_output and (self.format, self.num_bits, self.is_float) == ("plain", 8, False)
+
+    @property
+    def int4_group(self) -> int | None:
+        """Inputs that share a scale in int4 of the compiled decoder, as our scheme "int4" has it: as many as here, or
+        fewer. None if the matrix is in another form.
+        """
+        is_int4 = (self.num_bits, self.is_float, self.has_group_index) == (4, False, False)
+        if not is_int4 or self.block_rows > 1:
+            return None
+        return max((group for group in INT4_GROUPS if self.block_inputs % group == 0), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,25 @@ class QuantizedMatrix:
         zeros = None if self.zeros is None else self.zeros[outputs]
         return replace(self, values=self.values[outputs], scales=self.scales[outputs], zeros=zeros)
 
+    def in_int4(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Values from 0 to 15, scales and zeros as `round_to_int4` returns them, of integers of 4 bits; `group` divides
+        the matrix's own groups. Raises ConfigurationError if the groups' inputs are not neighbours.
+        """
+        num_inputs, num_groups = self.values.shape[1], self.scales.shape[1]
+        stored_group = -(-num_inputs // num_groups)
+        if self.groups is not None and not torch.equal(self.groups, torch.arange(num_inputs) // stored_group):
+            raise ConfigurationError(
+                "its index has another order of inputs than config.json says: serve it with --dtype float32"
+            )
+        offset = 8 if self.values.dtype is torch.int8 else 0
+        zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
+        stored = torch.arange(0, num_inputs, group) // stored_group
+        return (
+            (self.values.to(torch.int16) + offset).to(torch.uint8),
+            self.scales[:, stored],
+            (zeros[:, stored] + offset).to(torch.uint8),
+        )
+
     def dequantized(self) -> Tensor:
         """The matrix in fp32. Products of integers and 16-bit scales are exact in it; with fp32 scales each is rounded
         once.

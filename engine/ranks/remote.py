@@ -98,7 +98,7 @@ def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
         raise ConfigurationError(
             f"ranks on several machines cannot compute in {settings.scheme}: that needs the compiled decoder, whose "
             "ranks share the memory of one machine; use ranks on one machine, or quantize none with a checkpoint that "
-            "is not W8A8"
+            "is not W8A8, and --dtype float32 with one in 4 bits"
         )
     return config
 

@@ -72,8 +72,8 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
             f"no tensor_parallel above 1 fits {num_cores} cores and {config.num_kv_heads} KV heads of the model"
         )
     quantization = read_quantization(model_dir)
-    is_int8 = quantize == "int8" or (quantization is not None and quantization.is_w8a8)
-    precision = Precision("int8" if is_int8 else "float32", "float32")
+    scheme = "int8" if quantization is not None and quantization.is_w8a8 else quantize
+    precision = Precision("float32" if scheme == "none" else scheme, "float32")
     rank_memory(config, precision, Degrees(most), num_cores)
     powers = itertools.takewhile(lambda degree: degree <= most, (2**exponent for exponent in itertools.count(1)))
     return sorted({*powers, most})
@@ -82,15 +82,15 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
 def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     """How the ranks of this machine cut matrices. Raises ConfigurationError if they cannot."""
     layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.kv)
-    is_int8 = precision.weights == "int8"
-    reason = f"{precision.other} beside int8" if is_int8 and precision.other != "float32" else None
+    scheme = precision.weights if precision.weights in ("int8", "int4") else None
+    reason = f"{precision.other} beside {scheme}" if scheme is not None and precision.other != "float32" else None
     reason = reason or why_not_compiled(config, layout)
     if reason is None:
         return "outputs"
-    if is_int8 and degrees.tensor > 1:
+    if scheme is not None and degrees.tensor > 1:
         raise ConfigurationError(
-            f"tensor_parallel {degrees.tensor} in int8 needs the compiled decoder, which cannot run here ({reason}): "
-            "use 1"
+            f"tensor_parallel {degrees.tensor} in {scheme} needs the compiled decoder, which cannot run here "
+            f"({reason}): use 1"
         )
     return "inputs"
 

@@ -22,6 +22,8 @@ from engine.models.read_config import load_decoder_config
 from engine.weights import stored_name
 
 GROUP = 16
+INT4_GROUP = 32
+"""The least that the compiled decoder multiplies as it is stored."""
 BLOCK = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -67,8 +69,8 @@ def meaning(values: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor) -> 
     return (values - zeros[:, group_of]) * scales.float()[:, group_of]
 
 
-def in_order(num_inputs: int) -> Tensor:
-    return torch.arange(num_inputs) // GROUP
+def in_order(num_inputs: int, group: int = GROUP) -> Tensor:
+    return torch.arange(num_inputs) // group
 
 
 def shuffled(num_inputs: int) -> Tensor:
@@ -76,15 +78,23 @@ def shuffled(num_inputs: int) -> Tensor:
     return in_order(num_inputs)[torch.randperm(num_inputs, generator=torch.Generator().manual_seed(3))]
 
 
-def awq(weight: Tensor) -> Stored:
-    group_of = in_order(weight.shape[1])
+def awq(weight: Tensor, group: int = GROUP) -> Stored:
+    group_of = in_order(weight.shape[1], group)
     values, scales, zeros = rounded(weight, 4, group_of, symmetric=False)
     parts = {"qweight": pack(values.t(), 4, _AWQ_ORDER), "qzeros": pack(zeros.t(), 4, _AWQ_ORDER), "scales": scales.t()}
     return parts, meaning(values, scales, zeros, group_of)
 
 
-def gptq(weight: Tensor, bits: int = 4, *, version: int = 1, symmetric: bool = True, ordered: bool = False) -> Stored:
-    group_of = (shuffled if ordered else in_order)(weight.shape[1])
+def gptq(
+    weight: Tensor,
+    bits: int = 4,
+    *,
+    version: int = 1,
+    symmetric: bool = True,
+    ordered: bool = False,
+    group: int = GROUP,
+) -> Stored:
+    group_of = shuffled(weight.shape[1]) if ordered else in_order(weight.shape[1], group)
     values, scales, zeros = rounded(weight, bits, group_of, symmetric=symmetric)
     zeros = zeros.clamp(min=1)  # 0 has no successor in version 1
     parts = {
@@ -96,8 +106,8 @@ def gptq(weight: Tensor, bits: int = 4, *, version: int = 1, symmetric: bool = T
     return parts, meaning(values, scales, zeros, group_of)
 
 
-def w4a16(weight: Tensor, *, symmetric: bool = True, ordered: bool = False) -> Stored:
-    group_of = (shuffled if ordered else in_order)(weight.shape[1])
+def w4a16(weight: Tensor, *, symmetric: bool = True, ordered: bool = False, group: int = GROUP) -> Stored:
+    group_of = shuffled(weight.shape[1]) if ordered else in_order(weight.shape[1], group)
     values, scales, zeros = rounded(weight, 4, group_of, symmetric=symmetric)
     parts = {"weight_packed": pack(values, 4), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
     if not symmetric:
@@ -166,6 +176,14 @@ FORMS: dict[str, Form] = {
     "fp8-channels": Form(compressed("float-quantized", {"type": "float", "strategy": "channel"}), fp8_channels),
 }
 
+_OF_INT4 = {"group_size": INT4_GROUP}
+INT4_FORMS: dict[str, Form] = {
+    "awq-32": Form(FORMS["awq"].config | _OF_INT4, lambda weight: awq(weight, INT4_GROUP)),
+    "gptq-32": Form(_GPTQ | _OF_INT4, lambda weight: gptq(weight, group=INT4_GROUP)),
+    "w4a16-32": Form(compressed("pack-quantized", _INT4 | _OF_INT4), lambda weight: w4a16(weight, group=INT4_GROUP)),
+}
+"""Forms that the compiled decoder multiplies as they are stored."""
+
 
 def quantized_modules(model_dir: Path) -> dict[str, bool]:
     """Matrices that are usually quantised, by their modules' names; whether they are stored transposed."""
@@ -176,18 +194,19 @@ def quantized_modules(model_dir: Path) -> dict[str, bool]:
 
 def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`."""
+    description = (FORMS | INT4_FORMS)[form]
     for folder in (out, twin_of(out)):
         shutil.copytree(model_dir, folder)
     tensors = load_file(model_dir / "model.safetensors")
     twin = dict(tensors)
     for module, transposed in quantized_modules(model_dir).items():
         weight = tensors.pop(f"{module}.weight")
-        parts, means = FORMS[form].store(weight.t() if transposed else weight)
+        parts, means = description.store(weight.t() if transposed else weight)
         tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
         twin[f"{module}.weight"] = (means.t() if transposed else means).contiguous()
     save_file(tensors, out / "model.safetensors")
     save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
-    describe(out, FORMS[form].config)
+    describe(out, description.config)
     return out
 
 

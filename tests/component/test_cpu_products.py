@@ -1,6 +1,6 @@
 """Compiled matrix products, and what precedes and follows them, against numpy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from engine.kernels.cpu.arguments import Address, Matrix, Part, Range
 from engine.kernels.cpu.compiler import OPTIONS
-from engine.kernels.cpu.machine import TILE_ROWS, UNIT, amx_shapes, has_amx
+from engine.kernels.cpu.machine import INT4_GROUPS, TILE_ROWS, UNIT, amx_shapes, has_amx
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
-from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
 from engine.kernels.cpu.tiles import ADD, GATE, STORE, TileProduct, multiply_tile
 from engine.models.schemes import SCHEMES, LinearParameters
@@ -33,6 +33,7 @@ KINDS = [
     pytest.param("float16", id="fp16"),
     pytest.param("bfloat16", id="bf16"),
     pytest.param("int8", id="int8"),
+    *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
 ]
 
@@ -52,10 +53,12 @@ class Products:
     @classmethod
     def of(cls, kind: str, shapes: list[MatrixShape]) -> "Products":
         torch.manual_seed(0)
+        biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
+        if kind.startswith("int4"):
+            return cls._of_int4(kind, [replace(s, group=int(kind.partition("-")[2])) for s in shapes], biases)
         matrices = [torch.randint(-126, 127, (s.columns, s.inputs)).float() for s in shapes]
         for matrix in matrices:
             matrix[:, -1] = 127  # so that the scale is 1
-        biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
         is_int8 = kind in INT8
         dtype = torch.int8 if is_int8 else getattr(torch, kind)
         packer = Packer(shapes, dtype)
@@ -64,18 +67,31 @@ class Products:
             packer.put(i, stored.weight, scales=stored.scales, bias=bias)
         return cls(kind, shapes, matrices, biases, packer.weights)
 
+    @classmethod
+    def _of_int4(cls, kind: str, shapes: list[MatrixShape], biases: list[torch.Tensor | None]) -> "Products":
+        """Scales are powers of two, others in each group; zeros are anything that fits."""
+        packer, matrices = Packer(shapes, torch.uint8), []
+        for i, (shape, bias) in enumerate(zip(shapes, biases, strict=True)):
+            weight = torch.randint(0, 16, (shape.columns, shape.inputs), dtype=torch.uint8)
+            scales = torch.randint(0, 3, (shape.columns, shape.num_groups)).exp2()
+            zeros = torch.randint(0, 17, scales.shape, dtype=torch.uint8)
+            packer.put_groups(i, weight, scales, zeros, bias)
+            group_of = torch.arange(shape.inputs) // shape.group
+            matrices.append((weight.float() - zeros[:, group_of].float()) * scales[:, group_of])
+        return cls(kind, shapes, matrices, biases, packer.weights)
+
     def operand(self, rows: int) -> Operand:
         """Room for so many rows; what is beyond their inputs is not zero."""
-        is_int8 = self.kind in INT8
-        a = np.full((rows + TILE_ROWS) * 640, 77, np.uint8 if is_int8 else np.float32)
-        sums = np.empty(2 * TILE_ROWS * UNIT, np.int32 if is_int8 else np.float32)
+        kind, sums_kind = operand_dtypes(self.weights)
+        a = np.full((rows + TILE_ROWS) * 720, 77, kind)
+        sums = np.empty(2 * TILE_ROWS * UNIT, sums_kind)
         amx = amx_shapes() if self.kind == "amx" else np.empty(0, np.uint8)
         return Operand(a, np.empty(rows, np.float32), sums, amx)
 
     def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_parts: int = 1) -> Array:
         """All parts of a product of whole rows x, one after the other; `out` is filled and returned."""
         operand = self.operand(len(x))
-        put_rows(x, self.weights.matrices[index, 2], operand, Range(0, len(x)))
+        put_rows(x, self.weights.matrices[index], operand, Range(0, len(x)))
         begin_products(operand)
         for part in range(num_parts):
             if self.shapes[index].gated:
@@ -93,9 +109,9 @@ class Products:
 
 
 def whole_rows(inputs: int) -> Array:
-    """What int8 rows hold with a scale of 1."""
+    """What int8 rows, and groups of int4's rows, hold with a scale of 1."""
     rows = np.random.default_rng(inputs).integers(-126, 127, (MAX_ROWS, inputs)).astype(np.float32)
-    rows[:, 0] = 127
+    rows[:, :: min(INT4_GROUPS)] = 127
     return rows
 
 
@@ -145,20 +161,64 @@ def test_a_row_does_not_depend_on_its_batch(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 @pytest.mark.parametrize("width", [16, 48, 576])
 def test_rows_are_put_and_normed(kind: str, width: int) -> None:
-    operand, depth = Products.of(kind, [MatrixShape(16, width)]).operand(5), -(-width // 64) * 64
+    products = Products.of(kind, [MatrixShape(16, width)])
+    operand, matrix = products.operand(5), products.weights.matrices[0]
+    depth = int(matrix[2])
     rng = np.random.default_rng(width)
     x = (rng.normal(size=(5, width)) * np.logspace(-4, 4, 5)[:, None]).astype(np.float32)
     x[0] = 0.0
     weight, eps = rng.uniform(0.5, 1.5, width).astype(np.float32), np.float32(1e-5)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + eps) * weight
     for put, expected in ((put_rows, x), (norm_rows, normed)):
-        arguments = (x, depth) if put is put_rows else (x, Norm(weight, eps), depth)
+        arguments = (x, matrix) if put is put_rows else (x, Norm(weight, eps), matrix)
         for part in (Range(0, 2), Range(2, 5)):
             put(*arguments, operand, part)
         q = operand.a[: 5 * depth].reshape(5, depth)[:, :width].astype(np.float64)
         found = (q - (128 if kind == "int8" else 0)) * operand.factors[:, None]
         level = operand.factors[:, None] if kind == "int8" else 0
         assert (np.abs(found - expected) <= 0.501 * level + 2e-6 * np.abs(expected)).all()
+
+
+def test_blocks_hold_scales_sums_and_bytes() -> None:
+    """The last group of a row is narrower."""
+    products = Products.of("int4-64", [MatrixShape(16, 176)])
+    operand, x = products.operand(3), np.random.default_rng(0).normal(size=(3, 176)).astype(np.float32)
+    x[0] = 0.0
+    put_rows(x, products.weights.matrices[0], operand, Range(0, 3))
+    blocks = operand.a[: 3 * 3 * 72].reshape(3, 3, 72)
+    for group in range(3):
+        block, part = blocks[:, group], x[:, 64 * group : 64 * group + 64]
+        q = block[:, 8 : 8 + part.shape[1]].astype(np.int64)
+        scales, sums = (
+            np.ascontiguousarray(block[:, at : at + 4]).view(kind) for at, kind in ((0, np.float32), (4, np.int32))
+        )
+        assert np.array_equal(-sums[:, 0], q.sum(1))
+        assert (np.abs(q * scales - part) <= 0.501 * scales).all()
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 3.0, 0.1, 60000.0])
+def test_scales_of_fp16_are_kept(scale: float) -> None:
+    """Also those that are denormal or near the end of fp16's range, beside others of another size in the column."""
+    packer = Packer([MatrixShape(16, 64, group=32)], torch.uint8)
+    scales = torch.full((16, 2), scale).half().float()
+    scales[:, 1] = scales[:, 0] / 64
+    packer.put_groups(
+        0, torch.full((16, 64), 9, dtype=torch.uint8), scales, torch.full((16, 2), 8, dtype=torch.uint8), None
+    )
+    operand = Operand(
+        np.zeros((1 + TILE_ROWS) * 80, np.int8),
+        np.ones(1, np.float32),
+        np.empty(2 * TILE_ROWS * UNIT, np.float32),
+        np.empty(0, np.uint8),
+    )
+    x = np.zeros((1, 64), np.float32)
+    for group in range(2):
+        x[:] = 0.0
+        x[0, 32 * group] = 127.0
+        put_rows(x, packer.weights.matrices[0], operand, Range(0, 1))
+        out = np.empty((1, 16), np.float32)
+        product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
+        assert np.array_equal(out[0], 127 * scales[:, group].numpy())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

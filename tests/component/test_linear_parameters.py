@@ -15,7 +15,7 @@ from engine.settings import QUANTIZATIONS
 from mesh.domain.kv import Span
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"int4"}))  # only the compiled decoder has int4
 def test_every_scheme_multiplies_with_the_matrix(scheme: str) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(48, 64), torch.randn(5, 64)

@@ -13,7 +13,7 @@ arguments; it returns the signature and `generate`, which gets the arguments' LL
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -71,16 +71,17 @@ def jit(function: Callable[P, R]) -> Callable[P, R]:
     return compiled
 
 
-def select_by_dtype(declared: Callable[P, R], dtype: object, matching: Callable[P, R], other: Callable[P, R]) -> None:
-    """Make compiled calls of `declared` run `matching` if the last argument is of this numba type, and `other` if not.
+def select_by_dtype(declared: Callable[P, R], matching: Mapping[object, Callable[P, R]], other: Callable[P, R]) -> None:
+    """Make compiled calls of `declared` run the function of `matching` whose numba type is that of the last argument,
+    and `other` if there is none.
 
-    The three functions must have the same parameters and annotations, which numba compares.
+    All functions must have the same parameters and annotations, which numba compares.
     """
 
     def select(*args: Any) -> Callable[P, R]:
-        return matching if args[-1] == dtype else other
+        return matching.get(args[-1], other)
 
-    select.__signature__ = inspect.signature(matching)  # type: ignore[attr-defined]
+    select.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
     overload(declared, jit_options=OPTIONS)(select)
 
 

@@ -358,8 +358,8 @@ def _plain_queries(
     return Matrix(query, shape.head_dim * FLOAT_BYTES)
 
 
-select_by_dtype(head_of, types.int8, _head_of_bytes, _head_of_rows)
-select_by_dtype(write_head, types.int8, _write_bytes, _write_rows)
-select_by_dtype(read_keys, types.int8, _read_keys_of_bytes, _read_keys_of_rows)
-select_by_dtype(read_values, types.int8, _read_values_of_bytes, _read_values_of_rows)
-select_by_dtype(prepare_queries, types.int8, _split_queries, _plain_queries)
+select_by_dtype(head_of, {types.int8: _head_of_bytes}, _head_of_rows)
+select_by_dtype(write_head, {types.int8: _write_bytes}, _write_rows)
+select_by_dtype(read_keys, {types.int8: _read_keys_of_bytes}, _read_keys_of_rows)
+select_by_dtype(read_values, {types.int8: _read_values_of_bytes}, _read_values_of_rows)
+select_by_dtype(prepare_queries, {types.int8: _split_queries}, _plain_queries)

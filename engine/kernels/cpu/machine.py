@@ -46,6 +46,8 @@ AMX_TILE_ROW_BYTES = 64
 MAX_QUERY_ROWS = 3
 """Maximum query rows that share one read of the cache in decode attention."""
 
+INT4_GROUPS = (32, 64, 128)
+"""Inputs that may share a scale in int4."""
 INT8_LEVELS = 127.0
 """Largest magnitude of a quantised number."""
 ZERO_POINT = 128

@@ -7,10 +7,13 @@ row's result does not depend on its batch.
 
 from typing import NamedTuple
 
+from numba import types
+
 from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
 from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Matrix, Part, Range, Weights
-from engine.kernels.cpu.compiler import address, jit
+from engine.kernels.cpu.compiler import address, jit, select_by_dtype
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
+from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, Groups, multiply_nibbles, panel_bytes
 from engine.kernels.cpu.tiles import (
     ADD,
     GATE,
@@ -30,10 +33,13 @@ _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
 
+_panel_bytes = jit(panel_bytes)
+
+
 class Operand(NamedTuple):
     """The left operand of products, and a thread's sums."""
 
-    a: Array  # flat uint8 or fp32; TILE_ROWS rows past the last row may be read
+    a: Array  # flat; uint8 for weights in int8, int8 for int4, else fp32. TILE_ROWS rows past the last row may be read
     factors: Floats  # [rows], of each row's result
     sums: Array  # [2 * TILE_ROWS, UNIT] int32 or fp32, not shared with other threads
     amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as always in fp32
@@ -77,6 +83,7 @@ class _Columns(NamedTuple):
 
     packed: Address
     unit_bytes: int
+    group: int
     offsets: Address
     scales: Address
     biases: Address
@@ -118,11 +125,12 @@ def _rows(operand: Operand, weights: Weights, matrix: int, target: Target) -> _R
 
 @jit
 def _columns(weights: Weights, matrix: int) -> _Columns:
-    weight_at, column_at, depth, count = weights.matrices[matrix]
+    weight_at, column_at, depth, count, group = weights.matrices[matrix]
     width, offset = weights.packed.itemsize, column_at * FLOAT_BYTES
     return _Columns(
         address(weights.packed) + weight_at * width,
-        UNIT * depth * width,
+        2 * _panel_bytes(depth // (group + BLOCK_HEAD_BYTES), group) if group else UNIT * depth * width,
+        group,
         address(weights.offsets) + offset,
         address(weights.scales) + offset,
         address(weights.biases) + offset,
@@ -139,15 +147,19 @@ def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, ele
         row = 0
         while row < rows.num_rows:
             matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
-            count = _multiply_rows(matrices, rows.a_step // 4, rows.num_rows - row, element)
+            count = multiply_rows(matrices, columns.group, rows.num_rows - row, element)
             tile_rows = _TileRows(rows.sums, row, min(count, rows.num_rows - row))
             _finish(_tile(rows, columns, tile_rows, unit, mode), mode, element)
             row += count
 
 
-@jit
-def _multiply_rows(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
-    """Multiply the largest tile that fits; returns its rows. `depth` counts 4 bytes of a row: one fp32 or 4 int8."""
+def multiply_rows(matrices: TileProduct, group: int, max_rows: int, element: Element) -> int:
+    """Multiply the largest tile that fits; returns its rows. `element`: any element of the weights."""
+    raise NotImplementedError
+
+
+def _multiply_rows(matrices: TileProduct, group: int, max_rows: int, element: Element) -> int:
+    depth = matrices.a.step // 4  # one fp32 or 4 int8
     if max_rows >= 9:
         multiply_tile(matrices, depth, 12, 2, element)
         return 12
@@ -162,6 +174,27 @@ def _multiply_rows(matrices: TileProduct, depth: int, max_rows: int, element: El
         return 2
     multiply_tile(matrices, depth, 1, 2, element)
     return 1
+
+
+def _multiply_rows_by_nibbles(matrices: TileProduct, group: int, max_rows: int, element: Element) -> int:
+    groups = Groups(matrices.a.step // (group + BLOCK_HEAD_BYTES), group)
+    if max_rows >= 9:
+        multiply_nibbles(matrices, groups, 12, 2)
+        return 12
+    if max_rows >= 5:
+        multiply_nibbles(matrices, groups, 8, 2)
+        return 8
+    if max_rows >= 3:
+        multiply_nibbles(matrices, groups, 4, 2)
+        return 4
+    if max_rows == 2:
+        multiply_nibbles(matrices, groups, 2, 2)
+        return 2
+    multiply_nibbles(matrices, groups, 1, 2)
+    return 1
+
+
+select_by_dtype(multiply_rows, {types.uint8: _multiply_rows_by_nibbles}, _multiply_rows)
 
 
 @jit

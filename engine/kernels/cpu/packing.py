@@ -10,30 +10,40 @@ from torch import Tensor
 
 from engine.kernels.cpu.arguments import Array, Weights
 from engine.kernels.cpu.buffers import aligned, round_up
-from engine.kernels.cpu.machine import GROUP, HALF_BYTES, PANEL, UNIT, ZERO_POINT
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES, GROUP, HALF_BYTES, PANEL, UNIT, ZERO_POINT
+from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, SCALES_BYTES, panel_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.float32: np.float32,
     torch.float16: np.uint16,
     torch.bfloat16: np.int16,
     torch.int8: np.int8,
+    torch.uint8: np.uint8,
 }
-"""Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU."""
+"""Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU. uint8 is int4."""
 _INT8_DEPTH = 64
 """Inputs are padded to a multiple of it in int8: the bytes in a row of an AMX tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups."""
+    """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups. `group`: inputs that
+    share a scale, in int4; one of INT4_GROUPS.
+    """
 
     columns: int
     inputs: int
     gated: bool = False
+    group: int = 0
 
     @property
     def padded_columns(self) -> int:
         return round_up(self.columns, UNIT)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of inputs; the last may be narrower."""
+        return -(-self.inputs // self.group)
 
 
 class Packer:
@@ -41,18 +51,19 @@ class Packer:
 
     def __init__(self, shapes: Sequence[MatrixShape], dtype: torch.dtype) -> None:
         self._shapes = shapes
-        int8 = dtype == torch.int8
-        self._depths = [round_up(shape.inputs, _INT8_DEPTH) if int8 else shape.inputs for shape in shapes]
         columns = [shape.padded_columns for shape in shapes]
         column_ends = np.cumsum([0, *columns])
-        weight_ends = np.cumsum([0, *(c * d for c, d in zip(columns, self._depths, strict=True))])
+        weight_ends = np.cumsum([0, *(_num_elements(shape, dtype) for shape in shapes)])
+        depths = [_row_elements(shape, dtype) for shape in shapes]
         counts = [round_up(shape.columns, PANEL) for shape in shapes]
+        groups = [shape.group for shape in shapes]
+        facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, strict=True)]
         self.weights = Weights(
             packed=aligned(int(weight_ends[-1]), DTYPES[dtype]),
             scales=np.ones(column_ends[-1], np.float32),
             offsets=np.zeros(column_ends[-1], np.int32),
             biases=np.zeros(column_ends[-1], np.float32),
-            matrices=np.array([*zip(weight_ends[:-1], column_ends[:-1], self._depths, counts, strict=True)], np.int64),
+            matrices=np.array(facts, np.int64),
         )
 
     def put(self, index: int, weight: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None) -> None:
@@ -60,14 +71,11 @@ class Packer:
 
         weight: [outputs, inputs] of the packer's dtype; scales, for int8, and bias: fp32 [outputs].
         """
-        shape, depth = self._shapes[index], self._depths[index]
+        shape, depth = self._shapes[index], int(self.weights.matrices[index, 2])
         arrange = _interleave if shape.gated else _pad_columns
         weight = arrange(weight, shape.padded_columns)
-        weight_at, column_at = self.weights.matrices[index, :2]
-        columns = slice(column_at, column_at + shape.padded_columns)
-        if bias is not None:
-            self.weights.biases[columns] = arrange(bias, shape.padded_columns).numpy()
-        target = as_tensor(self.weights.packed[weight_at : weight_at + shape.padded_columns * depth])
+        columns = self._put_bias(index, bias)
+        target = self._target(index, shape.padded_columns * depth)
         if scales is None:
             target.view(-1, depth, PANEL).copy_(weight.view(-1, PANEL, depth).transpose(1, 2))
             return
@@ -76,6 +84,62 @@ class Packer:
         self.weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
         panels = weight.view(-1, PANEL, depth // GROUP, GROUP).transpose(1, 2)
         target.view(panels.shape).copy_(panels)
+
+    def put_groups(self, index: int, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None) -> None:
+        """Pack matrix number `index` in int4: number [output, input] is (weight - zeros[group]) * scales[group].
+
+        weight: uint8 [outputs, inputs], 0 to 15; scales: fp32 [outputs, num_groups], kept in fp16 beside a power of two
+        for each output; zeros: uint8 as scales; bias: fp32 [outputs].
+        """
+        shape, num_groups = self._shapes[index], self._shapes[index].num_groups
+        arrange = _interleave if shape.gated else _pad_columns
+        weight, scales, zeros = (arrange(values, shape.padded_columns) for values in (weight, scales, zeros))
+        columns, num_panels = self._put_bias(index, bias), shape.padded_columns // PANEL
+        powers = torch.exp2(torch.frexp(scales.abs().amax(1)).exponent - 1)
+        self.weights.scales[columns] = powers.numpy()
+        target = self._target(index, _num_elements(shape, torch.uint8)).view(num_panels, -1)
+        heads = target[:, : num_groups * SCALES_BYTES].view(num_panels, num_groups, SCALES_BYTES)
+        halves = (scales / powers[:, None]).half().view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous()
+        heads[:, :, : PANEL * HALF_BYTES] = halves.view(torch.uint8)
+        heads[:, :, PANEL * HALF_BYTES :] = zeros.view(num_panels, PANEL, num_groups).transpose(1, 2)
+        weight = torch.nn.functional.pad(weight, (0, num_groups * shape.group - shape.inputs))
+        octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
+        packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(octets.shape[1:])
+        torch.bitwise_or(octets[0], octets[1] << 4, out=packed)
+
+    def _put_bias(self, index: int, bias: Tensor | None) -> slice:
+        """Returns the matrix's columns."""
+        shape, column_at = self._shapes[index], self.weights.matrices[index, 1]
+        columns = slice(column_at, column_at + shape.padded_columns)
+        if bias is not None:
+            arrange = _interleave if shape.gated else _pad_columns
+            self.weights.biases[columns] = arrange(bias, shape.padded_columns).numpy()
+        return columns
+
+    def _target(self, index: int, num_elements: int) -> Tensor:
+        weight_at = self.weights.matrices[index, 0]
+        return as_tensor(self.weights.packed[weight_at : weight_at + num_elements])
+
+
+def _row_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
+    """Elements of a row of the left operand."""
+    if dtype == torch.uint8:
+        return shape.num_groups * (shape.group + BLOCK_HEAD_BYTES)
+    return round_up(shape.inputs, _INT8_DEPTH) if dtype == torch.int8 else shape.inputs
+
+
+def _num_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
+    """Elements of a packed matrix."""
+    if dtype != torch.uint8:
+        return shape.padded_columns * _row_elements(shape, dtype)
+    return shape.padded_columns // PANEL * panel_bytes(shape.num_groups, shape.group)
+
+
+def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:
+    """The numpy types of the left operand of products with these weights, and of their sums."""
+    if weights.packed.dtype == np.int8:
+        return np.uint8, np.int32
+    return np.int8 if weights.packed.dtype == np.uint8 else np.float32, np.float32
 
 
 def as_tensor(weights: Array) -> Tensor:

@@ -1,8 +1,8 @@
 """Loops over rows between matrix products: norm, quantisation, rotary positions and the write to the KV cache.
 
-A product reads a row of `a` and the row's factor, which is applied to the result. In fp32 the row is copied. In int8 it
-is `scale * (q - 128)` with q as unsigned bytes. A norm's own factor is multiplied into the row's factor, so that the
-norm costs a single pass.
+A product reads a row of `a` and the row's factor, which is applied to the result. In fp32 the row is copied. For int8
+weights it is `scale * (q - 128)` with q as unsigned bytes; for int4, signed bytes with a scale for each group. A norm's
+own factor is multiplied into the row's factor, so that the norm costs a single pass.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,9 @@ from numba import types
 from engine.kernels.cpu.arguments import Address, Attending, Cache, Element, Floats, HeadShape, Int64s, Range
 from engine.kernels.cpu.compiler import address, jit, select_by_dtype
 from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
-from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES
+from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
 from engine.kernels.cpu.matmul import Operand
+from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, quantise_block
 from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, rotate_halves, scale_row, weigh_row
 
 _LEVELS = np.float32(INT8_LEVELS)
@@ -34,43 +35,53 @@ class TokenSlot(NamedTuple):
     slot: int
 
 
-def put_row(values: Address, num_vectors: int, out: Address, element: Element) -> np.float32:
+def put_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
     """Write fp32 values as a row of `a`; returns the row's factor. `element`: any element of `a`."""
     raise NotImplementedError
 
 
-def _copy_row(values: Address, num_vectors: int, out: Address, element: Element) -> np.float32:
+def _copy_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
     scale_row(values, num_vectors, np.float32(1.0), out)
     return np.float32(1.0)
 
 
-def _quantise_row(values: Address, num_vectors: int, out: Address, element: Element) -> np.float32:
+def _quantise_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
     largest = largest_magnitude(values, num_vectors)
     quantise_vectors(values, num_vectors, _LEVELS / largest, out)
     return largest / _LEVELS
 
 
-select_by_dtype(put_row, types.uint8, _quantise_row, _copy_row)
+def _quantise_groups(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
+    per_block = group // LANES
+    for first in range(0, num_vectors, per_block):
+        quantise_block(values + first * VECTOR_BYTES, min(per_block, num_vectors - first), out)
+        out += group + BLOCK_HEAD_BYTES
+    return np.float32(1.0)
+
+
+select_by_dtype(put_row, {types.uint8: _quantise_row, types.int8: _quantise_groups}, _copy_row)
 
 
 @jit
-def put_rows(x: Floats, depth: int, operand: Operand, part: Range) -> None:
-    """Write the rows of x [rows, width] in the range to the operand, whose rows have `depth` elements."""
+def put_rows(x: Floats, matrix: Int64s, operand: Operand, part: Range) -> None:
+    """Write the rows of x [rows, width] in the range to the operand of a product with `matrix`, a row of
+    Weights.matrices.
+    """
     num_vectors, step, a = x.shape[1] // LANES, x.shape[1] * FLOAT_BYTES, operand.a
     for r in range(part.first, part.end):
-        out = address(a) + r * depth * a.itemsize
-        operand.factors[r] = put_row(address(x) + r * step, num_vectors, out, a[0])
+        out = address(a) + r * matrix[2] * a.itemsize
+        operand.factors[r] = put_row(address(x) + r * step, num_vectors, out, matrix[4], a[0])
 
 
 @jit
-def norm_rows(x: Floats, norm: Norm, depth: int, operand: Operand, part: Range) -> None:
+def norm_rows(x: Floats, norm: Norm, matrix: Int64s, operand: Operand, part: Range) -> None:
     """Like `put_rows`, after a root-mean-square norm of each row."""
     width, a = x.shape[1], operand.a
     weighted, weight = np.empty(width, np.float32), address(norm.weight)
     for r in range(part.first, part.end):
         total = weigh_row(address(x) + r * width * FLOAT_BYTES, weight, width // LANES, address(weighted))
-        out = address(a) + r * depth * a.itemsize
-        factor = put_row(address(weighted), width // LANES, out, a[0])
+        out = address(a) + r * matrix[2] * a.itemsize
+        factor = put_row(address(weighted), width // LANES, out, matrix[4], a[0])
         operand.factors[r] = factor / np.sqrt(total / np.float32(width) + norm.eps)
 
 

@@ -49,7 +49,8 @@ _MATRICES_PER_LAYER = 4
 class Model(NamedTuple):
     """The weights and constants of a model, the same in every step."""
 
-    weights: Weights  # of each layer: qkv, output, gate and up, down; then the output matrix of the vocabulary
+    weights: Weights  # of each layer: qkv, output, gate and up, down
+    output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
     input_norms: Floats  # [num_layers, hidden]
     post_norms: Floats  # [num_layers, hidden]
     final_norm: Floats  # [hidden]
@@ -118,7 +119,7 @@ def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
     for layer in range(layers.first, layers.end):
         qkv, output, _, _ = _matrices(layer)
         input_norm = Norm(model.input_norms[layer], model.eps)
-        norm_rows(acts.residual, input_norm, weights.matrices[qkv, 2], operand, rows)
+        norm_rows(acts.residual, input_norm, weights.matrices[qkv], operand, rows)
         norm_and_shrink(adapted, layer, QKV_SITE, acts.residual, input_norm, rows)
         _finish_phase(team, NORM)
         product(operand, weights, qkv, Target(acts.qkv, STORE), part)
@@ -128,7 +129,7 @@ def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
         _finish_own_phase(team, STORE_KV)
         attend(attending, cache, layer, model.windows[layer], part)
         _finish_phase(team, ATTENTION)
-        put_rows(acts.mixed, weights.matrices[output, 2], operand, rows)
+        put_rows(acts.mixed, weights.matrices[output], operand, rows)
         shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
         _finish_phase(team, QUANTISE)
         product(operand, weights, output, Target(acts.own_residual, ADD), part)
@@ -146,7 +147,7 @@ def _run_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     _, _, gate_up, down = _matrices(layer)
     post_norm = Norm(model.post_norms[layer], model.eps)
-    norm_rows(acts.residual, post_norm, weights.matrices[gate_up, 2], operand, rows)
+    norm_rows(acts.residual, post_norm, weights.matrices[gate_up], operand, rows)
     norm_and_shrink(adapted, layer, GATE_UP_SITE, acts.residual, post_norm, rows)
     _finish_phase(team, NORM)
     is_gate_changed = changes_site(adapted, layer, GATE_UP_SITE)
@@ -158,7 +159,7 @@ def _run_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
     if is_gate_changed:
         expand(adapted, layer, GATE_UP_SITE, adapted.gate_up, rows)
         gate_rows(adapted, acts.inner, rows)
-    put_rows(acts.inner, weights.matrices[down, 2], operand, rows)
+    put_rows(acts.inner, weights.matrices[down], operand, rows)
     shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
     _finish_phase(team, QUANTISE)
     product(operand, weights, down, Target(acts.own_residual, ADD), part)
@@ -197,14 +198,13 @@ def output_rows(model: Model, hidden: Floats, logits: Floats, operand: Operand, 
     """Compute logits [rows, vocab_size] from rows of the residual. Every thread of every rank calls this function.
     `logits` begins at the first column that the rank computes.
     """
-    weights = model.weights
-    matrix = len(weights.matrices) - 1
+    weights = model.output
     begin_products(operand)
     start_phases(team.phase_cycles)
     norm = Norm(model.final_norm, model.eps)
-    norm_rows(hidden, norm, weights.matrices[matrix, 2], operand, _rows_of(len(hidden), team.number, team.num_all))
+    norm_rows(hidden, norm, weights.matrices[0], operand, _rows_of(len(hidden), team.number, team.num_all))
     wait(team.all_counter, team.num_all)
-    product(operand, weights, matrix, Target(logits, STORE), Part(team.thread, team.num_threads))
+    product(operand, weights, 0, Target(logits, STORE), Part(team.thread, team.num_threads))
     _finish_phase(team, LOGITS)
     end_products(operand)
 

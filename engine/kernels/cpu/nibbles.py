@@ -1,0 +1,285 @@
+"""Products of bytes and weights of 4 bits, which are unpacked in registers.
+
+A group is 32, 64 or 128 inputs. A weight of 4 bits, 0 to 15, means `(weight - zero) * scale`, where each column has a
+zero and a scale for every group. A row of the left operand is one block for each group: the scale of its activations in
+fp32, minus their sum in int32, and the activations as signed bytes.
+
+A panel of 16 columns begins with its scales and zeros: for each group 16 fp16 and 16 bytes, padded to whole cache
+lines. Then come the weights as [inputs / 8][16][4] bytes: of 8 inputs, the low halves of a column's 4 bytes hold the
+first 4 and the high halves the others. So 4 inputs of a column fill a lane after one mask, as in `tiles.py`.
+
+Sums within a group are exact integers on every CPU. They are scaled and added up in fp32 in the order of the groups,
+so that results depend neither on the tile nor on the CPU.
+"""
+
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+
+from engine.kernels.cpu.compiler import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    HALF,
+    INT8,
+    INT32,
+    INT64,
+    INTS,
+    Builder,
+    CodeContext,
+    Emitter,
+    Intrinsic,
+    NumbaType,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    emitted,
+    largest_of,
+)
+from engine.kernels.cpu.machine import (
+    CACHE_LINE_BYTES,
+    FLOAT_BYTES,
+    GROUP,
+    HALF_BYTES,
+    INT8_LEVELS,
+    LANES,
+    PANEL,
+    VECTOR_BYTES,
+    knows_avx512,
+    knows_vnni,
+)
+
+BLOCK_HEAD_BYTES = 8
+"""Bytes of a block before its activations."""
+SCALES_BYTES = PANEL * (HALF_BYTES + 1)
+"""Bytes of the scales and zeros of a panel's group."""
+BYTES_PER_INPUT = PANEL // 2
+"""Bytes of a panel's weights for one input."""
+_STEP = 32
+"""Inputs of a pass of the innermost loop. Without VNNI their products are added up in 16 bits, which cannot overflow:
+2 * 15 * 127 * (_STEP / 4) < 2^15.
+"""
+_PREFETCH_BYTES = 1024
+
+
+def panel_bytes(num_groups: int, group: int) -> int:
+    """Bytes of a panel with its scales and zeros."""
+    lines = (num_groups * SCALES_BYTES + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES
+    return lines * CACHE_LINE_BYTES + num_groups * group * BYTES_PER_INPUT
+
+
+class Groups(NamedTuple):
+    """The groups of a product's inputs."""
+
+    num_groups: int
+    size: int
+
+
+class _Vectors:
+    """Writes operations on vectors of one register: 16 lanes with AVX-512, else 8."""
+
+    def __init__(self, emit: Emitter) -> None:
+        self.emit, self.lanes = emit, LANES if knows_avx512() else LANES // 2
+        self.ints, self.floats, self._halves, self._octets = (
+            ir.VectorType(kind, self.lanes) for kind in (INT32, FLOAT, HALF, INT8)
+        )
+        self._pairs = ir.VectorType(ir.IntType(16), 2 * self.lanes)
+        self.bytes = ir.VectorType(INT8, GROUP * self.lanes)
+        self.nothing = ir.Constant(self.floats, [0.0] * self.lanes)
+
+    def splat(self, scalar: Value) -> Value:
+        vector = ir.VectorType(scalar.type, self.lanes)
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = self.emit.builder.insert_element(undefined, scalar, INT32(0))
+        return self.emit.builder.shuffle_vector(first, undefined, ir.Constant(self.ints, [0] * self.lanes))
+
+    def nibbles(self, at: Value) -> tuple[Value, Value]:
+        """The weights of 8 inputs as bytes: 4 inputs in each lane, then the other 4."""
+        builder, mask = self.emit.builder, ir.Constant(self.bytes, [15] * GROUP * self.lanes)
+        packed = self.emit.load(at, self.ints, 4)
+        high = builder.lshr(packed, ir.Constant(self.ints, [4] * self.lanes))
+        low, high = (builder.and_(builder.bitcast(bits, self.bytes), mask) for bits in (packed, high))
+        return low, high
+
+    def scales(self, at: Value) -> Value:
+        return self.emit.builder.fpext(self.emit.load(at, self._halves, 2), self.floats)
+
+    def zeros(self, at: Value) -> Value:
+        return self.emit.builder.zext(self.emit.load(at, self._octets, 1), self.ints)
+
+    def dot_pairs(self, left: Value, right: Value) -> Value:
+        """The sum of the products of each lane's two int16."""
+        name = "llvm.x86.avx512.pmaddw.d.512" if knows_avx512() else "llvm.x86.avx2.pmadd.wd"
+        left, right = (self.emit.builder.bitcast(lanes, self._pairs) for lanes in (left, right))
+        return self.emit.call(name, self.ints, left, right)
+
+    def multiply(self, total: Value | None, weights: Value, activations: Value) -> Value:
+        """total + the products of 4 bytes in each lane: int32 with VNNI, else int16, two in a lane."""
+        builder = self.emit.builder
+        if knows_vnni():
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
+            return self.emit.call(name, self.ints, total, builder.bitcast(weights, self.ints), activations)
+        name = "llvm.x86.avx512.pmaddubs.w.512" if knows_avx512() else "llvm.x86.avx2.pmadd.ub.sw"
+        products = self.emit.call(name, self._pairs, weights, builder.bitcast(activations, self.bytes))
+        return products if total is None else builder.add(total, products)
+
+    def widened(self, sums: Value, total: Value) -> Value:
+        """`sums` of `multiply`, which began with `total` if they are int32, plus total if they are int16."""
+        if knows_vnni():
+            return sums
+        return self.emit.builder.add(total, self.dot_pairs(sums, ir.Constant(self._pairs, [1] * 2 * self.lanes)))
+
+    def add_scaled(self, exact: Value, factor: Value, scale: Value, total: Value) -> Value:
+        """total + exact * factor * scale, never reordered."""
+        value = self.emit.builder.sitofp(exact, self.floats)
+        value = self.emit.builder.fmul(value, factor, flags=("nsz",))
+        return self.emit.call(f"llvm.fma.v{self.lanes}f32", self.floats, value, scale, total)
+
+
+@emitted
+def multiply_nibbles(
+    typing: TypingContext, matrices: NumbaType, groups: NumbaType, rows: NumbaType, panels: NumbaType
+) -> Intrinsic:
+    """out[rows, panels * 16] = a @ b of a TileProduct, with fp32 sums. groups: Groups.
+
+    `rows` and `panels` are compile-time constants.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        tile = _Tile(emit, args[0], args[1])
+        per_panel = LANES // tile.vectors.lanes
+        parts = [
+            (some_rows, [_Column(*divmod(number, per_panel)) for number in some_columns])
+            for some_rows, some_columns in _parts_in_registers(rows.literal_value, panels.literal_value * per_panel)
+        ]
+        is_single = builder.icmp_signed("==", builder.extract_value(args[1], 1), INT64(_STEP))
+        with builder.if_else(is_single) as (single, several):
+            for is_one_step, branch in ((True, single), (False, several)):
+                with branch:
+                    for some_rows, some_columns in parts:
+                        tile.multiply(some_rows, some_columns, is_one_step=is_one_step)
+        return context.get_dummy_value()
+
+    return types.void(matrices, groups, rows, panels), generate
+
+
+def _parts_in_registers(num_rows: int, num_vectors: int) -> list[tuple[range, range]]:
+    """Rows and vectors of columns of the parts of a tile whose sums fit into the CPU's registers."""
+    max_sums = 12 if knows_avx512() else 4
+    size = -(-num_rows // -(-num_rows // max_sums))
+    at_once = max_sums // size if num_rows > 1 else 2
+    row_parts = [range(first, min(num_rows, first + size)) for first in range(0, num_rows, size)]
+    vector_parts = [range(first, min(num_vectors, first + at_once)) for first in range(0, num_vectors, at_once)]
+    return [(some_rows, some_vectors) for some_vectors in vector_parts for some_rows in row_parts]
+
+
+class _Column(NamedTuple):
+    """A vector of columns: number `part` of a panel."""
+
+    panel: int
+    part: int
+
+
+class _Tile:
+    """Writes the code of a tile."""
+
+    def __init__(self, emit: Emitter, matrices: Value, groups: Value) -> None:
+        self._emit, self.vectors = emit, _Vectors(emit)
+        self._a, self._b, self._out = (emit.matrix(matrix) for matrix in emit.members(matrices, 3))
+        self._count, self._size = emit.members(groups, 2)
+        builder = emit.builder
+        scales = builder.add(builder.mul(self._count, INT64(SCALES_BYTES)), INT64(CACHE_LINE_BYTES - 1))
+        self._head_bytes = builder.and_(scales, INT64(-CACHE_LINE_BYTES))
+
+    def multiply(self, rows: range, columns: list[_Column], *, is_one_step: bool) -> None:
+        """Compute some rows of some columns. `is_one_step`: a group is one step."""
+        emit, builder, vectors = self._emit, self._emit.builder, self.vectors
+        prefetches = rows.start == 0 and columns[0].part == 0
+        rows_at = [emit.at(self._a[0], builder.mul(self._a[1], INT64(row))) for row in rows]
+        with emit.loop(self._count, [vectors.nothing] * (len(rows) * len(columns))) as loop:
+            block = builder.mul(loop.index, builder.add(self._size, INT64(BLOCK_HEAD_BYTES)))
+            blocks_at = [emit.at(at, block) for at in rows_at]
+            scales, zeros, weights_at = self._columns(columns, loop.index)
+            shifts = [vectors.splat(emit.load(emit.at(at, FLOAT_BYTES), INT32)) for at in blocks_at]
+            sums = [vectors.dot_pairs(zero, shift) for shift in shifts for zero in zeros]
+            inputs_at = [emit.at(at, BLOCK_HEAD_BYTES) for at in blocks_at]
+            if is_one_step:
+                sums = self._step(inputs_at, weights_at, sums, prefetches=prefetches)
+            else:
+                with emit.loop(builder.udiv(self._size, INT64(_STEP)), sums) as steps:
+                    a_offset = builder.mul(steps.index, INT64(_STEP))
+                    b_offset = builder.mul(steps.index, INT64(_STEP * BYTES_PER_INPUT))
+                    now = [emit.at(at, a_offset) for at in inputs_at], [emit.at(at, b_offset) for at in weights_at]
+                    steps.next = self._step(*now, steps.carried, prefetches=prefetches)
+                sums = steps.next
+            factors = [vectors.splat(emit.load(at, FLOAT)) for at in blocks_at]
+            pairs = [(factor, scale) for factor in factors for scale in scales]
+            for (factor, scale), exact, total in zip(pairs, sums, loop.carried, strict=True):
+                loop.next.append(vectors.add_scaled(exact, factor, scale, total))
+        self._store(rows, columns, loop.next)
+
+    def _columns(self, columns: list[_Column], group: Value) -> tuple[list[Value], list[Value], list[Value]]:
+        """Of group number `group` the scales, the zeros, and where the weights are."""
+        emit, builder, lanes = self._emit, self._emit.builder, self.vectors.lanes
+        head = builder.mul(group, INT64(SCALES_BYTES))
+        first = builder.mul(group, builder.mul(self._size, INT64(BYTES_PER_INPUT)))
+        first = builder.add(self._head_bytes, first)
+        scales, zeros, weights_at = [], [], []
+        for panel, part in columns:
+            panel_at = emit.at(self._b[0], builder.mul(self._b[1], INT64(panel)))
+            head_at = emit.at(panel_at, head)
+            scales.append(self.vectors.scales(emit.at(head_at, part * lanes * HALF_BYTES)))
+            zeros.append(self.vectors.zeros(emit.at(head_at, PANEL * HALF_BYTES + part * lanes)))
+            weights_at.append(emit.at(emit.at(panel_at, first), part * lanes * GROUP))
+        return scales, zeros, weights_at
+
+    def _step(
+        self, inputs_at: list[Value], weights_at: list[Value], totals: list[Value], *, prefetches: bool
+    ) -> list[Value]:
+        """totals [rows * columns] and the products of _STEP inputs."""
+        emit, vectors = self._emit, self.vectors
+        prefetched_at = weights_at[:: LANES // vectors.lanes] if prefetches else []
+        sums: list[Value | None] = [*totals] if knows_vnni() else [None] * len(totals)
+        for octet in range(_STEP // (2 * GROUP)):
+            columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
+            for at in prefetched_at:
+                emit.prefetch(emit.at(at, octet * VECTOR_BYTES + _PREFETCH_BYTES))
+            for row, at in enumerate(inputs_at):
+                fours_at = [emit.at(at, GROUP * (2 * octet + half)) for half in range(2)]
+                fours = [vectors.splat(emit.load(four_at, INT32)) for four_at in fours_at]
+                for number, halves in enumerate(columns, row * len(columns)):
+                    for half, four in zip(halves, fours, strict=True):
+                        sums[number] = vectors.multiply(sums[number], half, four)
+        return [vectors.widened(number, total) for number, total in zip(sums, totals, strict=True)]
+
+    def _store(self, rows: range, columns: list[_Column], totals: list[Value]) -> None:
+        emit, builder = self._emit, self._emit.builder
+        places = [(row, column) for row in rows for column in columns]
+        for total, (row, (panel, part)) in zip(totals, places, strict=True):
+            offset = INT64((panel * LANES + part * self.vectors.lanes) * FLOAT_BYTES)
+            emit.store(total, emit.at(self._out[0], builder.add(builder.mul(self._out[1], INT64(row)), offset)))
+
+
+@emitted
+def quantise_block(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, out: NumbaType) -> Intrinsic:
+    """Write 16 * num_vectors fp32 numbers as a block of a group, whose scale is the largest magnitude / 127."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        largest = largest_of(emit, args[0], args[1])
+        factor = emit.splat(builder.fdiv(FLOAT(INT8_LEVELS), largest, flags=("nsz",)))
+        with emit.loop(args[1], [ir.Constant(INTS, [0] * LANES)]) as loop:
+            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            levels = emit.rounded(builder.fmul(read, factor))
+            at = builder.add(builder.mul(loop.index, INT64(LANES)), INT64(BLOCK_HEAD_BYTES))
+            emit.store(builder.trunc(levels, BYTES), emit.at(out_at, at), 1)
+            loop.next.append(builder.sub(loop.carried[0], levels))
+        emit.store(builder.fdiv(largest, FLOAT(INT8_LEVELS), flags=("nsz",)), out_at)
+        emit.store(emit.call("llvm.vector.reduce.add.v16i32", INT32, loop.next[0]), emit.at(out_at, FLOAT_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, types.intp), generate

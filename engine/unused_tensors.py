@@ -1,0 +1,76 @@
+"""Tensors of a checkpoint that the model does not use: one line of the log, or an error if answers would be wrong."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import structlog
+import torch
+from safetensors import safe_open
+
+from checkpoint.tensors import StoredTensor, read_sample
+from mesh.domain.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
+
+# Buffers that follow from the configuration, and copies of the embedding.
+_HARMLESS = re.compile(
+    r"(^|\.)("
+    r"rotary(_pos)?_emb\.(inv_freq|cos_cached|sin_cached)"
+    r"|(attn|attention|self_attn|self_attention|crossattention)\.(bias|masked_bias)"
+    r"|position_ids|alibi_mask|future_mask"
+    r"|(encoder|decoder)\.embed_tokens\.weight"
+    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+    r")$"
+)
+_MAX_LISTED = 20
+
+
+def report_unused(
+    model_dir: Path, stored: Mapping[str, StoredTensor], used: Iterable[str], tied: tuple[str, str] | None = None
+) -> None:
+    """List the tensors that are not `used` in one log line. `tied`: names of the output matrix and the embedding, if
+    config.json says that they are equal; a copy of the embedding is not reported.
+
+    Raises ConfigurationError for an unused bias of a matrix or norm that is used: answers would be wrong without it.
+    Biases of zeros are ignored.
+    """
+    unused = {name for name in set(stored) - set(used) if not _HARMLESS.search(name)}
+    if tied is not None and tied[0] in unused and _are_copies(*(stored[name] for name in tied if name in stored)):
+        unused.discard(tied[0])
+    used_stems = {name.removesuffix(".weight") for name in used}
+    biases = {name for name in unused if name.endswith(".bias") and name.removesuffix(".bias") in used_stems}
+    wrong = sorted(name for name in biases if not _is_zero(stored[name], name))
+    if wrong:
+        raise ConfigurationError(
+            f"{model_dir}: the checkpoint has {wrong[0]}{_and_more(len(wrong))}, which config.json does not announce: "
+            "set its attention_bias, mlp_bias or the like, if the model has biases, or remove them"
+        )
+    if summary := _summary(unused - biases):
+        log.warning(
+            "the model does not use tensors of its checkpoint", num_tensors=len(unused - biases), tensors=summary
+        )
+
+
+def _are_copies(*tensors: StoredTensor) -> bool:
+    """True if the tensors have equal samples; they are not read completely."""
+    samples = {(tensor.dtype, tensor.shape, read_sample(tensor)) for tensor in tensors}
+    return len(tensors) == 1 or len(samples) == 1
+
+
+def _is_zero(tensor: StoredTensor, name: str) -> bool:
+    with safe_open(tensor.path, framework="pt") as file:
+        return not bool(torch.count_nonzero(file.get_tensor(name)))
+
+
+def _and_more(count: int) -> str:
+    return f" and {count - 1} more biases" if count > 1 else ""
+
+
+def _summary(names: Iterable[str]) -> str:
+    """Names with `*` in place of layer numbers, and how often each occurs."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted(names))
+    labels = [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
+    num_hidden = len(labels) - _MAX_LISTED
+    return ", ".join(labels[:_MAX_LISTED]) + (f", and {num_hidden} more" if num_hidden > 0 else "")

@@ -1,0 +1,137 @@
+"""int4 in the compiled decoder: checkpoints in 4 bits as stored, and others rounded to it."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint.partition import read_partition
+from engine.load_runner import load_model_runner
+from engine.models.rounding import round_to_int4
+from engine.resolve import resolve
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
+from tandem_cli.main import main
+from tests.component.arms import load_arm, settings
+from tests.component.parity import logprob_differences, run_mixed
+from tests.component.quantized import INT4_FORMS, quantize_checkpoint, twin_of
+from tests.component.ranked import ranked_runner
+from tests.component.test_ranks import require_equal, whole_kv
+
+Checkpoint = Callable[[str], Path]
+Quantized = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def quantized(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    """`quantized(form)` is a Llama in that form, with biases and an output matrix of its own."""
+    built: dict[str, Path] = {}
+
+    def get(form: str) -> Path:
+        if form not in built:
+            out = tmp_path_factory.mktemp("int4") / form
+            built[form] = quantize_checkpoint(checkpoint("llama-biases"), out, form)
+        return built[form]
+
+    return get
+
+
+@pytest.mark.parametrize("form", INT4_FORMS)
+def test_checkpoints_are_computed_as_stored(quantized: Quantized, form: str) -> None:
+    """Activations are rounded to 8 bits, and so is the output matrix; weights are those of the file."""
+    model_dir = quantized(form)
+    assert resolve(settings(model_dir))[0].quantize == "int4"
+    runner = load_arm(model_dir, "compiled", kv_dtype="float32")
+    mean, largest = logprob_differences(run_mixed(runner), run_mixed(load_arm(twin_of(model_dir), "cpu")))
+    assert 0 < mean < 0.03
+    assert largest < 0.3
+
+
+def test_kv_is_of_bytes_and_of_another_model(quantized: Quantized) -> None:
+    layout = load_arm(quantized("awq-32"), "compiled").kv_cache.layout
+    exact = load_arm(quantized("awq-32"), "compiled", dtype="float32").kv_cache.layout
+    assert (layout.dtype, exact.dtype) == ("int8", "float32")
+    assert layout.model_fingerprint != exact.model_fingerprint
+
+
+def test_ranks_and_partitions_equal_one_rank(quantized: Quantized, tmp_path: Path) -> None:
+    model_dir, out = quantized("awq-32"), tmp_path / "out"
+    alone = load_arm(model_dir, "compiled")
+    expected = run_mixed(alone)
+    assert main(["partition", str(model_dir), str(out), "--tensor-parallel=2"]) == 0
+    partition = read_partition(out)
+    assert partition is not None
+    assert partition.quantize == "int4"
+    for folder, degrees in ((model_dir, Degrees(2, 2)), (out, Degrees(2))):
+        with ranked_runner(folder, degrees) as runner:
+            require_equal(run_mixed(runner), expected)
+            assert whole_kv(runner) == whole_kv(alone)
+            assert runner.kv_cache.layout == alone.kv_cache.layout
+
+
+def test_other_checkpoints_are_rounded(checkpoint: Checkpoint) -> None:
+    """Random weights have no structure that would survive 4 bits; the limits tell noise from other numbers."""
+    model_dir = checkpoint("qwen3")
+    runner = load_arm(model_dir, "compiled", quantize="int4")
+    mean, largest = logprob_differences(run_mixed(runner), run_mixed(load_arm(model_dir, "cpu")))
+    assert 0 < mean < 0.5
+    assert largest < 2.5
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "quantize"),
+    [
+        ("awq-32", {"dtype": "float32"}, "none"),
+        ("awq-32", {"dtype": "bfloat16"}, "none"),
+        ("awq-32", {"enforce_eager": True}, "none"),
+        ("awq-32", {"quantize": "int8"}, "int8"),
+        ("awq", {}, "none"),  # groups of 16
+        ("w4a16-order", {}, "none"),
+        ("gptq-8-order", {}, "none"),
+    ],
+)
+def test_what_is_dequantised(quantized: Quantized, form: str, changes: dict[str, object], quantize: str) -> None:
+    load_arm(quantized("awq-32"), "compiled")  # or the CPU cannot
+    assert resolve(settings(quantized(form), **changes))[0].quantize == quantize
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"enforce_eager": True}, "enforce_eager is set"),
+        ("llama", {"dtype": "bfloat16"}, "for CPU and float32, not cpu and bfloat16"),
+        ("gpt2", {}, "compiled decoder, which cannot run here"),
+    ],
+)
+def test_refused_by_name(checkpoint: Checkpoint, family: str, changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=reason):
+        resolve(settings(checkpoint(family), quantize="int4", **changes))
+
+
+def test_an_index_out_of_order_is_refused(quantized: Quantized, tmp_path: Path) -> None:
+    """config.json says that groups are in order."""
+    folder = Path(shutil.copytree(quantized("gptq-32"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.g_idx"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"matrix model.layers.1.mlp.down_proj: .* --dtype float32"):
+        load_model_runner(settings(folder))
+    load_model_runner(settings(folder, dtype="float32"))
+
+
+@pytest.mark.parametrize("inputs", [32, 48, 200])
+def test_rounding_is_within_half_a_level(inputs: int) -> None:
+    torch.manual_seed(inputs)
+    weight = torch.randn(40, inputs) * torch.logspace(-6, 3, 40)[:, None]
+    weight[0] = 0.0
+    values, scales, zeros = round_to_int4(weight)
+    group_of = torch.arange(inputs) // 32
+    found = (values.float() - zeros[:, group_of].float()) * scales[:, group_of]
+    assert int(values.max()) == 15
+    assert ((found - weight).abs() <= 1.01 * scales[:, group_of] + 2**-24).all()
+    assert ((found - weight).abs() <= 0.51 * scales[:, group_of] + 2**-24).float().mean() > 0.98
+    assert torch.equal(scales, scales.half().float())

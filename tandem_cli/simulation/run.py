@@ -1,0 +1,197 @@
+"""Runs a trace through a simulated mesh, and what was observed: every request, gaps between tokens, load over time."""
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mesh.domain.errors import MeshError, Overloaded
+from mesh.domain.request import SamplingParams
+from mesh.domain.worker import WorkerRole
+from router.metrics import tokens_waiting
+from router.settings import RouterSettings
+from router.text.chat import TokenPrompt
+from router.validation import GenerateParams
+from tandem_cli.load_test.figures import Outcome, Record
+from tandem_cli.simulation.mesh import SimulatedMesh, simulated_mesh, write_model
+from tandem_cli.simulation.profile import MeshProfile
+from tandem_cli.simulation.trace import Arrival
+from tandem_cli.simulation.virtual_time import run_in_virtual_time
+from tandem_cli.simulation.workers import hop_s
+
+SAMPLE_S = 10.0
+_FIRST_ID, _NUM_IDS = 3, 250
+_GAP_DIGITS = 4  # gaps are counted in steps of 0.1 ms
+
+Watch = Callable[[SimulatedMesh, "Observed"], "asyncio.Task[None]"]
+"""Starts a task beside the trace, such as a scaling rule; it is cancelled at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSample:
+    """Workers of one role at one moment. `kv` and `slots` are workers' worth of KV and of slots in use or waited for;
+    `busy_s` and `prompt_tokens` are totals of all workers that there have been. `pending_tokens` wait at workers,
+    `waiting_tokens` in the router for this role."""
+
+    num_workers: int
+    kv: float
+    slots: float
+    busy_s: float
+    prompt_tokens: int
+    pending_tokens: int
+    waiting_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The mesh at one moment, in seconds since the first arrival."""
+
+    at_s: float
+    num_queued: int
+    roles: dict[WorkerRole, RoleSample]
+
+
+@dataclass(slots=True)
+class Observed:
+    """What a simulation has shown. Times are in seconds since the first arrival. Records have the times of their first
+    and last tokens only; `gaps` counts gaps between tokens by their length in seconds."""
+
+    records: list[Record] = field(default_factory=list)
+    gaps: Counter[float] = field(default_factory=Counter)
+    samples: list[Sample] = field(default_factory=list)
+    duration_s: float = 0.0
+    num_replays: int = 0
+
+
+class Sampler:
+    """Samples a mesh. Work of workers that have left counts on."""
+
+    def __init__(self, mesh: SimulatedMesh) -> None:
+        self._mesh = mesh
+
+    def sample(self, at_s: float) -> Sample:
+        """The mesh now."""
+        waiting = {
+            sample.labels["role"]: sample.value
+            for sample in tokens_waiting([self._mesh.router]).samples
+        }
+        roles = {role: self._sample_role(role, waiting[role.value]) for role in WorkerRole}
+        return Sample(at_s, self._mesh.router.queue.num_queued, roles)
+
+    def _sample_role(self, role: WorkerRole, waiting_tokens: float) -> RoleSample:
+        kv = slots = 0.0
+        pending_tokens = num_workers = 0
+        left = self._mesh.left[role]
+        busy_s, prompt_tokens = left.busy_s, left.prompt_tokens
+        for worker in self._mesh.of_role(role):
+            load, info = worker.load, worker.info
+            num_workers += 1
+            kv += 1 - load.free_blocks / info.num_blocks
+            slots += (load.num_running + load.num_waiting) / info.max_num_seqs
+            pending_tokens += load.pending_tokens
+            busy_s += worker.engine.busy_s
+            prompt_tokens += worker.engine.prompt_tokens
+        return RoleSample(num_workers, kv, slots, busy_s, prompt_tokens, pending_tokens, waiting_tokens)
+
+
+class TraceRun:
+    """One trace on one mesh."""
+
+    def __init__(self, mesh: SimulatedMesh, arrivals: Sequence[Arrival], on_done: Callable[[Record], None]) -> None:
+        self.observed = Observed()
+        self._mesh = mesh
+        self._arrivals = arrivals
+        self._on_done = on_done
+        self._hop_s = hop_s(mesh.profile)
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._loop.time()
+        # All prompts are beginnings of one: nothing is found in prefix caches, which are off.
+        num_ids = max(arrival.input_tokens for arrival in arrivals)
+        self._ids = tuple(_FIRST_ID + number % _NUM_IDS for number in range(num_ids))
+
+    async def run(self) -> Observed:
+        """Send every request when it is due; return when all have ended."""
+        sampling = asyncio.create_task(self._sample())
+        try:
+            async with asyncio.TaskGroup() as requests:
+                for arrival in self._arrivals:
+                    await asyncio.sleep(self._started_s + arrival.at_s - self._loop.time())
+                    requests.create_task(self._send(arrival))
+        finally:
+            sampling.cancel()
+        self.observed.duration_s = self._now_s()
+        self.observed.num_replays = self._mesh.journal.num_replays
+        return self.observed
+
+    def _now_s(self) -> float:
+        return self._loop.time() - self._started_s
+
+    async def _send(self, arrival: Arrival) -> None:
+        record = Record(arrival.at_s, arrival.output_tokens, input_tokens=arrival.input_tokens)
+        self.observed.records.append(record)
+        try:
+            await self._read_answer(arrival, record)
+            record.outcome = Outcome.OK
+        except Overloaded as error:
+            record.outcome, record.error = Outcome.REFUSED, type(error).__name__
+        except MeshError as error:
+            record.outcome, record.error = Outcome.ERROR, f"{type(error).__name__}: {error}"
+        record.end_s = self._now_s()
+        self._on_done(record)
+
+    async def _read_answer(self, arrival: Arrival, record: Record) -> None:
+        await asyncio.sleep(self._hop_s)
+        sampling = SamplingParams(max_new_tokens=arrival.output_tokens, seed=0, ignore_eos=True)
+        params = GenerateParams(TokenPrompt(self._ids[: arrival.input_tokens]), sampling)
+        answer = await self._mesh.router.service.generate(params, None)
+        async for delta in answer.deltas():
+            if delta.chunk is not None and delta.chunk.tokens:
+                self._count(record, len(delta.chunk.tokens))
+
+    def _count(self, record: Record, num_tokens: int) -> None:
+        """Tokens of equal steps come at once: their gaps are the mean since the last ones."""
+        now_s = self._now_s()
+        if record.token_s:
+            gap_s = (now_s - record.token_s[-1]) / num_tokens
+            self.observed.gaps[round(gap_s, _GAP_DIGITS)] += num_tokens
+            record.token_s = [record.token_s[0], now_s]
+        else:
+            record.token_s = [now_s]
+        record.num_tokens += num_tokens
+
+    async def _sample(self) -> None:
+        sampler = Sampler(self._mesh)
+        while True:
+            self.observed.samples.append(sampler.sample(self._now_s()))
+            await asyncio.sleep(SAMPLE_S)
+
+
+def simulate(
+    profile: MeshProfile,
+    settings: RouterSettings,
+    arrivals: Sequence[Arrival],
+    num_workers: tuple[int, int],
+    *,
+    watch: Watch | None = None,
+    on_done: Callable[[Record], None] = lambda _: None,
+) -> Observed:
+    """Run the trace on prefill and decode workers, `num_workers` of each at the start. The result is the same for equal
+    arguments. Raises ConfigurationError.
+    """
+
+    async def main(model_dir: str) -> Observed:
+        async with simulated_mesh(profile, replace(settings, model=model_dir), *num_workers) as mesh:
+            run = TraceRun(mesh, arrivals, on_done)
+            beside = watch(mesh, run.observed) if watch is not None else None
+            try:
+                return await run.run()
+            finally:
+                if beside is not None:
+                    beside.cancel()
+                    await asyncio.gather(beside, return_exceptions=True)
+
+    with tempfile.TemporaryDirectory(prefix="tandem-simulate-") as folder:
+        write_model(Path(folder), min(profile.prefill.max_model_len, profile.decode.max_model_len))
+        return run_in_virtual_time(main(folder))

@@ -111,7 +111,9 @@ def read_shapes(path: Path) -> list[tuple[float, int, int]]:
 def _parse_shape(entry: Mapping[str, Any]) -> tuple[float, int, int]:
     missing = [name for name in ("arrival_s", "max_tokens") if name not in entry]
     if missing or not ("input_tokens" in entry or "token_ids" in entry):
-        raise ValueError(f"{' and '.join(missing or ['input_tokens'])} missing: only lengths can be simulated, no texts")
+        raise ValueError(
+            f"{' and '.join(missing or ['input_tokens'])} missing: only lengths can be simulated, no texts"
+        )
     num_input = entry["input_tokens"] if "input_tokens" in entry else len(_read_ids(entry["token_ids"]))
     return (
         _number(entry, "arrival_s"),
@@ -124,7 +126,9 @@ def _plain_names(entry: object) -> dict[str, Any]:
     """The object of a line, with our names in place of Mooncake's."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
-    plain: dict[str, Any] = {_ALIASES.get(name, name): value for name, value in entry.items()}
+    plain: dict[str, Any] = {}
+    for name, value in entry.items():
+        plain[_ALIASES.get(name, name)] = value
     if "timestamp" in plain:
         plain["arrival_s"] = _number(plain, "timestamp") / 1000
     return plain

@@ -38,7 +38,6 @@ class Totals:
 
     busy_s: float = 0.0
     prompt_tokens: int = 0
-    worker_s: float = 0.0
 
 
 class ModelledLinks:
@@ -108,8 +107,9 @@ class SimulatedMesh:
         yield from self._links.workers.values()
 
     def of_role(self, role: WorkerRole) -> list[ModelledWorker]:
-        """Workers of a role in the order of their start, draining ones included."""
-        return [worker for worker in self.workers if worker.info.role is role]
+        """Workers of a role by number, draining ones included."""
+        workers = (worker for worker in self.workers if worker.info.role is role)
+        return sorted(workers, key=lambda worker: worker.info.worker_id)
 
     def add(self, role: WorkerRole) -> None:
         """A worker has loaded its model and registers, with the lowest free number: what the table knows of an earlier
@@ -132,11 +132,13 @@ class SimulatedMesh:
 
     async def all_proven(self) -> None:
         """Return when canaries have proven all workers."""
-        while not all(
-            self.router.mesh.num_healthy(role, with_transfers=bool(self._prefills.workers)) == len(self.of_role(role))
-            for role in WorkerRole
-        ):
+        view = self.router.mesh
+        while True:
             await asyncio.sleep(_POLL_S)
+            with_transfers = bool(self._prefills.workers)
+            healthy = [view.num_healthy(role, with_transfers=with_transfers) for role in WorkerRole]
+            if healthy == [len(self.of_role(role)) for role in WorkerRole]:
+                return
 
     async def retire(self, worker: ModelledWorker, grace_s: float) -> None:
         """Drain a worker, and end it when it is idle or `grace_s` have passed; the router replays what is left."""
@@ -144,8 +146,10 @@ class SimulatedMesh:
         worker.is_draining = True
         self._table.heartbeat(info.worker_id, info.incarnation, worker.load, WorkerState.DRAINING)
         until_s = loop.time() + grace_s
-        while not worker.is_idle and loop.time() < until_s:
+        while True:
             await asyncio.sleep(_POLL_S)
+            if worker.is_idle or loop.time() >= until_s:
+                break
         self._prefills.workers.pop(info.incarnation, None)
         self._links.workers.pop(info.incarnation, None)
         self._table.lose(info.worker_id, info.incarnation)
@@ -153,7 +157,6 @@ class SimulatedMesh:
         left = self.left[info.role]
         left.busy_s += worker.engine.busy_s
         left.prompt_tokens += worker.engine.prompt_tokens
-        left.worker_s += loop.time() - worker.started_s
 
     def _changed(self) -> None:
         self.router.mesh_changed()

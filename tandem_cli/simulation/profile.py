@@ -26,9 +26,11 @@ Table = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step. `prompt_s`: by the prompt tokens of the step, which begin their prompts; `prompt_context_s`:
-    for each pair of a prompt token and a token computed in earlier steps. `decode_s`: by the sequences that decode, with
-    empty context; `decode_context_s`: for each token of context of each sequence.
+    """Seconds of a step.
+
+    `prompt_s`: by the prompt tokens of the step, if it begins their prompts; `prompt_context_s`: for each pair of a
+    prompt token and a token computed in earlier steps. `decode_s`: by the sequences that decode, with empty context;
+    `decode_context_s`: for each token of context of each sequence.
     """
 
     prompt_s: Table
@@ -79,9 +81,11 @@ class WorkerProfile:
 
 @dataclass(frozen=True, slots=True)
 class MeshProfile:
-    """Workers of both roles, and what lies between them. `overhead_s`: of a request's first token, everything but
-    computing, in an idle mesh. `transfer_s` and `transfer_token_s`: from the first token until the decode worker has all
-    KV, for each transfer and for each token of the prompt's last chunk; the rest travels while the prompt is computed.
+    """Workers of both roles, and what lies between them.
+
+    `overhead_s`: what a first token takes in an idle mesh besides computing. `transfer_s` and `transfer_token_s`: from
+    the first token until the decode worker has all KV, for each transfer and for each token of the prompt's last chunk;
+    the rest travels while the prompt is computed.
     """
 
     about: str

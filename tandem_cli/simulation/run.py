@@ -21,7 +21,7 @@ from tandem_cli.simulation.trace import Arrival
 from tandem_cli.simulation.virtual_time import run_in_virtual_time
 from tandem_cli.simulation.workers import hop_s
 
-SAMPLE_S = 10.0
+SAMPLE_S = 60.0
 _FIRST_ID, _NUM_IDS = 3, 250
 _GAP_DIGITS = 4  # gaps are counted in steps of 0.1 ms
 
@@ -56,11 +56,13 @@ class Sample:
 @dataclass(slots=True)
 class Observed:
     """What a simulation has shown. Times are in seconds since the first arrival. Records have the times of their first
-    and last tokens only; `gaps` counts gaps between tokens by their length in seconds."""
+    and last tokens only; `gaps` counts gaps between tokens by their length in seconds. `paid_worker_s` are the seconds
+    of all workers of a role."""
 
     records: list[Record] = field(default_factory=list)
     gaps: Counter[float] = field(default_factory=Counter)
     samples: list[Sample] = field(default_factory=list)
+    paid_worker_s: dict[WorkerRole, float] = field(default_factory=lambda: dict.fromkeys(WorkerRole, 0.0))
     duration_s: float = 0.0
     num_replays: int = 0
 
@@ -73,10 +75,7 @@ class Sampler:
 
     def sample(self, at_s: float) -> Sample:
         """The mesh now."""
-        waiting = {
-            sample.labels["role"]: sample.value
-            for sample in tokens_waiting([self._mesh.router]).samples
-        }
+        waiting = {sample.labels["role"]: sample.value for sample in tokens_waiting([self._mesh.router]).samples}
         roles = {role: self._sample_role(role, waiting[role.value]) for role in WorkerRole}
         return Sample(at_s, self._mesh.router.queue.num_queued, roles)
 
@@ -122,6 +121,7 @@ class TraceRun:
         finally:
             sampling.cancel()
         self.observed.duration_s = self._now_s()
+        self.observed.samples.append(Sampler(self._mesh).sample(self._now_s()))
         self.observed.num_replays = self._mesh.journal.num_replays
         return self.observed
 
@@ -186,11 +186,15 @@ def simulate(
             run = TraceRun(mesh, arrivals, on_done)
             beside = watch(mesh, run.observed) if watch is not None else None
             try:
-                return await run.run()
+                observed = await run.run()
             finally:
                 if beside is not None:
                     beside.cancel()
                     await asyncio.gather(beside, return_exceptions=True)
+        if watch is None:
+            for role, count in zip((WorkerRole.PREFILL, WorkerRole.DECODE), num_workers, strict=True):
+                observed.paid_worker_s[role] = count * observed.duration_s
+        return observed
 
     with tempfile.TemporaryDirectory(prefix="tandem-simulate-") as folder:
         write_model(Path(folder), min(profile.prefill.max_model_len, profile.decode.max_model_len))

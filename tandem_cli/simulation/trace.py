@@ -1,7 +1,7 @@
 """Traces: when requests arrive, and how long their prompts and answers are. Read from a file, or drawn at random.
 
-Files are those that `tandem bench --trace` replays: JSON lines with `arrival_s`, `input_tokens` and `max_tokens`, or with
-the names in the traces that Mooncake publishes.
+Files are those that `tandem bench --trace` replays: JSON lines with `arrival_s`, `input_tokens` and `max_tokens`, or
+with the names in the traces that Mooncake publishes.
 """
 
 import json

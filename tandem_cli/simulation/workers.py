@@ -39,7 +39,6 @@ class ModelledWorker:
     def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, *, stretch: float = 0.0) -> None:
         self.info = info
         self.is_draining = False
-        self.started_s = asyncio.get_running_loop().time()
         self.engine = ModelledEngine(_of_role(profile, info.role), token, self._on_step, max_step_stretch=stretch)
         self._hop_s = hop_s(profile)
         self._loop = asyncio.get_running_loop()

@@ -128,7 +128,7 @@ def _plain_names(entry: object) -> dict[str, Any]:
         raise ValueError(f"expected an object, got {type(entry).__name__}")
     plain: dict[str, Any] = {}
     for name, value in entry.items():
-        plain[_ALIASES.get(name, name)] = value
+        plain[_ALIASES.get(str(name), str(name))] = value
     if "timestamp" in plain:
         plain["arrival_s"] = _number(plain, "timestamp") / 1000
     return plain

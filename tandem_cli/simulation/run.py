@@ -23,7 +23,7 @@ from tandem_cli.simulation.workers import hop_s
 
 SAMPLE_S = 60.0
 _FIRST_ID, _NUM_IDS = 3, 250
-_GAP_DIGITS = 4  # gaps are counted in steps of 0.1 ms
+_GAP_DIGITS = 5  # gaps are counted in steps of 0.01 ms
 
 Watch = Callable[[SimulatedMesh, "Observed"], "asyncio.Task[None]"]
 """Starts a task beside the trace, such as a scaling rule; it is cancelled at the end."""

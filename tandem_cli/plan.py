@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     degrees = _degrees(args, partition)
     quantization = read_quantization(model_dir)
     load = Load(args.input_tokens, args.output_tokens, args.rate)
-    with only_warnings():
+    with quiet_logs(logging.WARNING):
         precision = _precision(args, model_dir, config, has_ranks=degrees != Degrees())
         capacity, device = _capacity(args, config, precision)
         args.batch = batches_to_plan(capacity, load, args.batch)
@@ -162,7 +162,7 @@ def capacity_of(args: argparse.Namespace) -> tuple[Capacity, Device, ModelConfig
     `add_device`, and `model`. Raises ConfigurationError."""
     model_dir, config = _find_decoder(args)
     args.quantize = args.quantize or _own_quantize(args, model_dir, read_partition(model_dir))
-    with only_warnings():
+    with quiet_logs(logging.WARNING):
         precision = _precision(args, model_dir, config, has_ranks=False)
         capacity, device = _capacity(args, config, precision)
     return capacity, device, config
@@ -273,10 +273,10 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
 
 
 @contextmanager
-def only_warnings() -> Iterator[None]:
-    """Hide log lines below warnings, which are not part of a plan."""
+def quiet_logs(level: int) -> Iterator[None]:
+    """Hide log lines below a level, which are not part of a plan."""
     before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ computes for a model on a device.
 import argparse
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.figures import Record, Slo
 from tandem_cli.parser import CommandParser
-from tandem_cli.plan import add_device, add_precision, capacity_of, only_warnings
+from tandem_cli.plan import add_device, add_precision, capacity_of, quiet_logs
 from tandem_cli.simulate_tables import show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.figures import Figures, by_hour, figures
@@ -197,7 +198,7 @@ def _observe(
 ) -> Observed:
     flags = [f"{flag_name(name)}={getattr(args, name)}" for name in _ROUTER_SETTINGS if name in args]
     settings = load_settings(RouterSettings, ["--model=simulated", *flags], prog="simulate").values
-    with only_warnings():
+    with quiet_logs(logging.ERROR):  # failures of modelled workers are part of the figures
         return simulate(profile, settings, arrivals, num_workers, watch=watch, on_done=on_done)
 
 

@@ -21,7 +21,8 @@ from tandem_cli.simulation.trace import Arrival
 from tandem_cli.simulation.virtual_time import run_in_virtual_time
 from tandem_cli.simulation.workers import hop_s
 
-SAMPLE_S = 60.0
+_NUM_SAMPLES = 500
+_MIN_SAMPLE_S, _MAX_SAMPLE_S = 1.0, 60.0
 _FIRST_ID, _NUM_IDS = 3, 250
 _GAP_DIGITS = 5  # gaps are counted in steps of 0.01 ms
 
@@ -163,9 +164,10 @@ class TraceRun:
 
     async def _sample(self) -> None:
         sampler = Sampler(self._mesh)
+        sample_s = min(max(self._arrivals[-1].at_s / _NUM_SAMPLES, _MIN_SAMPLE_S), _MAX_SAMPLE_S)
         while True:
             self.observed.samples.append(sampler.sample(self._now_s()))
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(sample_s)
 
 
 def simulate(

@@ -84,6 +84,8 @@ class Replicas:
 
     def decide(self, at_s: float, wanted: list[float]) -> int:
         """Return the new number of workers, from what the triggers want now."""
+        if not self._wishes:
+            self._wishes.append((at_s, self.count))
         wish = max(self._one_wish(value) for value in wanted)
         wish = min(max(wish, self.limits.min_workers), self.limits.max_workers)
         self._wishes.append((at_s, wish))

@@ -1,7 +1,7 @@
 """`tandem simulate`: a trace of requests through the real router and modelled workers, in virtual time.
 
 The workers' times come from a profile: measured from a running mesh (`--measure`), or the best case that `tandem plan`
-computes for a model on a device.
+computes for a model on a device. The router is imported only to simulate.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import progress
 from rich.console import Console
@@ -28,10 +29,13 @@ from tandem_cli.simulate_tables import show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.figures import Figures, by_hour, figures
 from tandem_cli.simulation.measure import MeshMeter, PassLimits
+from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.profile import MeshProfile, best_case
-from tandem_cli.simulation.run import Observed, Watch, simulate
-from tandem_cli.simulation.scaling import ScaleLimits, scaling
+from tandem_cli.simulation.scaling import ScaleLimits
 from tandem_cli.terminal import wide_console
+
+if TYPE_CHECKING:
+    from tandem_cli.simulation.run import Watch
 
 _ROUTER_SETTINGS = (
     "max_concurrent_requests",
@@ -158,6 +162,8 @@ def _arrivals(args: argparse.Namespace, profile: MeshProfile) -> list[trace.Arri
 def _run_once(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[trace.Arrival]) -> dict[str, object]:
     watch = None
     if args.scale_rule:
+        from tandem_cli.simulation.autoscaler import scaling
+
         limits = ScaleLimits(args.min_workers, args.max_workers, args.worker_start, args.worker_drain)
         watch = scaling(limits)
     slo, console = _slo(args), wide_console()
@@ -194,8 +200,10 @@ def _observe(
     arrivals: Sequence[trace.Arrival],
     num_workers: tuple[int, int],
     on_done: Callable[[Record], None],
-    watch: Watch | None = None,
+    watch: "Watch | None" = None,
 ) -> Observed:
+    from tandem_cli.simulation.run import simulate
+
     flags = [f"{flag_name(name)}={getattr(args, name)}" for name in _ROUTER_SETTINGS if name in args]
     settings = load_settings(RouterSettings, ["--model=simulated", *flags], prog="simulate").values
     with quiet_logs(logging.ERROR):  # failures of modelled workers are part of the figures

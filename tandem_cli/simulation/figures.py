@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mesh.domain.worker import WorkerRole
 from tandem_cli.load_test.figures import PERCENTS, Outcome, Record, Slo, percentile, price_per_million
-from tandem_cli.simulation.run import Observed, Sample
+from tandem_cli.simulation.observed import Observed, Sample
 
 Figures = dict[str, float]
 HOUR_S = 3600.0

@@ -2,7 +2,7 @@
 
 Prompts go one by one, in several lengths: their `prefill` phase is the step's time, the rest of the time to the first
 token is overhead. Then answers are read in batches of several sizes: the gap between tokens is the time of a decode
-step. What router, clients and neighbours on the machine cost is therefore in the profile.
+step. The profile therefore includes costs of the router, of clients, and of neighbours on the machine.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _NUM_TOKENS = 64  # of each answer whose gaps are measured
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """What routers do not tell about workers: tokens of a prefill pass and of a decode step, tokens of a block."""
+    """Limits that routers do not tell: tokens of a prefill pass and of a decode step, tokens of a block."""
 
     prefill_tokens: int = 512
     decode_tokens: int = 256

@@ -22,10 +22,12 @@ from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.admission.limiter import LocalLimiter
 from router.attempt import KVDestination, PrefillEvent
 from router.journal import Journal
+from router.metrics import tokens_waiting
 from router.model_router import ModelRouter
 from router.settings import RouterSettings
 from router.workers.membership import Membership, WorkerView
 from tandem_cli.deployment import BUNDLED_MODELS
+from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile
 from tandem_cli.simulation.workers import ModelledDecode, ModelledPrefill, ModelledWorker, worker_info
 
@@ -33,7 +35,7 @@ _POLL_S = 0.5
 
 
 @dataclass(slots=True)
-class Totals:
+class _Totals:
     """The work of the workers of a role that have left."""
 
     busy_s: float = 0.0
@@ -96,7 +98,7 @@ class SimulatedMesh:
         )
         # A special token has no text, which saves the time of decoding it.
         self._token = SampledToken(min(self.router.model.tokenizer.special_ids), -1.0)
-        self.left = {role: Totals() for role in WorkerRole}
+        self._left = {role: _Totals() for role in WorkerRole}
         self._num_started = 0
         self._table.on_change(self._changed)
 
@@ -130,6 +132,26 @@ class SimulatedMesh:
             self._links.workers[info.incarnation] = ModelledDecode(info, self.profile, self._token)
         self._table.join(info)
 
+    def sample(self, at_s: float) -> Sample:
+        """The mesh now, at this time since the first arrival. Work of workers that have left counts on."""
+        waiting = {sample.labels["role"]: sample.value for sample in tokens_waiting([self.router]).samples}
+        roles = {role: self._sample_role(role, waiting[role.value]) for role in WorkerRole}
+        return Sample(at_s, self.router.queue.num_queued, roles)
+
+    def _sample_role(self, role: WorkerRole, waiting_tokens: float) -> RoleSample:
+        kv = slots = 0.0
+        pending_tokens = num_workers = 0
+        busy_s, prompt_tokens = self._left[role].busy_s, self._left[role].prompt_tokens
+        for worker in self.of_role(role):
+            load, info = worker.load, worker.info
+            num_workers += 1
+            kv += 1 - load.free_blocks / info.num_blocks
+            slots += (load.num_running + load.num_waiting) / info.max_num_seqs
+            pending_tokens += load.pending_tokens
+            busy_s += worker.engine.busy_s
+            prompt_tokens += worker.engine.prompt_tokens
+        return RoleSample(num_workers, kv, slots, busy_s, prompt_tokens, pending_tokens, waiting_tokens)
+
     async def all_proven(self) -> None:
         """Return when canaries have proven all workers."""
         view = self.router.mesh
@@ -154,7 +176,7 @@ class SimulatedMesh:
         self._links.workers.pop(info.incarnation, None)
         self._table.lose(info.worker_id, info.incarnation)
         worker.lose()
-        left = self.left[info.role]
+        left = self._left[info.role]
         left.busy_s += worker.engine.busy_s
         left.prompt_tokens += worker.engine.prompt_tokens
 

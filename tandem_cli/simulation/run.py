@@ -1,21 +1,20 @@
-"""Runs a trace through a simulated mesh, and what was observed: every request, gaps between tokens, load over time."""
+"""Runs a trace through a simulated mesh, and records what it observes."""
 
 import asyncio
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mesh.domain.errors import MeshError, Overloaded
 from mesh.domain.request import SamplingParams
 from mesh.domain.worker import WorkerRole
-from router.metrics import tokens_waiting
 from router.settings import RouterSettings
 from router.text.chat import TokenPrompt
 from router.validation import GenerateParams
 from tandem_cli.load_test.figures import Outcome, Record
 from tandem_cli.simulation.mesh import SimulatedMesh, simulated_mesh, write_model
+from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.profile import MeshProfile
 from tandem_cli.simulation.trace import Arrival
 from tandem_cli.simulation.virtual_time import run_in_virtual_time
@@ -26,74 +25,8 @@ _MIN_SAMPLE_S, _MAX_SAMPLE_S = 1.0, 60.0
 _FIRST_ID, _NUM_IDS = 3, 250
 _GAP_DIGITS = 5  # gaps are counted in steps of 0.01 ms
 
-Watch = Callable[[SimulatedMesh, "Observed"], "asyncio.Task[None]"]
+Watch = Callable[[SimulatedMesh, Observed], "asyncio.Task[None]"]
 """Starts a task beside the trace, such as a scaling rule; it is cancelled at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoleSample:
-    """Workers of one role at one moment. `kv` and `slots` are workers' worth of KV and of slots in use or waited for;
-    `busy_s` and `prompt_tokens` are totals of all workers that there have been. `pending_tokens` wait at workers,
-    `waiting_tokens` in the router for this role."""
-
-    num_workers: int
-    kv: float
-    slots: float
-    busy_s: float
-    prompt_tokens: int
-    pending_tokens: int
-    waiting_tokens: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The mesh at one moment, in seconds since the first arrival."""
-
-    at_s: float
-    num_queued: int
-    roles: dict[WorkerRole, RoleSample]
-
-
-@dataclass(slots=True)
-class Observed:
-    """What a simulation has shown. Times are in seconds since the first arrival. Records have the times of their first
-    and last tokens only; `gaps` counts gaps between tokens by their length in seconds. `paid_worker_s` are the seconds
-    of all workers of a role."""
-
-    records: list[Record] = field(default_factory=list)
-    gaps: Counter[float] = field(default_factory=Counter)
-    samples: list[Sample] = field(default_factory=list)
-    paid_worker_s: dict[WorkerRole, float] = field(default_factory=lambda: dict.fromkeys(WorkerRole, 0.0))
-    duration_s: float = 0.0
-    num_replays: int = 0
-
-
-class Sampler:
-    """Samples a mesh. Work of workers that have left counts on."""
-
-    def __init__(self, mesh: SimulatedMesh) -> None:
-        self._mesh = mesh
-
-    def sample(self, at_s: float) -> Sample:
-        """The mesh now."""
-        waiting = {sample.labels["role"]: sample.value for sample in tokens_waiting([self._mesh.router]).samples}
-        roles = {role: self._sample_role(role, waiting[role.value]) for role in WorkerRole}
-        return Sample(at_s, self._mesh.router.queue.num_queued, roles)
-
-    def _sample_role(self, role: WorkerRole, waiting_tokens: float) -> RoleSample:
-        kv = slots = 0.0
-        pending_tokens = num_workers = 0
-        left = self._mesh.left[role]
-        busy_s, prompt_tokens = left.busy_s, left.prompt_tokens
-        for worker in self._mesh.of_role(role):
-            load, info = worker.load, worker.info
-            num_workers += 1
-            kv += 1 - load.free_blocks / info.num_blocks
-            slots += (load.num_running + load.num_waiting) / info.max_num_seqs
-            pending_tokens += load.pending_tokens
-            busy_s += worker.engine.busy_s
-            prompt_tokens += worker.engine.prompt_tokens
-        return RoleSample(num_workers, kv, slots, busy_s, prompt_tokens, pending_tokens, waiting_tokens)
 
 
 class TraceRun:
@@ -122,7 +55,7 @@ class TraceRun:
         finally:
             sampling.cancel()
         self.observed.duration_s = self._now_s()
-        self.observed.samples.append(Sampler(self._mesh).sample(self._now_s()))
+        self.observed.samples.append(self._mesh.sample(self._now_s()))
         self.observed.num_replays = self._mesh.journal.num_replays
         return self.observed
 
@@ -163,10 +96,9 @@ class TraceRun:
         record.num_tokens += num_tokens
 
     async def _sample(self) -> None:
-        sampler = Sampler(self._mesh)
         sample_s = min(max(self._arrivals[-1].at_s / _NUM_SAMPLES, _MIN_SAMPLE_S), _MAX_SAMPLE_S)
         while True:
-            self.observed.samples.append(sampler.sample(self._now_s()))
+            self.observed.samples.append(self._mesh.sample(self._now_s()))
             await asyncio.sleep(sample_s)
 
 

@@ -1,27 +1,25 @@
-"""The scaling rules of deploy/kubernetes, evaluated on a simulated mesh: how many workers of each role at each moment.
+"""The scaling rules of deploy/kubernetes: how many workers of each role, from samples of a mesh. Pure.
 
-    sample ─▶ workers wanted, by each trigger ─▶ the largest, as the HorizontalPodAutoscaler bounds it ─▶ start or drain
+    sample ─▶ workers wanted, by each trigger ─▶ the largest, as the HorizontalPodAutoscaler bounds it
 
 The triggers are the queries of `deploy/kubernetes/components/autoscaling`. The bounds are those of the
 HorizontalPodAutoscaler: within a tenth of what there is, nothing changes; scaling out at most doubles in a minute;
 scaling in takes the largest wish of the last ten minutes, and one worker each two minutes.
 """
 
-import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
 from mesh.domain.worker import WorkerRole
-from tandem_cli.simulation.mesh import SimulatedMesh
-from tandem_cli.simulation.run import Observed, Sample, Sampler, Watch
+from tandem_cli.simulation.observed import Sample
 
 TTFT_TARGET_S = 2.0
 MAX_BUSY = MAX_KV = MAX_SLOTS = 0.8
 TOKEN_WINDOW_S, BUSY_WINDOW_S = 600.0, 120.0
 SCALE_OUT_S, SCALE_OUT_SHARE = 60.0, 1.0
 STABILISE_S, SCALE_IN_S = 600.0, 120.0
-_PERIOD_S = 15.0  # the HorizontalPodAutoscaler's
+PERIOD_S = 15.0  # between decisions, as the HorizontalPodAutoscaler's
 _TOLERANCE = 0.1  # likewise
 
 
@@ -37,7 +35,7 @@ class ScaleLimits:
 
 
 class Triggers:
-    """What each trigger wants, in workers. `samples` of the last ten minutes are kept."""
+    """The wishes of the triggers, in workers. Samples of the last ten minutes are kept."""
 
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque()
@@ -107,59 +105,3 @@ class Replicas:
 
     def _one_wish(self, wanted: float) -> int:
         return self.count if abs(wanted / self.count - 1) <= _TOLERANCE else ceil(wanted)
-
-
-class Autoscaler:
-    """Scales one mesh. Workers that start, serve or drain are paid for: `observed` gets their seconds."""
-
-    def __init__(self, mesh: SimulatedMesh, observed: Observed, limits: ScaleLimits) -> None:
-        self._mesh = mesh
-        self._observed = observed
-        self._limits = limits
-        self._sampler = Sampler(mesh)
-        self._triggers = Triggers()
-        self._replicas = {role: Replicas(limits, len(mesh.of_role(role))) for role in WorkerRole}
-        self._starting: dict[WorkerRole, list[asyncio.Task[None]]] = {role: [] for role in WorkerRole}
-        self._ending: set[asyncio.Task[None]] = set()
-
-    async def run(self) -> None:
-        """Decide each 15 s until cancelled."""
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        try:
-            while True:
-                at_s = loop.time() - started_s
-                wanted = self._triggers.wanted(self._sampler.sample(at_s))
-                for role, replicas in self._replicas.items():
-                    self._set(role, replicas.decide(at_s, wanted[role]))
-                    num_paid = len(self._mesh.of_role(role)) + len(self._starting[role])
-                    self._observed.paid_worker_s[role] += _PERIOD_S * num_paid
-                await asyncio.sleep(_PERIOD_S)
-        finally:
-            tasks = {*self._ending, *self._starting[WorkerRole.PREFILL], *self._starting[WorkerRole.DECODE]}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _set(self, role: WorkerRole, count: int) -> None:
-        """Start workers, or end some: those that still start, then those with the highest numbers."""
-        serving = [worker for worker in self._mesh.of_role(role) if not worker.is_draining]
-        starting = self._starting[role]
-        for _ in range(count - len(serving) - len(starting)):
-            starting.append(asyncio.create_task(self._start(role)))
-        for _ in range(min(len(starting), len(serving) + len(starting) - count)):
-            starting.pop().cancel()
-        for worker in serving[count:]:
-            ending = asyncio.create_task(self._mesh.retire(worker, self._limits.drain_s))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
-
-    async def _start(self, role: WorkerRole) -> None:
-        await asyncio.sleep(self._limits.start_s)
-        self._starting[role].pop(0)  # they all take equally long
-        self._mesh.add(role)
-
-
-def scaling(limits: ScaleLimits) -> Watch:
-    """What `simulate` runs beside a trace to scale its mesh within these limits."""
-    return lambda mesh, observed: asyncio.create_task(Autoscaler(mesh, observed, limits).run())

@@ -23,8 +23,8 @@ from tandem_cli.simulation.engine import ModelledEngine, StepsDone
 from tandem_cli.simulation.profile import MeshProfile, WorkerProfile
 
 _NUM_HOPS = 5
-"""Messages, one after the other, from a client's request to its first token: request, start, reserved, prefill, token.
-The first token's two are counted as one, and so is the client's."""
+"""Messages, one after the other, from a client's request to its first token: the request, start, reserved, the call to
+the prefill worker, the token."""
 _MAX_STEP_STRETCH = 2.0  # the default of decode workers
 
 
@@ -34,7 +34,7 @@ def hop_s(profile: MeshProfile) -> float:
 
 
 class ModelledWorker:
-    """What workers of both roles have."""
+    """The common part of both roles."""
 
     def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, *, stretch: float = 0.0) -> None:
         self.info = info

@@ -11,9 +11,11 @@ from router.settings import RouterSettings
 from tandem_cli.load_test.figures import Outcome, Slo
 from tandem_cli.plan import quiet_logs
 from tandem_cli.simulation import trace
+from tandem_cli.simulation.autoscaler import scaling
 from tandem_cli.simulation.figures import by_hour, figures
-from tandem_cli.simulation.run import Observed, simulate
-from tandem_cli.simulation.scaling import ScaleLimits, scaling
+from tandem_cli.simulation.observed import Observed
+from tandem_cli.simulation.run import simulate
+from tandem_cli.simulation.scaling import ScaleLimits
 from tandem_cli.simulation.trace import Arrival, LengthMix
 from tests.unit.simulation.profiles import profile, worker
 

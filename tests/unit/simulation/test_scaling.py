@@ -6,7 +6,7 @@ import pytest
 
 from mesh.domain.worker import WorkerRole
 from tandem_cli.simulation import scaling
-from tandem_cli.simulation.run import RoleSample, Sample
+from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.scaling import Replicas, ScaleLimits, Triggers
 from tests.manifests import KUBERNETES, of_kind, read
 

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 import structlog
@@ -38,7 +39,7 @@ from router.admission.in_flight import CapacityReservation
 from router.choice import Choice
 from router.timeline import Timeline
 from router.workers.connections import Caller, Channels, responses_of
-from router.workers.decode_link import DecodeLink
+from router.workers.decode_link import Link
 from router.workers.membership import WorkerTable
 
 log = structlog.get_logger(__name__)
@@ -74,6 +75,19 @@ class KVDestination:
     ready_tokens: int
 
 
+class Prefills(Protocol):
+    """Runs prompts at prefill workers. Plug point: PrefillClient, and modelled workers."""
+
+    def run(
+        self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
+    ) -> AsyncGenerator[PrefillEvent, None]:
+        """Yield the events of one prefill. Closing the generator cancels it.
+
+        Raises Replayable, InvalidRequest, ModelFailed, or DeadlineExceeded if the request's own deadline has passed.
+        """
+        ...
+
+
 class PrefillClient:
     """Calls prefill workers; a call fails after `timeout_s`."""
 
@@ -86,10 +100,6 @@ class PrefillClient:
     async def run(
         self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
     ) -> AsyncGenerator[PrefillEvent, None]:
-        """Yield the events of one prefill. Closing the generator cancels the call.
-
-        Raises Replayable, InvalidRequest, ModelFailed, or DeadlineExceeded if the request's own deadline has passed.
-        """
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
         time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
         call = stub.Prefill(
@@ -193,8 +203,8 @@ class Attempt:
         request: SequenceSpec,
         reservation: CapacityReservation,
         *,
-        link: DecodeLink,
-        prefill_client: PrefillClient,
+        link: Link,
+        prefill_client: Prefills,
         timeline: Timeline,
         timeouts: AttemptTimeouts,
         forks: "Sequence[Attempt]" = (),

@@ -15,7 +15,6 @@ Later replays draw on one budget per model and wait for it rather than fail, so 
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -37,13 +36,13 @@ from mesh.retry import backoff_s
 from router.admission.in_flight import CapacityReservation
 from router.admission.placement import Placement, PlacementQuery, PrefixChain
 from router.admission.queue import PlacementQueue
-from router.attempt import Attempt, AttemptTimeouts, PrefillClient
+from router.attempt import Attempt, AttemptTimeouts, Prefills
 from router.choice import Choice, WaitingFork
 from router.journal import Journal
 from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.timeline import Timeline
-from router.workers.decode_link import DecodeLink, DecodeLinks
+from router.workers.decode_link import Link, Links
 from router.workers.health import Trust, WorkerHealth
 
 log = structlog.get_logger(__name__)
@@ -149,8 +148,8 @@ class Dispatcher:
         settings: RouterSettings,
         *,
         queue: PlacementQueue,
-        links: DecodeLinks,
-        prefill_client: PrefillClient,
+        links: Links,
+        prefill_client: Prefills,
         health: WorkerHealth,
         journal: Journal,
         on_trip: Callable[[], None],
@@ -164,9 +163,8 @@ class Dispatcher:
         self._journal = journal
         self._on_trip = on_trip
         # In the worst case every choice in service needs a second replay at the same moment.
-        self._budget = ReplayBudget(
-            time.monotonic, burst=settings.max_concurrent_requests, per_s=settings.max_replays_per_s
-        )
+        clock = asyncio.get_running_loop().time
+        self._budget = ReplayBudget(clock, burst=settings.max_concurrent_requests, per_s=settings.max_replays_per_s)
         self._timeouts = AttemptTimeouts(
             settings.reserve_timeout_s, settings.prefill_timeout_s, settings.stall_timeout_s
         )
@@ -276,7 +274,7 @@ class Dispatcher:
             forks=forks,
         )
 
-    def _fork(self, fork: WaitingFork, reservation: CapacityReservation, link: DecodeLink) -> Attempt:
+    def _fork(self, fork: WaitingFork, reservation: CapacityReservation, link: Link) -> Attempt:
         """Give a sibling an attempt that forks from the one with this reservation."""
         _note_placed(fork.timeline, reservation.placement)
         fork.timeline.mark("prefill_started")

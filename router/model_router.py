@@ -4,7 +4,7 @@ Models share the registry, the connections to workers, the journal and the publi
 is full, or whose workers are gone, does not affect the others.
 """
 
-import time
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,21 +14,22 @@ from router.admission.forecast import Forecast
 from router.admission.in_flight import InFlightTable
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.queue import PlacementQueue
-from router.attempt import PrefillClient
+from router.attempt import Prefills
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.served_model import ModelText, ServedModel
 from router.service import GenerationService
 from router.settings import RouterSettings
 from router.workers.canary import CanaryRunner
-from router.workers.decode_link import DecodeLinks
+from router.workers.decode_link import Links
 from router.workers.health import WorkerHealth
 from router.workers.membership import WorkerTable
 from router.workers.mesh_view import MeshView
 
 
 class ModelRouter:
-    """One model. `run` is its background task; call `close` after the last stream has ended.
+    """One model, on the running event loop, whose clock is its own. `run` is its background task; call `close` after
+    the last stream has ended.
 
     `on_change` is called when a canary has proven a worker or a circuit breaker has tripped, `on_gap` with the seconds
     between two tokens of a choice.
@@ -40,8 +41,8 @@ class ModelRouter:
         limiter: ConcurrencyLimiter,
         *,
         table: WorkerTable,
-        links: DecodeLinks,
-        prefill_client: PrefillClient,
+        links: Links,
+        prefill_client: Prefills,
         journal: Journal,
         on_change: Callable[[], None],
         on_gap: Callable[[float], None],
@@ -49,8 +50,9 @@ class ModelRouter:
         """`settings.model` is a folder. Raises ConfigurationError if it is broken or the limits do not fit it."""
         self.model = ServedModel.load(settings.served_name, Path(settings.model), settings.rope_override())
         self.limiter = limiter
-        self.in_flight = InFlightTable(time.monotonic)
-        self.health = WorkerHealth(time.monotonic, trip_after=settings.trip_after)
+        clock = asyncio.get_running_loop().time
+        self.in_flight = InFlightTable(clock)
+        self.health = WorkerHealth(clock, trip_after=settings.trip_after)
         self.mesh = MeshView(
             self.model,
             table=table,
@@ -60,7 +62,7 @@ class ModelRouter:
             prefill_threshold=settings.prefill_threshold,
             prefill_overflow=settings.prefill_overflow,
         )
-        forecast = Forecast(time.monotonic)
+        forecast = Forecast(clock)
         self.queue = PlacementQueue(
             self.in_flight,
             self.mesh.snapshot,

@@ -39,6 +39,7 @@ GROUPS = {
     },
     "plan and measure": {
         "plan": "plan capacity: memory, concurrent users, best-case speed, workers, cost",
+        "simulate": "run a trace of requests through the real router and modelled workers",
         "bench": "measure speed under load: latency, throughput, goodput and price",
     },
     "prepare": {

@@ -48,18 +48,12 @@ _HERE = "here"
 
 def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("model", nargs="?", default="tandem-small", help="model folder, or name of a bundled model")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPE_BYTES,
-        help="type of weights (default: that of the checkpoint; on this machine: as its workers choose)",
-    )
-    about = "quantization of the linear layers (none, or that of a partitioned model or a checkpoint in int8 or int4)"
-    parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
+    add_precision(parser)
     about = "ranks that divide heads and weights of a worker (1, or those of a partitioned model)"
     parser.add_argument("--tensor-parallel", type=_positive_int, metavar="N", help=about)
     about = "stages that divide the layers of a worker, each with as many ranks (1, or those of a partitioned model)"
     parser.add_argument("--pipeline-parallel", type=_positive_int, metavar="N", help=about)
-    _add_device(parser)
+    add_device(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--input-tokens", type=_positive_int, default=256, metavar="N", help="tokens of a prompt (256)")
     load.add_argument("--output-tokens", type=_positive_int, default=64, metavar="N", help="tokens of an answer (64)")
@@ -90,7 +84,16 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def add_precision(parser: argparse._ActionsContainer) -> None:
+    """Declare the types of weights."""
+    about = "type of weights (default: that of the checkpoint; on this machine: as its workers choose)"
+    parser.add_argument("--dtype", choices=DTYPE_BYTES, help=about)
+    about = "quantization of the linear layers (none, or that of a partitioned model or a checkpoint in int8 or int4)"
+    parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Declare the device to plan for: `capacity_of` reads it."""
     device = parser.add_argument_group("device")
     device.add_argument(
         "--device", metavar="NAME", help=f"here: this machine's CPU, measured (default); or {', '.join(DEVICES)}"
@@ -115,22 +118,15 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan on stdout."""
-    model_dir = find_model(ModelSource(args.model))
-    config = load_config(model_dir)
-    if isinstance(config, EncoderDecoderConfig):
-        raise ConfigurationError(
-            f"{config.architecture} has an encoder, whose output the decoder attends to: the formulas here hold "
-            "for decoder-only models"
-        )
+    model_dir, config = _find_decoder(args)
     partition = read_partition(model_dir)
     args.quantize = args.quantize or _own_quantize(args, model_dir, partition)
     degrees = _degrees(args, partition)
-    precision = _precision(args, model_dir, config, has_ranks=degrees != Degrees())
     quantization = read_quantization(model_dir)
     load = Load(args.input_tokens, args.output_tokens, args.rate)
-    with _only_warnings():
-        device = _device(args, precision)
-        capacity = Capacity(model_size(config), precision, device.rates(precision), args.memory_share)
+    with quiet_logs(logging.WARNING):
+        precision = _precision(args, model_dir, config, has_ranks=degrees != Degrees())
+        capacity, device = _capacity(args, config, precision)
         args.batch = batches_to_plan(capacity, load, args.batch)
         ranks = [] if degrees == Degrees() else _rank_memory(args, config, precision, degrees)
         measured_ms = _measured_ms(args, model_dir, degrees)
@@ -159,6 +155,34 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(plan, ranks, wide_console())
     return 0
+
+
+def capacity_of(args: argparse.Namespace) -> tuple[Capacity, Device, ModelConfig]:
+    """The capacity of a worker with one rank, its device and its model, from the arguments of `add_precision` and
+    `add_device`, and `model`. Raises ConfigurationError.
+    """
+    model_dir, config = _find_decoder(args)
+    args.quantize = args.quantize or _own_quantize(args, model_dir, read_partition(model_dir))
+    with quiet_logs(logging.WARNING):
+        precision = _precision(args, model_dir, config, has_ranks=False)
+        capacity, device = _capacity(args, config, precision)
+    return capacity, device, config
+
+
+def _find_decoder(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
+    model_dir = find_model(ModelSource(args.model))
+    config = load_config(model_dir)
+    if isinstance(config, EncoderDecoderConfig):
+        raise ConfigurationError(
+            f"{config.architecture} has an encoder, whose output the decoder attends to: the formulas here hold "
+            "for decoder-only models"
+        )
+    return model_dir, config
+
+
+def _capacity(args: argparse.Namespace, config: ModelConfig, precision: Precision) -> tuple[Capacity, Device]:
+    device = _device(args, precision)
+    return Capacity(model_size(config), precision, device.rates(precision), args.memory_share), device
 
 
 def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *, has_ranks: bool) -> Precision:
@@ -257,10 +281,10 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
 
 
 @contextmanager
-def _only_warnings() -> Iterator[None]:
-    """Hide log lines of the engine below warnings, which are not part of the plan."""
+def quiet_logs(level: int) -> Iterator[None]:
+    """Hide log lines below a level, which are not part of a plan."""
     before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
     try:
         yield
     finally:

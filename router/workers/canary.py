@@ -9,7 +9,6 @@ prefix-cache namespace is used once, so that its KV is computed and moved every 
 
 import asyncio
 import math
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -20,12 +19,12 @@ from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerB
 from mesh.domain.request import SamplingParams, mint_id
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
-from router.attempt import Attempt, AttemptTimeouts, PrefillClient
+from router.attempt import Attempt, AttemptTimeouts, Prefills
 from router.choice import Choice
 from router.served_model import ServedModel
 from router.timeline import Timeline
 from router.validation import GenerateParams, ValidRequest
-from router.workers.decode_link import DecodeLinks
+from router.workers.decode_link import Links
 from router.workers.health import Canary, Trust, WorkerHealth
 from router.workers.membership import capacity_tokens
 from router.workers.mesh_view import MeshView
@@ -51,8 +50,8 @@ class CanaryRunner:
         *,
         health: WorkerHealth,
         mesh: MeshView,
-        links: DecodeLinks,
-        prefill_client: PrefillClient,
+        links: Links,
+        prefill_client: Prefills,
         timeout_s: float,
         on_change: Callable[[], None],
     ) -> None:
@@ -63,7 +62,8 @@ class CanaryRunner:
         self._prefill_client = prefill_client
         self._timeout_s = timeout_s
         self._on_change = on_change
-        self._in_flight = InFlightTable(time.monotonic)  # its own: canaries are too small to delay clients' requests
+        # Its own table: canaries are too small to delay clients' requests.
+        self._in_flight = InFlightTable(asyncio.get_running_loop().time)
         self._mesh_changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -71,6 +71,36 @@ class SequenceListener(Protocol):
         ...
 
 
+class Link(Protocol):
+    """Starts and aborts attempts at one run of a decode worker. Plug point: DecodeLink, and modelled workers."""
+
+    def start(
+        self,
+        request: SequenceSpec,
+        transfer_id: str,
+        listener: SequenceListener,
+        fork_listeners: Sequence[SequenceListener] = (),
+    ) -> None:
+        """Start an attempt and its forks. Each listener gets its own events until failure, finish or abort."""
+        ...
+
+    def abort(self, key: SequenceKey) -> None:
+        """Abort an attempt, if the worker has not ended it. Its listener gets no further events."""
+        ...
+
+
+class Links(Protocol):
+    """The links to all decode workers. Plug point: DecodeLinks, and modelled workers."""
+
+    def find(self, info: WorkerInfo) -> Link | None:
+        """Return the working link to this run of a worker, or None."""
+        ...
+
+    def unreachable(self, views: Iterable[WorkerView]) -> frozenset[str]:
+        """Return the incarnations of decode workers without a working link: they get no requests."""
+        ...
+
+
 class DecodeLink:
     """The link to one run of a worker. Call `run` once; the link is dead when `run` returns."""
 
@@ -107,7 +137,6 @@ class DecodeLink:
         listener: SequenceListener,
         fork_listeners: Sequence[SequenceListener] = (),
     ) -> None:
-        """Start an attempt and its forks. Each listener gets its own events until failure, finish or abort."""
         self._listeners[request.request_id, request.attempt] = listener
         for fork, fork_listener in zip(request.forks, fork_listeners, strict=True):
             self._listeners[fork.request_id, fork.attempt] = fork_listener
@@ -115,7 +144,6 @@ class DecodeLink:
         self._commands.put_nowait(decode_pb2.AttachRequest(start=start))
 
     def abort(self, key: SequenceKey) -> None:
-        """Abort an attempt, if the worker has not ended it. Its listener gets no further events."""
         if self._listeners.pop(key, None) is not None and self.is_up:
             abort = decode_pb2.AbortSequence(request_id=key[0], attempt=key[1])
             self._commands.put_nowait(decode_pb2.AttachRequest(abort=abort))
@@ -186,12 +214,10 @@ class DecodeLinks:
         self._num_failures: dict[str, int] = {}  # breaks in a row, by incarnation
 
     def find(self, info: WorkerInfo) -> DecodeLink | None:
-        """Return the working link to this run of a worker, or None."""
         link = self._links.get(info.incarnation)
         return link if link is not None and link.is_up else None
 
     def unreachable(self, views: Iterable[WorkerView]) -> frozenset[str]:
-        """Return the incarnations of decode workers without a working link: they get no requests."""
         return frozenset(
             view.info.incarnation
             for view in views

@@ -55,12 +55,12 @@ class Membership:
     ) -> None:
         self._clock = clock
         self._require_fits = require_fits
-        self._views: dict[str, WorkerView] = {}
+        self._views: dict[str, WorkerView] = {}  # by id, in the order of `workers`
         self._next_event: dict[str, int] = {}
         self._callbacks: list[Callable[[], None]] = []
 
     def workers(self) -> list[WorkerView]:
-        return sorted(self._views.values(), key=lambda view: (view.info.role.value, view.info.worker_id))
+        return list(self._views.values())
 
     def find(self, worker_id: str) -> WorkerView | None:
         return self._views.get(worker_id)
@@ -78,7 +78,9 @@ class Membership:
         known = self._current(info.worker_id, info.incarnation)
         load = WorkerLoad(free_blocks=info.num_blocks) if known is None else known.load
         state = WorkerState.READY if known is None else known.state
-        self._views[info.worker_id] = WorkerView(info, load, state, self._clock(), set())
+        views = {**self._views, info.worker_id: WorkerView(info, load, state, self._clock(), set())}
+        in_order = sorted(views.values(), key=lambda view: (view.info.role.value, view.info.worker_id))
+        self._views = {view.info.worker_id: view for view in in_order}
         self._next_event[info.worker_id] = 0
         self._changed()
 

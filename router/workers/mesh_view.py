@@ -5,7 +5,7 @@ from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import MeshSnapshot, healthy, usable
 from router.served_model import ServedModel
-from router.workers.decode_link import DecodeLinks
+from router.workers.decode_link import Links
 from router.workers.health import Trust, WorkerHealth
 from router.workers.membership import WorkerTable, WorkerView
 
@@ -20,7 +20,7 @@ class MeshView:
         model: ServedModel,
         *,
         table: WorkerTable,
-        links: DecodeLinks,
+        links: Links,
         in_flight: InFlightTable,
         health: WorkerHealth,
         prefill_threshold: int = 0,

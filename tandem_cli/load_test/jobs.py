@@ -2,12 +2,14 @@
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mesh.domain.errors import ConfigurationError
+
+T = TypeVar("T")
 
 _FIRST_ID = 3  # smaller ids are special tokens in most vocabularies
 _INPUTS = ("prompt", "messages", "token_ids", "input_tokens")
@@ -59,22 +61,27 @@ def read_jobs(path: Path, lengths: Lengths, seed: int | str = 0) -> list[Job]:
     A line has one of `prompt`, `messages`, `token_ids` and `input_tokens` (a random prompt of that length), and may
     have `max_tokens` and `arrival_s`. Answers end at the end-of-sequence token, except those to random prompts.
     """
+    rng = random.Random(seed)
+    return _read_lines(path, lambda entry: _parse(_plain_names(entry), lengths, rng))
+
+
+def _read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
+    """`parse` each line; its ValueError becomes a ConfigurationError with the number of the line."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
-    rng = random.Random(seed)
-    jobs = []
+    parsed = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            jobs.append(_parse(json.loads(line), lengths, rng))
+            parsed.append(parse(json.loads(line)))
         except ValueError as error:
             raise ConfigurationError(f"{path}, line {number}: {error}") from error
-    if not jobs:
+    if not parsed:
         raise ConfigurationError(f"{path} has no lines")
-    return jobs
+    return parsed
 
 
 def read_trace(path: Path, lengths: Lengths, seed: int | str = 0) -> list[Job]:
@@ -92,12 +99,42 @@ def cycle_to(jobs: Sequence[Job], count: int) -> Iterator[Job]:
     return (jobs[number % len(jobs)] for number in range(count))
 
 
-def _parse(entry: Any, lengths: Lengths, rng: random.Random) -> Job:
+def read_shapes(path: Path) -> list[tuple[float, int, int]]:
+    """Arrival times in seconds and lengths of prompts and answers, without the prompts themselves.
+
+    Every line of the trace needs `arrival_s`, `max_tokens`, and `input_tokens` or `token_ids`. Raises
+    ConfigurationError.
+    """
+    return _read_lines(path, lambda entry: _parse_shape(_plain_names(entry)))
+
+
+def _parse_shape(entry: Mapping[str, Any]) -> tuple[float, int, int]:
+    missing = [name for name in ("arrival_s", "max_tokens") if name not in entry]
+    if missing or not ("input_tokens" in entry or "token_ids" in entry):
+        raise ValueError(
+            f"{' and '.join(missing or ['input_tokens'])} missing: only lengths can be simulated, no texts"
+        )
+    num_input = entry["input_tokens"] if "input_tokens" in entry else len(_read_ids(entry["token_ids"]))
+    return (
+        _number(entry, "arrival_s"),
+        _count(num_input, "input_tokens"),
+        _count(entry["max_tokens"], "max_tokens"),
+    )
+
+
+def _plain_names(entry: object) -> dict[str, Any]:
+    """The object of a line, with our names in place of Mooncake's."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object, got {type(entry).__name__}")
-    entry = {_ALIASES.get(name, name): value for name, value in entry.items()}
-    if "timestamp" in entry:
-        entry["arrival_s"] = _number(entry, "timestamp") / 1000
+    plain: dict[str, Any] = {}
+    for name, value in entry.items():
+        plain[_ALIASES.get(str(name), str(name))] = value
+    if "timestamp" in plain:
+        plain["arrival_s"] = _number(plain, "timestamp") / 1000
+    return plain
+
+
+def _parse(entry: Mapping[str, Any], lengths: Lengths, rng: random.Random) -> Job:
     present = [name for name in _INPUTS if name in entry]
     if len(present) != 1:
         raise ValueError(f"give exactly one of {', '.join(_INPUTS)}; got {', '.join(present) or 'none'}")

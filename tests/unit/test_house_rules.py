@@ -87,6 +87,7 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
         "docs/quantization.md",
         "docs/requirements.md",
         "docs/security.md",
+        "docs/simulation.md",
         "docs/speculative.md",
         "docs/structured-output.md",
         "docs/weights.md",

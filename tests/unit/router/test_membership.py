@@ -130,3 +130,16 @@ def test_a_worker_that_connects_again_keeps_its_state_until_a_heartbeat(
     assert state(membership) is WorkerState.READY
     membership.join(replace(INFO, incarnation="two"))
     assert state(membership) is WorkerState.READY
+
+
+def test_workers_are_in_the_order_of_role_and_name(membership: Membership) -> None:
+    for name, role in (
+        ("prefill-0", WorkerRole.PREFILL),
+        ("decode-2", WorkerRole.DECODE),
+        ("decode-1", WorkerRole.DECODE),
+    ):
+        membership.join(replace(INFO, worker_id=name, incarnation=name, role=role))
+    membership.heartbeat("decode-2", "decode-2", WorkerLoad(free_blocks=3), WorkerState.READY)
+    membership.lose("decode-0", "one")
+    names = [view.info.worker_id for view in membership.workers()]
+    assert names == ["decode-0", "decode-1", "decode-2", "prefill-0"]

@@ -1,0 +1,246 @@
+"""`tandem simulate`: a trace of requests through the real router and modelled workers, in virtual time.
+
+The workers' times come from a profile: measured from a running mesh (`--measure`), or the best case that `tandem plan`
+computes for a model on a device. The router is imported only to simulate.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import progress
+from rich.console import Console
+
+from mesh.domain.errors import ConfigurationError
+from mesh.settings import flag_name, load_settings
+from router.settings import RouterSettings
+from tandem_cli.connection import add_connection_arguments, open_async_client
+from tandem_cli.load_test.figures import Record, Slo
+from tandem_cli.parser import CommandParser
+from tandem_cli.plan import add_device, add_precision, capacity_of, quiet_logs
+from tandem_cli.simulate_tables import show_figures, show_hours, show_sweep
+from tandem_cli.simulation import trace
+from tandem_cli.simulation.figures import Figures, by_hour, figures
+from tandem_cli.simulation.measure import MeshMeter, PassLimits
+from tandem_cli.simulation.observed import Observed
+from tandem_cli.simulation.profile import MeshProfile, best_case
+from tandem_cli.simulation.scaling import ScaleLimits
+from tandem_cli.terminal import wide_console
+
+if TYPE_CHECKING:
+    from tandem_cli.simulation.run import Watch
+
+_ROUTER_SETTINGS = (
+    "max_concurrent_requests",
+    "max_queued_requests",
+    "ttft_target_s",
+    "prefill_threshold",
+    "prefill_overflow",
+)
+_MAX_SPLITS = 12
+_SLO = Slo()
+_LIMITS = ScaleLimits()
+
+
+def add_arguments(parser: CommandParser) -> None:
+    _add_trace(parser)
+    _add_profile(parser)
+    _add_mesh(parser)
+    goals = parser.add_argument_group("goodput and price")
+    goals.add_argument(
+        "--slo-ttft-ms", type=float, default=_SLO.ttft_ms, metavar="MS", help=f"time to first token ({_SLO.ttft_ms:g})"
+    )
+    about = f"time per output token after the first ({_SLO.tpot_ms:g})"
+    goals.add_argument("--slo-tpot-ms", type=float, default=_SLO.tpot_ms, metavar="MS", help=about)
+    goals.add_argument("--price-per-hour", type=_positive, metavar="P", help="price of a worker's machine")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def _add_trace(parser: CommandParser) -> None:
+    group = parser.add_argument_group("requests")
+    about = "JSON lines with arrival_s, input_tokens and max_tokens, as tandem bench --trace takes them"
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=about)
+    drawn = group.add_mutually_exclusive_group()
+    drawn.add_argument("--rate", type=_positive, metavar="R", help="without a trace: Poisson arrivals, R per second")
+    about = "without a trace: a day with R requests per second in the mean, 1.6 R at 15:00, 0.4 R at 3:00"
+    drawn.add_argument("--day", type=_positive, metavar="R", help=about)
+    group.add_argument("--duration", type=_positive, default=600.0, metavar="S", help="seconds of --rate (600)")
+    group.add_argument("--input-tokens", type=_count, default=256, metavar="N", help="mean tokens of a prompt (256)")
+    group.add_argument("--output-tokens", type=_count, default=64, metavar="N", help="mean tokens of an answer (64)")
+    about = "spread of the lengths: sigma of their logarithms; 0: all are equal (0)"
+    group.add_argument("--spread", type=_not_negative, default=0.0, metavar="S", help=about)
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of arrivals and lengths (0)")
+    group.add_argument("--write-trace", type=Path, metavar="FILE", help="also write the requests, for tandem bench")
+
+
+def _add_profile(parser: CommandParser) -> None:
+    group = parser.add_argument_group("workers' times (default: the best case of --model on --device)")
+    group.add_argument("--profile", type=Path, metavar="FILE", help="a measured profile")
+    about = "measure the idle mesh at --address, write its profile to FILE, and simulate nothing"
+    group.add_argument("--measure", type=Path, metavar="FILE", help=about)
+    add_connection_arguments(parser)
+    group.add_argument("--model", default="tandem-small", help="model folder, or name of a bundled model")
+    add_precision(group)
+    about = "bandwidth of the links that carry KV (10)"
+    group.add_argument("--link-gbit-per-s", type=_positive, default=10.0, metavar="G", help=about)
+    add_device(parser)
+
+
+def _add_mesh(parser: CommandParser) -> None:
+    group = parser.add_argument_group("mesh")
+    group.add_argument("--prefill", type=_not_negative_count, default=1, metavar="N", help="prefill workers (1)")
+    group.add_argument("--decode", type=_count, default=1, metavar="N", help="decode workers (1)")
+    group.add_argument("--sweep", type=_count, metavar="N", help="N workers, divided between the roles in each way")
+    for field in fields(RouterSettings):
+        if field.name in _ROUTER_SETTINGS:
+            parser.add_setting(field, group=group)
+    rule = parser.add_argument_group("scaling")
+    about = "scale both roles by the rules of deploy/kubernetes; --prefill and --decode are the workers at the start"
+    rule.add_argument("--scale-rule", action="store_true", help=about)
+    about = f"fewest workers of each role ({_LIMITS.min_workers})"
+    rule.add_argument("--min-workers", type=_count, default=_LIMITS.min_workers, metavar="N", help=about)
+    about = f"most workers of each role ({_LIMITS.max_workers})"
+    rule.add_argument("--max-workers", type=_count, default=_LIMITS.max_workers, metavar="N", help=about)
+    about = f"seconds from the wish for a worker until it serves ({_LIMITS.start_s:g})"
+    rule.add_argument("--worker-start", type=_positive, default=_LIMITS.start_s, metavar="S", help=about)
+    about = f"seconds that a worker may drain ({_LIMITS.drain_s:g})"
+    rule.add_argument("--worker-drain", type=_positive, default=_LIMITS.drain_s, metavar="S", help=about)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, or measure a profile; print the figures on stdout."""
+    if args.measure is not None:
+        profile = asyncio.run(_measure(args))
+        profile.save(args.measure)
+        sys.stderr.write(f"{profile.about}: {args.measure}\n")
+        return 0
+    if args.sweep is not None and args.scale_rule:
+        raise ConfigurationError("use either --sweep or --scale-rule")
+    profile = _profile(args)
+    arrivals = _arrivals(args, profile)
+    if args.write_trace is not None:
+        trace.write(args.write_trace, arrivals)
+    result = _sweep(args, profile, arrivals) if args.sweep is not None else _run_once(args, profile, arrivals)
+    if args.json:
+        sys.stdout.write(json.dumps({"profile": asdict(profile), "num_requests": len(arrivals), **result}) + "\n")
+    return 0
+
+
+async def _measure(args: argparse.Namespace) -> MeshProfile:
+    async with open_async_client(args) as client:
+        return await MeshMeter(client, await client.model(""), PassLimits()).profile()
+
+
+def _profile(args: argparse.Namespace) -> MeshProfile:
+    if args.profile is not None:
+        return MeshProfile.load(args.profile)
+    capacity, device, config = capacity_of(args)
+    about = f"best case: {args.model} on {device.name}"
+    return best_case(capacity, about, config.max_position_embeddings, args.link_gbit_per_s)
+
+
+def _arrivals(args: argparse.Namespace, profile: MeshProfile) -> list[trace.Arrival]:
+    if args.trace is not None:
+        if args.rate is not None or args.day is not None:
+            raise ConfigurationError("a trace has its own arrivals: leave out --rate and --day")
+        return trace.read(args.trace)
+    mix = trace.LengthMix(args.input_tokens, args.output_tokens, args.spread, profile.decode.max_model_len)
+    if args.day is not None:
+        return trace.day(args.day, mix, args.seed)
+    if args.rate is None:
+        raise ConfigurationError("say which requests come: a TRACE, --rate or --day")
+    return trace.steady(args.rate, args.duration, mix, args.seed)
+
+
+def _run_once(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[trace.Arrival]) -> dict[str, object]:
+    watch = None
+    if args.scale_rule:
+        from tandem_cli.simulation.autoscaler import scaling
+
+        limits = ScaleLimits(args.min_workers, args.max_workers, args.worker_start, args.worker_drain)
+        watch = scaling(limits)
+    slo, console = _slo(args), wide_console()
+    with _showing(len(arrivals)) as shown:
+        observed = _observe(args, profile, arrivals, (args.prefill, args.decode), shown, watch)
+    found = figures(observed, slo, args.price_per_hour)
+    hours = by_hour(observed, slo)
+    if not args.json:
+        show_figures(found, profile.about, console)
+        if args.scale_rule:
+            show_hours(hours, console)
+    return {"figures": found, "hours": hours}
+
+
+def _sweep(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[trace.Arrival]) -> dict[str, object]:
+    """Every split of the workers, or some of many; the best has most good requests, then the shortest p99 of TTFT."""
+    step = -(-args.sweep // _MAX_SPLITS)
+    splits = [(num_prefill, args.sweep - num_prefill) for num_prefill in range(0, args.sweep, step)]
+    rows: list[Figures] = []
+    with _showing(len(splits) * len(arrivals)) as shown:
+        for num_prefill, num_decode in splits:
+            observed = _observe(args, profile, arrivals, (num_prefill, num_decode), shown)
+            found = figures(observed, _slo(args), args.price_per_hour)
+            rows.append({"prefill": num_prefill, "decode": num_decode, **found})
+    best = max(rows, key=lambda row: (round(row["slo_share"], 3), -row["ttft_p99_ms"]))
+    if not args.json:
+        show_sweep(rows, best, profile.about, wide_console())
+    return {"splits": rows, "best": {role: best[role] for role in ("prefill", "decode")}}
+
+
+def _observe(
+    args: argparse.Namespace,
+    profile: MeshProfile,
+    arrivals: Sequence[trace.Arrival],
+    num_workers: tuple[int, int],
+    on_done: Callable[[Record], None],
+    watch: "Watch | None" = None,
+) -> Observed:
+    from tandem_cli.simulation.run import simulate
+
+    flags = [f"{flag_name(name)}={getattr(args, name)}" for name in _ROUTER_SETTINGS if name in args]
+    settings = load_settings(RouterSettings, ["--model=simulated", *flags], prog="simulate").values
+    with quiet_logs(logging.ERROR):  # failures of modelled workers are part of the figures
+        return simulate(profile, settings, arrivals, num_workers, watch=watch, on_done=on_done)
+
+
+@contextmanager
+def _showing(total: int) -> Iterator[Callable[[Record], None]]:
+    """Show on standard error how many requests have ended."""
+    console = Console(stderr=True)
+    columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda _: bar.advance(task)
+
+
+def _slo(args: argparse.Namespace) -> Slo:
+    return replace(_SLO, ttft_ms=args.slo_ttft_ms, tpot_ms=args.slo_tpot_ms)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be > 0, got {text}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    return 0.0 if float(text) == 0 else _positive(text)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
+    return value
+
+
+def _not_negative_count(text: str) -> int:
+    return 0 if int(text) == 0 else _count(text)

@@ -1,0 +1,84 @@
+"""How `tandem simulate` shows its figures."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem_cli.simulation.figures import Figures
+
+
+def show_figures(found: Figures, about: str, console: Console) -> None:
+    """Print the figures of one simulation."""
+    console.print(f"{about}\n")
+    console.print(
+        f"{found['num_requests']:,.0f} requests in {found['duration_s']:,.0f} s: {found['num_ok']:,.0f} answered, "
+        f"{found['num_refused']:,.0f} refused, {found['num_errors']:,.0f} failed, {found['num_replays']:,.0f} replayed"
+    )
+    console.print(
+        f"{found['good_requests_per_s']:.4g} good requests/s ({100 * found['slo_share']:.1f} % of all); "
+        f"{found['input_tokens_per_s']:,.0f} tokens/s in, {found['output_tokens_per_s']:,.0f} out\n"
+    )
+    times = _table("ms", "p50", "p90", "p99")
+    for name in ("ttft", "tpot", "gap", "latency"):
+        if f"{name}_p50_ms" in found:
+            times.add_row(name, *(f"{found[f'{name}_p{percent}_ms']:,.1f}" for percent in (50, 90, 99)))
+    console.print(times)
+    console.print()
+    workers = _table("role", "workers", "busy", "KV in use", "worker hours")
+    for role in ("prefill", "decode"):
+        shares = (f"{100 * found[f'{role}_{name}']:.1f} %" for name in ("busy", "kv"))
+        workers.add_row(role, f"{found[f'{role}_workers']:.4g}", *shares, f"{found[f'{role}_worker_hours']:,.2f}")
+    console.print(workers)
+    console.print(f"\nin the queue: {found['queued_mean']:.3g} in the mean, {found['queued_max']:,.0f} at most")
+    if "cost" in found:
+        price = found.get("price_per_million_output_tokens")
+        million = "" if price is None else f"; {price:.4g} per million output tokens"
+        console.print(f"cost: {found['cost']:,.2f}{million}")
+
+
+def show_hours(hours: Sequence[Figures], console: Console) -> None:
+    """Print a row for each hour."""
+    table = _table("hour", "requests/s", "prefill", "decode", "good", "TTFT p50 ms", "p99 ms")
+    for hour in hours:
+        workers = (_maybe(hour.get(f"{role}_workers")) for role in ("prefill", "decode"))
+        times = (f"{hour[f'ttft_p{percent}_ms']:,.0f}" for percent in (50, 99))
+        table.add_row(
+            f"{hour['hour']:.0f}", f"{hour['requests_per_s']:.3g}", *workers, f"{100 * hour['slo_share']:.1f} %", *times
+        )
+    console.print()
+    console.print(table)
+
+
+def show_sweep(rows: Sequence[Figures], best: Figures, about: str, console: Console) -> None:
+    """Print a row for each split, and name the best."""
+    console.print(f"{about}\n")
+    columns = ("good", "good/s", "TTFT p50 ms", "p99 ms", "TPOT p50 ms", "gap p99 ms", "prefill busy", "decode busy")
+    table = _table("prefill : decode", *columns)
+    for row in rows:
+        table.add_row(
+            _split(row),
+            f"{100 * row['slo_share']:.1f} %",
+            f"{row['good_requests_per_s']:.4g}",
+            *(f"{row[name]:,.1f}" for name in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms")),
+            _maybe(row.get("gap_p99_ms")),
+            *(f"{100 * row[f'{role}_busy']:.0f} %" for role in ("prefill", "decode")),
+            style="bold" if row is best else "",
+        )
+    console.print(table)
+    console.print(f"\nbest: {_split(best)}, with {100 * best['slo_share']:.1f} % of the requests good")
+
+
+def _split(row: Figures) -> str:
+    return f"{row['prefill']:.0f} : {row['decode']:.0f}"
+
+
+def _maybe(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column, name in enumerate(columns):
+        table.add_column(name, justify="left" if column == 0 else "right")
+    return table

@@ -1,0 +1,1 @@
+"""A mesh in virtual time: the real router and the real schedulers of workers, whose steps only take modelled time."""

@@ -1,0 +1,163 @@
+"""An engine whose steps only take time: the real scheduler plans them, the profile says how long they take.
+
+    post ─▶ commands, run between steps ─▶ schedule ─▶ a step, or many equal ones at once ─▶ update ─▶ on_step
+
+While only decodes run, nothing changes from step to step but the lengths. So as many steps are taken at once as no
+sequence ends in, and as blocks are free for. A command in their midst ends them after the step that is under way, as it
+would in a real engine.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.batch import ScheduledBatch
+from engine.block_pool import BlockPool
+from engine.prompt_pace import PromptPace
+from engine.runner import RunnerOutput
+from engine.scheduler import Scheduler
+from engine.sequence import SequenceState
+from engine.settings import SchedulerConfig
+from mesh.domain.tokens import SampledToken, SequenceOutput
+from tandem_cli.simulation.profile import WorkerProfile
+
+_MAX_STEPS_S = 10.0  # far below the router's stall_timeout_s, after which it would give up a silent sequence
+_MAX_STEPS = 1024  # far below the tokens that the router buffers for a client
+
+Command = Callable[[Scheduler], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsDone:
+    """One or more equal steps: the new tokens of each sequence, sequences that lost their blocks, seconds of a step."""
+
+    outputs: list[SequenceOutput]
+    preempted: list[SequenceState]
+    step_s: float
+
+
+@dataclass(slots=True)
+class _Steps:
+    """`count` steps of one batch, under way since `begun_s`, each of `step_s` seconds."""
+
+    batch: ScheduledBatch
+    begun_s: float
+    step_s: float
+    count: int
+    timer: asyncio.TimerHandle
+
+
+class ModelledEngine:
+    """One engine on the running event loop. `on_step` is called after each step, before the next one is planned.
+
+    Every sampled token is `token`.
+    """
+
+    def __init__(
+        self,
+        profile: WorkerProfile,
+        token: SampledToken,
+        on_step: Callable[[StepsDone], None],
+        *,
+        max_step_stretch: float = 0.0,
+    ) -> None:
+        self.pool = BlockPool(profile.num_blocks)
+        self.busy_s = 0.0
+        """Seconds spent in steps that have ended."""
+        self.prompt_tokens = 0
+        """Prompt tokens computed so far."""
+        config = SchedulerConfig(
+            profile.block_size,
+            max(profile.max_batch_tokens, profile.max_num_seqs),
+            profile.max_num_seqs,
+            profile.max_model_len,
+            prefix_caching=False,
+            max_step_stretch=max_step_stretch,
+        )
+        self.scheduler = Scheduler(config, self.pool)
+        self._times = profile.times
+        self._token = token
+        self._on_step = on_step
+        self._pace = PromptPace(max_step_stretch)
+        self._loop = asyncio.get_running_loop()
+        self._commands: list[Command] = []
+        self._steps: _Steps | None = None
+
+    def post(self, command: Command) -> None:
+        """Run `command` between two steps: now if the engine is idle."""
+        self._commands.append(command)
+        if self._steps is None:
+            self._run_commands()
+            self._begin()
+        elif len(self._commands) == 1:
+            self._end_early(self._steps)
+
+    def stop(self) -> None:
+        """Compute nothing more."""
+        if self._steps is not None:
+            self._steps.timer.cancel()
+        self._steps = None
+
+    def _run_commands(self) -> None:
+        while self._commands:  # a command may post another one
+            commands, self._commands = self._commands, []
+            for command in commands:
+                command(self.scheduler)
+
+    def _begin(self) -> None:
+        batch = self.scheduler.schedule(self._pace.max_prompt_tokens())
+        if not batch.items:
+            return
+        count = self._num_equal_steps(batch)
+        step_s = self._step_s(batch, count)
+        now_s = self._loop.time()
+        timer = self._loop.call_at(now_s + count * step_s, self._finish)
+        self._steps = _Steps(batch, now_s, step_s, count, timer)
+
+    def _step_s(self, batch: ScheduledBatch, count: int) -> float:
+        """Mean seconds of `count` steps that begin with this batch."""
+        num_decodes = batch.num_decodes
+        decodes, prompts = batch.items[:num_decodes], batch.items[num_decodes:]
+        context = sum(item.end for item in decodes) + num_decodes * (count - 1) / 2
+        decode_s = self._times.decode(num_decodes, context) if decodes else 0.0
+        if not prompts:
+            return decode_s
+        pairs = sum(item.num_tokens * item.start for item in prompts)
+        prompts_s = self._times.prompts(batch.num_tokens - num_decodes, pairs)
+        return self._times.both(decode_s, prompts_s) if decodes else prompts_s
+
+    def _num_equal_steps(self, batch: ScheduledBatch) -> int:
+        """Steps in which nothing changes but the lengths; 1 if a prompt is or may be computed in the next step."""
+        if batch.num_decodes < len(batch.items) or self.scheduler.load().pending_tokens:
+            return 1
+        count = min(_MAX_STEPS, max(1, int(_MAX_STEPS_S / self._step_s(batch, 1))))
+        for item in batch.items:
+            sequence = item.sequence
+            left = min(sequence.request.max_total_tokens, self.scheduler.config.max_model_len) - sequence.num_tokens
+            count = min(count, left)
+        # Blocks for the tokens after the first, as for drafts that all turn out right.
+        return min((1 + self.scheduler.allocate_for_drafts(item.sequence, count - 1)) for item in batch.items)
+
+    def _end_early(self, steps: _Steps) -> None:
+        """Let the running step be the last one."""
+        num_begun = int((self._loop.time() - steps.begun_s) / steps.step_s) + 1
+        if num_begun < steps.count:
+            steps.timer.cancel()
+            steps.count = num_begun
+            steps.timer = self._loop.call_at(steps.begun_s + num_begun * steps.step_s, self._finish)
+
+    def _finish(self) -> None:
+        steps, self._steps = self._steps, None
+        assert steps is not None
+        batch, num_decodes = steps.batch, steps.batch.num_decodes
+        num_prompt_tokens = batch.num_tokens - num_decodes
+        self.busy_s += steps.count * steps.step_s
+        self.prompt_tokens += num_prompt_tokens
+        self._pace.observe(num_decodes, num_prompt_tokens, steps.step_s)
+        tokens = (self._token,) * steps.count
+        sampled, unsampled = RunnerOutput(tokens), RunnerOutput()
+        outputs = self.scheduler.update(batch, [sampled if item.needs_sampling else unsampled for item in batch.items])
+        self._on_step(StepsDone(outputs, self.scheduler.take_preempted(), steps.step_s))
+        self._run_commands()
+        if self._steps is None:
+            self._begin()

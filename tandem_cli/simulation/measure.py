@@ -1,0 +1,145 @@
+"""Measures the profile of a running mesh through its router, while nobody else uses it.
+
+Prompts go one by one, in several lengths: their `prefill` phase is the step's time, the rest of the time to the first
+token is overhead. Then answers are read in batches of several sizes: the gap between tokens is the time of a decode
+step. The profile therefore includes costs of the router, of clients, and of neighbours on the machine.
+"""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import tandem
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.simulation.profile import MeshProfile, StepTimes, Table, WorkerProfile
+
+_FIRST_ID = 3
+_REPEATS = 7
+_PROMPT_SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)  # of a prefill pass
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+_NUM_TOKENS = 64  # of each answer whose gaps are measured
+
+
+@dataclass(frozen=True, slots=True)
+class PassLimits:
+    """Limits that routers do not tell: tokens of a prefill pass and of a decode step, tokens of a block."""
+
+    prefill_tokens: int = 512
+    decode_tokens: int = 256
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """Medians of prompts of one length, in seconds."""
+
+    prefill_s: float
+    first_token_s: float
+    transfer_s: float
+
+
+class MeshMeter:
+    """Measures one mesh, in which every worker of a role must be like the others. It needs a prefill worker."""
+
+    def __init__(self, client: tandem.AsyncClient, model: tandem.Model, limits: PassLimits) -> None:
+        self._client = client
+        self._model = model
+        self._limits = limits
+        self._rng = random.Random(0)
+
+    async def profile(self) -> MeshProfile:
+        """Measure for about a minute. Raises ConfigurationError if the mesh cannot be measured."""
+        workers = [worker for worker in await self._client.workers() if worker.model == self._model.name]
+        prefills = [worker for worker in workers if worker.role == "prefill" and worker.serving]
+        decodes = [worker for worker in workers if worker.role == "decode" and worker.serving]
+        if not prefills or not decodes:
+            raise ConfigurationError("a profile needs a mesh with a prefill and a decode worker that serve")
+        max_tokens = self._model.max_total_tokens
+        pass_tokens = min(self._limits.prefill_tokens, max_tokens - 2)
+        lengths = sorted({max(1, int(share * pass_tokens)) for share in _PROMPT_SHARES})
+        await self._prompt(lengths[0])  # compiles kernels, opens connections
+        prompts = {length: await self._prompt(length) for length in lengths}
+        long_tokens = min(2 * pass_tokens, max_tokens - 2)
+        long_prompt = await self._prompt(long_tokens)
+        whole = prompts[pass_tokens]
+        pairs = (long_tokens - pass_tokens) * pass_tokens
+        context_s = (long_prompt.prefill_s - whole.prefill_s * long_tokens / pass_tokens) / max(1, pairs)
+        decode_s, decode_context_s = await self._decode_steps(len(decodes), decodes[0].max_num_seqs)
+        times = StepTimes(
+            prompt_s=tuple((length, prompt.prefill_s) for length, prompt in prompts.items()),
+            decode_s=decode_s,
+            prompt_context_s=max(0.0, context_s),
+            decode_context_s=decode_context_s,
+        )
+        of_all = list(prompts.values())
+        return MeshProfile(
+            f"measured: {self._model.name}, {len(prefills)} + {len(decodes)} workers on {decodes[0].device}",
+            self._worker(times, prefills[0], self._limits.prefill_tokens),
+            self._worker(times, decodes[0], self._limits.decode_tokens),
+            overhead_s=max(0.0, statistics.median(prompt.first_token_s - prompt.prefill_s for prompt in of_all)),
+            transfer_s=statistics.median(prompt.transfer_s for prompt in of_all),
+        )
+
+    def _worker(self, times: StepTimes, worker: tandem.Worker, step_tokens: int) -> WorkerProfile:
+        return WorkerProfile(
+            times,
+            worker.num_blocks,
+            step_tokens,
+            worker.max_num_seqs,
+            self._model.max_total_tokens,
+            self._limits.block_size,
+        )
+
+    async def _prompt(self, num_tokens: int) -> _Prompt:
+        timed = [await self._time_prompt(num_tokens) for _ in range(_REPEATS)]
+        return _Prompt(*(statistics.median(values) for values in zip(*timed, strict=True)))
+
+    async def _time_prompt(self, num_tokens: int) -> tuple[float, float, float]:
+        """Seconds of prefill, until the first token, and from there until the KV had arrived."""
+        started_s, first_s, timing = time.perf_counter(), None, None
+        async for event in self._stream(num_tokens, 2):
+            first_s = first_s or time.perf_counter() - started_s
+            timing = event.timing or timing
+        if timing is None or first_s is None:
+            raise ConfigurationError("this router reports no timing: it is older than this command")
+        phases = timing.phases_ms
+        return phases["prefill"] / 1000, first_s, phases["transfer"] / 1000
+
+    async def _decode_steps(self, num_workers: int, max_num_seqs: int) -> tuple[Table, float]:
+        """Seconds of a decode step by its sequences, without context, and for each token of context."""
+        pass_tokens = min(self._limits.prefill_tokens, self._model.max_total_tokens // 2)
+        short, long_ = max(1, pass_tokens // 16), pass_tokens
+        steps = {}
+        for batch in [batch for batch in _BATCHES if batch <= max_num_seqs]:
+            steps[batch] = await self._step_s(batch, num_workers, short)
+        batch = max(size for size in steps if size <= 8)
+        longer_s = await self._step_s(batch, num_workers, long_) - steps[batch]
+        context_s = max(0.0, longer_s / batch / (long_ - short)) if long_ > short else 0.0
+        mean_context = short + _NUM_TOKENS
+        table = tuple((size, max(step_s - context_s * size * mean_context, 1e-6)) for size, step_s in steps.items())
+        return table, context_s
+
+    async def _step_s(self, batch: int, num_workers: int, num_tokens: int) -> float:
+        """Median gap while `batch` sequences run at each decode worker."""
+        gaps: list[float] = []
+        streams = [self._gaps(num_tokens) for _ in range(batch * num_workers)]
+        token_times = await asyncio.gather(*streams)
+        begun_s, ended_s = max(times[0] for times in token_times), min(times[-1] for times in token_times)
+        for times in token_times:
+            within = [at_s for at_s in times if begun_s <= at_s <= ended_s]
+            gaps += [later - earlier for earlier, later in pairwise(within)]
+        if not gaps:
+            raise ConfigurationError(f"{batch} answers did not run at the same time: the mesh is too small or not idle")
+        return statistics.fmean(gaps)
+
+    async def _gaps(self, num_tokens: int) -> Sequence[float]:
+        """Arrival times of an answer's tokens. It is twice as long as what is measured, so that all run together."""
+        return [time.perf_counter() async for _ in self._stream(num_tokens, 2 * _NUM_TOKENS)]
+
+    def _stream(self, num_tokens: int, num_new: int) -> AsyncGenerator[tandem.TokenEvent, None]:
+        prompt = [self._rng.randrange(_FIRST_ID, self._model.vocab_size) for _ in range(num_tokens)]
+        return self._client.stream(token_ids=prompt, model=self._model.name, max_new_tokens=num_new, ignore_eos=True)

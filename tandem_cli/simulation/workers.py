@@ -1,0 +1,237 @@
+"""Modelled workers: what the router sees of prefill and decode workers, over engines whose steps only take time.
+
+    router ─start─▶ decode: reserve ─reserved─▶ router ─run─▶ prefill: compute ─first token─▶ router
+                                                                      └─ KV: transfer_s ─▶ decode: commit ─tokens─▶
+
+Each arrow takes `hop_s`. Choices are single: a trace has no requests with several.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from engine.scheduler import Scheduler
+from engine.sequence import SequenceState
+from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerBusy, WorkerDraining, WorkerLost
+from mesh.domain.kv import KVLayout
+from mesh.domain.request import SequenceSpec
+from mesh.domain.tokens import SampledToken, SequenceOutput
+from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole
+from router.attempt import PrefillEvent, PrefillStarted, TransferFinished
+from router.served_model import ServedModel
+from router.workers.decode_link import SequenceKey, SequenceListener
+from tandem_cli.simulation.engine import ModelledEngine, StepsDone
+from tandem_cli.simulation.profile import MeshProfile, WorkerProfile
+
+_NUM_HOPS = 5
+"""Messages, one after the other, from a client's request to its first token: the request, start, reserved, the call to
+the prefill worker, the token."""
+_MAX_STEP_STRETCH = 2.0  # the default of decode workers
+
+
+def hop_s(profile: MeshProfile) -> float:
+    """Seconds of one message."""
+    return profile.overhead_s / _NUM_HOPS
+
+
+class ModelledWorker:
+    """The common part of both roles."""
+
+    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, *, stretch: float = 0.0) -> None:
+        self.info = info
+        self.is_draining = False
+        self.engine = ModelledEngine(_of_role(profile, info.role), token, self._on_step, max_step_stretch=stretch)
+        self._hop_s = hop_s(profile)
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def load(self) -> WorkerLoad:
+        """The load that its heartbeat would tell."""
+        return self.engine.scheduler.load()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no sequence is here, in any state."""
+        raise NotImplementedError
+
+    def lose(self) -> None:
+        """End everything that is here, with WorkerLost."""
+        raise NotImplementedError
+
+    def _on_step(self, done: StepsDone) -> None:
+        raise NotImplementedError
+
+
+class ModelledPrefill(ModelledWorker):
+    """Computes prompts."""
+
+    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken) -> None:
+        super().__init__(info, profile, token)
+        self._profile = profile
+        self._prompts: dict[SequenceKey, asyncio.Future[SequenceOutput]] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._prompts
+
+    async def run(self, request: SequenceSpec, decode: "ModelledDecode") -> AsyncGenerator[PrefillEvent, None]:
+        """Compute one prompt, then hand it over. Raises WorkerDraining or WorkerLost."""
+        await asyncio.sleep(self._hop_s)
+        if self.is_draining:
+            raise WorkerDraining("the worker is draining")
+        sequence = SequenceState(request, hand_over=True)
+        first_token = self._prompts[sequence.key] = self._loop.create_future()
+        added_s = self._loop.time()
+        self.engine.post(lambda scheduler: scheduler.add(sequence))
+        try:
+            output = await first_token
+            yield PrefillStarted(self._loop.time() - added_s)
+            computed_s = self._loop.time()
+            await asyncio.sleep(self._hop_s)
+            yield output
+            if output.finish_reason is None:
+                await asyncio.sleep(max(0.0, computed_s + self._transfer_s(sequence) - self._loop.time()))
+                decode.commit(sequence.key, output.tokens[-1])
+                yield TransferFinished(0, self._transfer_s(sequence))
+        finally:
+            del self._prompts[sequence.key]
+            self.engine.post(lambda scheduler: scheduler.remove(sequence))
+
+    def lose(self) -> None:
+        self.engine.stop()
+        for first_token in self._prompts.values():
+            if not first_token.done():
+                first_token.set_exception(WorkerLost("the prefill worker is lost"))
+
+    def _transfer_s(self, sequence: SequenceState) -> float:
+        """Seconds from the first token until all KV is there: that of earlier passes has gone before."""
+        last_chunk = min(sequence.num_prompt_tokens, self._profile.prefill.max_batch_tokens)
+        return self._profile.transfer_s + self._profile.transfer_token_s * last_chunk
+
+    def _on_step(self, done: StepsDone) -> None:
+        for output in done.outputs:
+            first_token = self._prompts.get((output.request_id, output.attempt))
+            if first_token is not None and not first_token.done():
+                first_token.set_result(output)
+
+
+class ModelledDecode(ModelledWorker):
+    """Takes prompts over, or computes them, and generates. It is the router's link to itself."""
+
+    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken) -> None:
+        super().__init__(info, profile, token, stretch=_MAX_STEP_STRETCH)
+        self._listeners: dict[SequenceKey, SequenceListener] = {}
+        self._sequences: dict[SequenceKey, SequenceState] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._sequences
+
+    def start(
+        self,
+        request: SequenceSpec,
+        transfer_id: str,
+        listener: SequenceListener,
+        fork_listeners: Sequence[SequenceListener] = (),
+    ) -> None:
+        """Start an attempt, as DecodeLink.start. There are no forks."""
+        self._listeners[request.request_id, request.attempt] = listener
+        self._loop.call_later(self._hop_s, self._begin, request, transfer_id)
+
+    def abort(self, key: SequenceKey) -> None:
+        """Abort an attempt, as DecodeLink.abort."""
+        if self._listeners.pop(key, None) is not None:
+            self._loop.call_later(self._hop_s, self._remove, key)
+
+    def commit(self, key: SequenceKey, first_token: SampledToken) -> None:
+        """All KV is there: the sequence runs from the next step on."""
+        if key in self._sequences:
+            self.engine.post(lambda scheduler: scheduler.commit(key, first_token))
+
+    def lose(self) -> None:
+        self.engine.stop()
+        listeners, self._listeners = self._listeners, {}
+        self._sequences.clear()
+        for listener in listeners.values():
+            listener.on_failed(WorkerLost("the decode worker is lost"))
+
+    def _begin(self, request: SequenceSpec, transfer_id: str) -> None:
+        sequence = SequenceState(request)
+        if sequence.key not in self._listeners:
+            return
+        if self.is_draining:
+            self._fail(sequence.key, WorkerDraining("the worker is draining"))
+            return
+        self._sequences[sequence.key] = sequence
+        if transfer_id:
+            self.engine.post(lambda scheduler: self._reserve(scheduler, sequence))
+        else:
+            self.engine.post(lambda scheduler: scheduler.add(sequence))
+
+    def _reserve(self, scheduler: Scheduler, sequence: SequenceState) -> None:
+        try:
+            ready_tokens = scheduler.reserve(sequence)
+        except (WorkerBusy, InvalidRequest) as error:
+            self._fail(sequence.key, error)
+            return
+        self._loop.call_later(self._hop_s, self._report_reserved, sequence.key, ready_tokens)
+
+    def _report_reserved(self, key: SequenceKey, ready_tokens: int) -> None:
+        listener = self._listeners.get(key)
+        if listener is not None:
+            listener.on_reserved(ready_tokens)
+
+    def _remove(self, key: SequenceKey) -> None:
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self.engine.post(lambda scheduler: scheduler.remove(sequence))
+
+    def _on_step(self, done: StepsDone) -> None:
+        for output in done.outputs:
+            if output.finish_reason is not None:
+                self._sequences.pop((output.request_id, output.attempt), None)
+        for sequence in done.preempted:
+            self._sequences.pop(sequence.key, None)
+            self._fail(sequence.key, SequencePreempted("its blocks went to older sequences"))
+        if done.outputs:
+            self._loop.call_later(self._hop_s, self._deliver, done.outputs)
+
+    def _deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+        for output in outputs:
+            key = (output.request_id, output.attempt)
+            listener = self._listeners.get(key)
+            if listener is None:
+                continue
+            if output.finish_reason is not None:
+                del self._listeners[key]
+            listener.on_output(output)
+
+    def _fail(self, key: SequenceKey, error: MeshError) -> None:
+        self._sequences.pop(key, None)
+        listener = self._listeners.pop(key, None)
+        if listener is not None:
+            self._loop.call_later(self._hop_s, listener.on_failed, error)
+
+
+def worker_info(
+    profile: MeshProfile, role: WorkerRole, *, worker_id: str, incarnation: str, model: ServedModel
+) -> WorkerInfo:
+    """The identity of a modelled worker."""
+    of_role = _of_role(profile, role)
+    layout = KVLayout("modelled", 1, 1, 1, of_role.block_size, "float32")
+    return WorkerInfo(
+        worker_id,
+        incarnation=incarnation,
+        role=role,
+        address=worker_id,
+        model=model.name,
+        tokenizer_fingerprint=model.facts.tokenizer_fingerprint,
+        layout=layout,
+        max_batch_tokens=of_role.max_batch_tokens,
+        max_num_seqs=of_role.max_num_seqs,
+        num_blocks=of_role.num_blocks,
+        max_model_len=of_role.max_model_len,
+    )
+
+
+def _of_role(profile: MeshProfile, role: WorkerRole) -> WorkerProfile:
+    return profile.prefill if role is WorkerRole.PREFILL else profile.decode

@@ -1,0 +1,99 @@
+"""The real router in virtual time: what it does with modelled workers whose times are known."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from mesh.domain.worker import WorkerRole
+from router.settings import RouterSettings
+from tandem_cli.load_test.figures import Outcome, Slo
+from tandem_cli.plan import quiet_logs
+from tandem_cli.simulation import trace
+from tandem_cli.simulation.autoscaler import scaling
+from tandem_cli.simulation.figures import by_hour, figures
+from tandem_cli.simulation.observed import Observed
+from tandem_cli.simulation.run import simulate
+from tandem_cli.simulation.scaling import ScaleLimits
+from tandem_cli.simulation.trace import Arrival, LengthMix
+from tests.unit.simulation.profiles import profile, worker
+
+SLO = Slo(ttft_ms=1000, tpot_ms=50)
+MIX = LengthMix(200, 40, spread=0.5, max_total_tokens=2000)
+NO_CONTEXT = replace(worker(), times=replace(worker().times, prompt_context_s=0.0, decode_context_s=0.0))
+PLAIN = profile(NO_CONTEXT, NO_CONTEXT)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with quiet_logs(logging.ERROR):
+        yield
+
+
+def run(arrivals: list[Arrival], *num_workers: int, **settings: int) -> Observed:
+    return simulate(PLAIN, RouterSettings(model="simulated", **settings), arrivals, (num_workers[0], num_workers[1]))
+
+
+def test_one_request_takes_what_its_parts_take() -> None:
+    [record] = run([Arrival(0.0, 100, 11)], 1, 1).records
+    # Five messages, and the prompt.
+    assert record.ttft_s == pytest.approx(5 * 0.001 + 0.1)
+    # From the first token on: the KV's way, ten steps, less the first token's message, more the last one's.
+    assert record.token_s[-1] - record.token_s[0] == pytest.approx(0.003 + 10 * 0.01)
+    assert (record.num_tokens, record.outcome) == (11, Outcome.OK)
+
+
+def test_equal_arguments_have_equal_results() -> None:
+    arrivals = trace.steady(6, 5, MIX, seed=3)
+    once, again = (run(arrivals, 2, 2) for _ in range(2))
+    assert figures(once, SLO) == figures(again, SLO)
+    assert [record.token_s for record in once.records] == [record.token_s for record in again.records]
+
+
+def test_a_prefill_worker_too_few_shows_in_the_queue_and_in_goodput() -> None:
+    arrivals = trace.steady(8, 20, MIX, seed=0)  # 1.6 workers' worth of prompts
+    few, enough = (figures(run(arrivals, count, 2, prefill_overflow=0), SLO) for count in (1, 3))
+    assert few["prefill_busy"] > 0.9 > enough["prefill_busy"]
+    assert few["queued_max"] > enough["queued_max"]
+    assert few["slo_share"] < 0.5 < 0.95 < enough["slo_share"]
+
+
+def test_decode_workers_take_prompts_while_prefill_workers_are_full() -> None:
+    arrivals = [Arrival(0.0, 500, 5) for _ in range(8)]
+    prompt_tokens = {
+        overflow: run(arrivals, 1, 1, prefill_overflow=overflow).samples[-1].roles[WorkerRole.DECODE].prompt_tokens
+        for overflow in (0, 512)
+    }
+    # The canary of a new decode worker has a prompt, too.
+    assert prompt_tokens[0] < 100 < 500 <= prompt_tokens[512]
+
+
+def test_requests_over_the_cap_are_refused() -> None:
+    observed = run([Arrival(0.0, 100, 5) for _ in range(6)], 1, 1, max_concurrent_requests=4)
+    outcomes = [record.outcome for record in observed.records]
+    assert (outcomes.count(Outcome.OK), outcomes.count(Outcome.REFUSED)) == (4, 2)
+
+
+def test_workers_come_with_the_load_and_go_after_it() -> None:
+    busy = [Arrival(float(second), 1000, 2) for second in range(400)]  # 1 worker's worth of prompts
+    quiet = [Arrival(400.0 + 60 * minute, 100, 2) for minute in range(30)]
+    limits = ScaleLimits(min_workers=1, max_workers=4, start_s=30, drain_s=20)
+    settings = RouterSettings(model="simulated", max_concurrent_requests=1000, max_queued_requests=1000)
+    observed = simulate(PLAIN, settings, busy + quiet, (1, 1), watch=scaling(limits))
+    counts = [sample.roles[WorkerRole.PREFILL].num_workers for sample in observed.samples]
+    assert counts[0] == 1
+    assert max(counts) >= 2
+    assert counts[-1] == 1
+    assert {record.outcome for record in observed.records} == {Outcome.OK}
+    assert 1 < by_hour(observed, SLO)[0]["prefill_workers"] < 2
+    assert 1 < observed.paid_worker_s[WorkerRole.PREFILL] / observed.duration_s < 2
+
+
+def test_streams_of_a_worker_that_cannot_drain_in_time_go_on_elsewhere() -> None:
+    # Scaling in begins after ten minutes. 800 steps take 8 s, more than the 1 s that the second worker may drain.
+    arrivals = [Arrival(592.0 + second, 50, 800) for second in range(16)]
+    limits = ScaleLimits(min_workers=1, max_workers=2, start_s=30, drain_s=1)
+    observed = simulate(PLAIN, RouterSettings(model="simulated"), arrivals, (1, 2), watch=scaling(limits))
+    assert [(record.num_tokens, record.outcome) for record in observed.records] == [(800, Outcome.OK)] * 16
+    assert observed.num_replays > 0

@@ -1,0 +1,67 @@
+"""`tandem simulate`: its arguments, what it prints, and the trace that it writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem_cli.main import main
+from tandem_cli.simulation import trace
+from tests.unit.simulation.profiles import profile
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> str:
+    profile().save(tmp_path / "profile.json")
+    return f"--profile={tmp_path / 'profile.json'}"
+
+
+def simulate(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert main(["simulate", "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_drawn_load_and_its_trace(capsys: pytest.CaptureFixture[str], measured: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    load = ("--rate=2", "--duration=10", "--input-tokens=100", "--output-tokens=8")
+    drawn = simulate(capsys, measured, *load, f"--write-trace={file}", "--price-per-hour=1")
+    assert drawn["figures"]["num_ok"] == drawn["num_requests"] == len(trace.read(file)) > 5
+    assert drawn["figures"]["cost"] == pytest.approx(2 * drawn["figures"]["duration_s"] / 3600)
+    replayed = simulate(capsys, measured, str(file), "--price-per-hour=1")
+    assert replayed["figures"]["ttft_p50_ms"] == pytest.approx(drawn["figures"]["ttft_p50_ms"], rel=0.05)
+
+
+def test_a_sweep_names_the_best_split(capsys: pytest.CaptureFixture[str], measured: str) -> None:
+    # A prompt takes 0.3 s: on decode workers it disturbs answers, and one prefill worker is not enough.
+    load = ("--rate=4", "--duration=8", "--input-tokens=300", "--output-tokens=40")
+    flags = (measured, *load, "--slo-ttft-ms=1000", "--slo-tpot-ms=20", "--prefill-overflow=0")
+    found = simulate(capsys, *flags, "--sweep=3")
+    assert [(split["prefill"], split["decode"]) for split in found["splits"]] == [(0, 3), (1, 2), (2, 1)]
+    assert found["best"] == {"prefill": 2, "decode": 1}
+    assert main(["simulate", *flags, "--sweep=3"]) == 0
+    assert "best: 2 : 1, with" in capsys.readouterr().out
+
+
+def test_a_model_on_a_device_is_simulated_at_its_best(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--device=l4", "--dtype=bfloat16", "--rate=1", "--duration=10", "--scale-rule"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("best case: tandem-small on L4\n")
+    assert "hour" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "say which requests come: a TRACE, --rate or --day"),
+        (("none.jsonl",), "cannot read none.jsonl"),
+        (("none.jsonl", "--rate=1"), "a trace has its own arrivals"),
+        (("--rate=1", "--sweep=2", "--scale-rule"), "use either --sweep or --scale-rule"),
+        (("--rate=1", "--profile=none.json"), "cannot read none.json"),
+        (("--rate=1", "--max-queued-requests=0"), "max_queued_requests must be >= 1"),
+    ],
+)
+def test_wrong_words(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], measured: str) -> None:
+    assert main(["simulate", measured, *flags]) == 2
+    assert said in capsys.readouterr().err

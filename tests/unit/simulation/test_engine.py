@@ -1,0 +1,106 @@
+"""The modelled engine in virtual time. Steps of its decodes take 10 ms for one sequence, 11 ms for two."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from engine.sequence import SequenceState
+from mesh.domain.request import SamplingParams, SequenceSpec
+from mesh.domain.tokens import SampledToken
+from tandem_cli.simulation.engine import ModelledEngine, StepsDone
+from tandem_cli.simulation.profile import WorkerProfile
+from tandem_cli.simulation.virtual_time import run_in_virtual_time
+from tests.unit.simulation.profiles import TIMES, worker
+
+NO_CONTEXT = replace(worker(), times=replace(TIMES, prompt_context_s=0.0, decode_context_s=0.0))
+
+
+def sequence(name: str, num_prompt: int, num_new: int, *, hand_over: bool = False) -> SequenceState:
+    sampling = SamplingParams(max_new_tokens=num_new, seed=0, ignore_eos=True)
+    return SequenceState(SequenceSpec(name, 0, (5,) * num_prompt, num_prompt, sampling), hand_over)
+
+
+class Watched:
+    """An engine with a log of its steps: end, sequences with their numbers of new tokens."""
+
+    def __init__(self, profile: WorkerProfile) -> None:
+        self.steps: list[tuple[float, dict[str, int]]] = []
+        self.engine = ModelledEngine(profile, SampledToken(5, -1.0), self._note)
+
+    def _note(self, done: StepsDone) -> None:
+        now_s = round(asyncio.get_running_loop().time(), 6)
+        self.steps.append((now_s, {output.request_id: len(output.tokens) for output in done.outputs}))
+
+    def add(self, sequence: SequenceState) -> None:
+        self.engine.post(lambda scheduler: scheduler.add(sequence))
+
+
+def run(
+    profile: WorkerProfile, work: Callable[[Watched], None], later: dict[float, Callable[[Watched], None]]
+) -> Watched:
+    async def main() -> Watched:
+        watched, loop = Watched(profile), asyncio.get_running_loop()
+        work(watched)
+        for at_s, more in later.items():
+            loop.call_at(at_s, more, watched)
+        await asyncio.sleep(100)
+        watched.engine.scheduler.check_integrity()
+        assert watched.engine.pool.num_free == profile.num_blocks
+        return watched
+
+    return run_in_virtual_time(main())
+
+
+def test_steps_of_decodes_are_taken_at_once() -> None:
+    watched = run(NO_CONTEXT, lambda watched: watched.add(sequence("a", 100, 51)), {})
+    assert watched.steps == [(0.1, {"a": 1}), (0.6, {"a": 50})]
+    assert watched.engine.busy_s == pytest.approx(0.6)
+
+
+def test_a_newcomer_waits_for_the_running_step_only() -> None:
+    watched = run(
+        NO_CONTEXT,
+        lambda watched: watched.add(sequence("a", 100, 51)),
+        {0.125: lambda watched: watched.add(sequence("b", 100, 2))},
+    )
+    steps = dict(watched.steps)
+    assert steps[0.13] == {"a": 3}
+    # Decode and prompt share a step, which reads the weights once; the second step has both as decodes.
+    assert steps[0.19] == {"a": 1, "b": 1}
+    assert steps[0.201] == {"a": 1, "b": 1}
+    assert sum(tokens.get("a", 0) for tokens in steps.values()) == 51
+
+
+def test_a_long_prompt_is_computed_in_passes() -> None:
+    watched = run(NO_CONTEXT, lambda watched: watched.add(sequence("a", 1000, 1)), {})
+    assert watched.steps == [(0.512, {}), (1.0, {"a": 1})]
+    assert watched.engine.prompt_tokens == 1000
+
+
+def test_context_makes_steps_longer() -> None:
+    watched = run(worker(), lambda watched: watched.add(sequence("a", 100, 51)), {})
+    # 50 steps with contexts of 101 to 150 tokens.
+    assert watched.steps[-1][0] == pytest.approx(0.1 + 50 * 0.01 + 50 * 125.5e-6, abs=1e-4)
+
+
+def test_blocks_bound_the_steps_at_once_and_youngest_sequences_are_preempted() -> None:
+    preempted: list[str] = []
+    tight = replace(NO_CONTEXT, num_blocks=10)
+
+    class Preempting(Watched):
+        def _note(self, done: StepsDone) -> None:
+            preempted.extend(sequence.request.request_id for sequence in done.preempted)
+            super()._note(done)
+
+    async def main() -> None:
+        watched = Preempting(tight)
+        watched.add(sequence("a", 60, 90))
+        watched.add(sequence("b", 60, 90))
+        await asyncio.sleep(100)
+        assert sum(tokens.get("a", 0) for _, tokens in watched.steps) == 90
+        watched.engine.scheduler.check_integrity()
+
+    run_in_virtual_time(main())
+    assert preempted == ["b"]

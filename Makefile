@@ -4,6 +4,8 @@ BIN := .venv/bin
 TYPED := client/tandem router prefill_worker decode_worker rank_worker kvtransfer engine mesh checkpoint worker gateway tandem_cli bench demo_model examples
 SOURCES := $(TYPED) tests
 FAST := 'not gpu and not soak'
+# Tests of processes wait more than they compute, so two cores take three at once.
+TESTS_AT_ONCE ?= 3
 
 .PHONY: demo up test retest lint protos wheels parity test-gpu netns compose-test chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
@@ -21,7 +23,7 @@ up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 
 test: lint  ## Everything CI asks for: lint, types, import rules, protocol, tests.
 	$(BIN)/python -m engine.compile
-	$(BIN)/pytest -q -m $(FAST) -n 2 --dist worksteal || $(MAKE) --no-print-directory retest
+	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) --dist worksteal || $(MAKE) --no-print-directory retest
 
 retest: .venv/.installed  ## Run the tests that failed last once more, one by one; name those that pass now.
 	$(BIN)/pytest -q -m $(FAST) --last-failed --last-failed-no-failures none -rpfE
@@ -62,7 +64,7 @@ soak: .venv/.installed  ## Load with a fault a minute for TANDEM_SOAK_S, samples
 	nice -n 10 $(BIN)/pytest -q -s tests/chaos/test_soak.py
 
 defects: .venv/.installed  ## Every defect found by attack and acceptance tests: what was tried, before, after.
-	$(BIN)/pytest -q -m 'defect and not gpu and not soak' -n 2 --dist worksteal
+	$(BIN)/pytest -q -m 'defect and not gpu and not soak' -n $(TESTS_AT_ONCE) --dist worksteal
 
 bench: .venv/.installed  ## Speed of the mesh, of its engine alone, and of each KV transport.
 	$(BIN)/python -m bench.serving

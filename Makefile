@@ -7,7 +7,7 @@ FAST := 'not gpu and not soak'
 # Tests of processes wait more than they compute, so two cores take three at once.
 TESTS_AT_ONCE ?= 3
 
-.PHONY: demo up test retest lint protos wheels parity test-gpu netns compose-test chaos soak defects bench bench-guard clean
+.PHONY: demo up test retest kernels lint protos wheels parity test-gpu netns compose-test chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
@@ -21,12 +21,15 @@ demo: .venv/.installed  ## Start a mesh, show confidence, kill a decode worker i
 up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 	$(BIN)/tandem up
 
-test: lint  ## Everything CI asks for: lint, types, import rules, protocol, tests.
-	$(BIN)/python -m engine.compile
+test: .venv/.installed  ## Everything CI asks for: lint, types, import rules, protocol, tests.
+	$(MAKE) --no-print-directory -j2 lint kernels
 	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) --dist worksteal || $(MAKE) --no-print-directory retest
 
 retest: .venv/.installed  ## Run the tests that failed last once more, one by one; name those that pass now.
 	$(BIN)/pytest -q -m $(FAST) --last-failed --last-failed-no-failures none -rpfE
+
+kernels: .venv/.installed  ## Compile the CPU kernels, which a first start compiles otherwise (minutes).
+	$(BIN)/python -m engine.compile
 
 lint: .venv/.installed  ## Style, types, import rules, protocol lint and generated code.
 	$(BIN)/ruff check $(SOURCES)

@@ -22,7 +22,7 @@ from mesh.domain.errors import ConfigurationError
 
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes per weight of a linear layer, without scales."""
-QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8", "int4")
+QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8")
 """Types that only the weights of linear layers can have: those of this engine, and those of others."""
 _MAX_ITERATIONS = 50  # of a fixed-point iteration with shrinking steps
 _OUTSIDE_LAYERS = ("embed", "positions", "lm_head")

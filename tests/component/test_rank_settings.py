@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.partition import MANIFEST
+from checkpoint.partition import MANIFEST, VERSION
 from decode_worker.settings import DecodeSettings
 from engine.load_runner import load_model_runner
 from engine.ranks.launch import fitting_ranks
@@ -44,7 +44,7 @@ def partitioned(model_dir: Path, out: Path, degrees: Degrees) -> Path:
     size = degrees.num_ranks
     shutil.copytree(model_dir, out, ignore=shutil.ignore_patterns("*.safetensors"))
     files = [{"name": f"rank-{rank}-of-{size}.safetensors", "num_bytes": 1, "xxh3": ""} for rank in range(size)]
-    manifest = {"version": 3, "weights_digest": "00", "quantize": "none", "dtype": "float32", "files": files}
+    manifest = {"version": VERSION, "weights_digest": "00", "quantize": "none", "dtype": "float32", "files": files}
     manifest |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
     (out / MANIFEST).write_text(json.dumps(manifest))
     return out

@@ -113,6 +113,7 @@ async def test_a_client_that_never_reads_is_cut_off(make_mesh: Any) -> None:
     neighbour = await mesh.generate(token_ids=PROMPT, max_new_tokens=50)
     assert neighbour.ids() == expected_tokens(PROMPT, 50)
     await decode.started.wait_len(2)
+    await mesh.until(lambda: mesh.model.limiter.num_held == 0)  # it is given slow_reader_s
     await assert_all_gone(mesh)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_all(call)

@@ -22,10 +22,10 @@ from mesh.domain.errors import ConfigurationError
 from mesh.settings import flag_name, load_settings
 from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
-from tandem_cli.load_test.figures import Record, Slo
+from tandem_cli.load_test.figures import Record, Slo, count_errors
 from tandem_cli.parser import CommandParser
 from tandem_cli.plan import add_device, add_precision, capacity_of, quiet_logs
-from tandem_cli.simulate_tables import show_figures, show_hours, show_sweep
+from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.figures import Figures, by_hour, figures
 from tandem_cli.simulation.measure import MeshMeter, PassLimits
@@ -170,12 +170,13 @@ def _run_once(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence
     with _showing(len(arrivals)) as shown:
         observed = _observe(args, profile, arrivals, (args.prefill, args.decode), shown, watch)
     found = figures(observed, slo, args.price_per_hour)
-    hours = by_hour(observed, slo)
+    hours, errors = by_hour(observed, slo), count_errors(observed.records)
     if not args.json:
         show_figures(found, profile.about, console)
+        show_errors(errors, console)
         if args.scale_rule:
             show_hours(hours, console)
-    return {"figures": found, "hours": hours}
+    return {"figures": found, "hours": hours, "errors": errors}
 
 
 def _sweep(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[trace.Arrival]) -> dict[str, object]:

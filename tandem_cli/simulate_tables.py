@@ -1,6 +1,6 @@
 """How `tandem simulate` shows its figures."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +35,12 @@ def show_figures(found: Figures, about: str, console: Console) -> None:
         price = found.get("price_per_million_output_tokens")
         million = "" if price is None else f"; {price:.4g} per million output tokens"
         console.print(f"cost: {found['cost']:,.2f}{million}")
+
+
+def show_errors(errors: Mapping[str, int], console: Console) -> None:
+    """Print why requests were refused or failed."""
+    for error, count in errors.items():
+        console.print(f"{count:,} x {error}", highlight=False)
 
 
 def show_hours(hours: Sequence[Figures], console: Console) -> None:

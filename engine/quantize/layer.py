@@ -26,8 +26,8 @@ _PACK_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """Whole prompts one after the other. Of each token: its id, the number of its prompt, its position, and the length
-    of the prompt; all [tokens].
+    """Whole prompts one after the other. Each token has an id, the number of its prompt, its position, and the length
+    of its prompt; all [tokens].
     """
 
     token_ids: Tensor

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class InputStatistics:
-    """Of each input channel, the largest and the mean of absolute values; with `needs_gram`, products of channels too.
+    """The largest and the mean absolute value of each input channel; with `needs_gram`, products of channels too.
 
     Attributes: `largest` [inputs]; `gram` [inputs, inputs], the sum of x xᵀ over tokens x, zeros without `needs_gram`.
     """

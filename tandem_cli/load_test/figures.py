@@ -6,7 +6,8 @@ A burst has figures of its own: gaps of the steady streams before it and during 
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -102,11 +103,12 @@ class Run:
 
     def errors(self) -> dict[str, int]:
         """The number of requests per error message."""
-        counts: dict[str, int] = {}
-        for record in self.records:
-            if record.error:
-                counts[record.error] = counts.get(record.error, 0) + 1
-        return counts
+        return count_errors(self.records)
+
+
+def count_errors(records: Iterable[Record]) -> dict[str, int]:
+    """The number of requests per error message."""
+    return dict(Counter(record.error for record in records if record.error))
 
 
 OnDone: TypeAlias = Callable[[Record], None]

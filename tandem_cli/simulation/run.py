@@ -41,7 +41,7 @@ class TraceRun:
         self._loop = asyncio.get_running_loop()
         self._started_s = self._loop.time()
         # All prompts are beginnings of one: nothing is found in prefix caches, which are off.
-        num_ids = max(arrival.input_tokens for arrival in arrivals)
+        num_ids = min(max(arrival.input_tokens for arrival in arrivals), mesh.profile.decode.max_model_len)
         self._ids = tuple(_FIRST_ID + number % _NUM_IDS for number in range(num_ids))
 
     async def run(self) -> Observed:
@@ -78,7 +78,11 @@ class TraceRun:
     async def _read_answer(self, arrival: Arrival, record: Record) -> None:
         await asyncio.sleep(self._hop_s)
         sampling = SamplingParams(max_new_tokens=arrival.output_tokens, seed=0, ignore_eos=True)
-        params = GenerateParams(TokenPrompt(self._ids[: arrival.input_tokens]), sampling)
+        num_ids = arrival.input_tokens
+        ids = (
+            self._ids[:num_ids] if num_ids <= len(self._ids) else range(num_ids)
+        )  # too many: only counted, and refused
+        params = GenerateParams(TokenPrompt(ids), sampling)
         answer = await self._mesh.router.service.generate(params, None)
         async for delta in answer.deltas():
             if delta.chunk is not None and delta.chunk.tokens:

@@ -7,7 +7,7 @@ with the names in the traces that Mooncake publishes.
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -92,8 +92,3 @@ def write(path: Path, arrivals: Iterable[Arrival]) -> None:
         for at_s, num_input, num_output in arrivals
     )
     path.write_text("\n".join(lines) + "\n")
-
-
-def longest(arrivals: Sequence[Arrival]) -> int:
-    """Tokens of the longest sequence."""
-    return max(arrival.input_tokens + arrival.output_tokens for arrival in arrivals)

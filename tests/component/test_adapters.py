@@ -91,7 +91,11 @@ def test_four_adapters_in_one_batch(checkpoint: Checkpoint, tmp_path: Path, arm:
     check_adapters(model_dir, load_arm(model_dir, arm, adapters=adapters), adapters, 3 * TOLERANCE)
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"dtype": "bfloat16"}], ids=["fp32", "int8", "bf16"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}],
+    ids=["fp32", "int8", "int4", "bf16"],
+)
 def test_a_mixed_batch_equals_each_alone_to_the_bit(
     checkpoint: Checkpoint, tmp_path: Path, options: dict[str, str]
 ) -> None:

@@ -33,6 +33,19 @@ def test_a_drawn_load_and_its_trace(capsys: pytest.CaptureFixture[str], measured
     assert replayed["figures"]["ttft_p50_ms"] == pytest.approx(drawn["figures"]["ttft_p50_ms"], rel=0.05)
 
 
+def test_requests_that_no_worker_can_hold_fail_with_the_reason(
+    capsys: pytest.CaptureFixture[str], measured: str, tmp_path: Path
+) -> None:
+    """However long they are: their tokens are not counted out."""
+    file = tmp_path / "trace.jsonl"
+    trace.write(file, [trace.Arrival(0.0, 100, 3), trace.Arrival(1.0, 10**12, 3), trace.Arrival(2.0, 10**13, 3)])
+    found = simulate(capsys, measured, str(file))
+    assert (found["figures"]["num_ok"], found["figures"]["num_errors"]) == (1, 2)
+    assert [*found["errors"].values()] == [1, 1]
+    assert main(["simulate", measured, str(file)]) == 0
+    assert f"1 x InvalidRequest: the prompt has {10**13} tokens" in capsys.readouterr().out
+
+
 def test_a_sweep_names_the_best_split(capsys: pytest.CaptureFixture[str], measured: str) -> None:
     # A prompt takes 0.3 s: on decode workers it disturbs answers, and one prefill worker is not enough.
     load = ("--rate=4", "--duration=8", "--input-tokens=300", "--output-tokens=40")

@@ -79,9 +79,7 @@ class TraceRun:
         await asyncio.sleep(self._hop_s)
         sampling = SamplingParams(max_new_tokens=arrival.output_tokens, seed=0, ignore_eos=True)
         num_ids = arrival.input_tokens
-        ids = (
-            self._ids[:num_ids] if num_ids <= len(self._ids) else range(num_ids)
-        )  # too many: only counted, and refused
+        ids = self._ids[:num_ids] if num_ids <= len(self._ids) else range(num_ids)  # too many: refused
         params = GenerateParams(TokenPrompt(ids), sampling)
         answer = await self._mesh.router.service.generate(params, None)
         async for delta in answer.deltas():

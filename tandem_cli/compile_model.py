@@ -24,7 +24,7 @@ from tandem_cli.compile import SETTINGS
 from tandem_cli.deployment import find_draft, find_model
 from tandem_cli.plan import quiet_logs
 from tandem_cli.up_settings import UpSettings
-from worker.engine_host import load_runner
+from worker.engine_host import load_runner, model_settings
 
 _NUM_BLOCKS = 4
 
@@ -68,22 +68,8 @@ def _model_settings(model: str, chosen: dict[str, str]) -> Iterator[tuple[str, R
     flags = [f"{flag_name(name)}={value}" for name, value in values.items()]
     flags += [f"--model={model_dir}", "--revision=", "--registry-address=none"]
     worker = load_settings(DecodeSettings, flags, prog="decode_worker").values
-    degrees = worker.degrees()
-    settings = RunnerSettings(
-        model_dir,
-        device=worker.device,
-        dtype=worker.dtype,
-        load_format=worker.load_format if load_format_of(model_dir) == "auto" else "dummy",
-        quantize=worker.quantize,
-        kv_dtype=worker.kv_dtype,
-        enforce_eager=worker.enforce_eager,
-        tensor_parallel=degrees.tensor,
-        pipeline_parallel=degrees.pipeline,
-        block_size=worker.block_size,
-        adapters=worker.adapters(),
-        rope=worker.rope_override(),
-        num_blocks=_NUM_BLOCKS,
-    )
+    load_format = worker.load_format if load_format_of(model_dir) == "auto" else "dummy"
+    settings = replace(model_settings(worker), load_format=load_format, num_blocks=_NUM_BLOCKS)
     yield model, settings
     if (draft := worker.speculation().draft_model) is not None:
         yield (

@@ -220,9 +220,10 @@ def _kv_disk(settings: WorkerSettings, config: SchedulerConfig, cache: AnyKVCach
     return DiskCache(BlockFiles(Path(settings.kv_disk), repr(layout), layout.block_bytes, max_bytes), cache)
 
 
-def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
+def model_settings(settings: WorkerSettings) -> RunnerSettings:
+    """The model and its arithmetic, without memory and limits. Raises ConfigurationError."""
     degrees = settings.degrees()
-    runner_settings = RunnerSettings(
+    return RunnerSettings(
         model_dir=Path(settings.model),
         device=settings.device,
         dtype=settings.dtype,
@@ -232,11 +233,17 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         enforce_eager=settings.enforce_eager,
         tensor_parallel=degrees.tensor,
         pipeline_parallel=degrees.pipeline,
-        max_batch_tokens=limits.max_batch_tokens,
         rope=settings.rope_override(),
         adapters=settings.adapters(),
         max_loaded_adapters=settings.max_loaded_adapters,
         block_size=settings.block_size,
+    )
+
+
+def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
+    runner_settings = replace(
+        model_settings(settings),
+        max_batch_tokens=limits.max_batch_tokens,
         kv_memory=KVMemorySettings(
             settings.kv_memory_fraction,
             settings.memory_utilization,

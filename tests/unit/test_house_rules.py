@@ -3,7 +3,8 @@
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ PACKAGES = (
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 MAX_PARAMETERS = 8  # without self and cls
+MAX_IMPORT_CHAIN = 14  # modules that import each other at their top, from the first to the last
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib", "cloudpickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "yaml.load"}
 
@@ -51,6 +53,36 @@ def test_files_and_functions_stay_small() -> None:
     found = {entry for path in sources() for entry in over_budget(path)}
     assert found - EXCEPTIONS.keys() == set()
     assert EXCEPTIONS.keys() - found == set(), "an exception that is no longer needed"
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__").removeprefix("client.")
+
+
+def imports_at_top(tree: ast.Module, modules: Collection[str]) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                member = f"{node.module}.{alias.name}"
+                if member in modules or node.module in modules:
+                    yield member if member in modules else node.module
+
+
+@pytest.mark.parametrize("of_sdk", [True, False], ids=["SDK", "services"])
+def test_import_chains_stay_short(of_sdk: bool) -> None:
+    """The SDK is a distribution of its own: a library to the services."""
+    of_one = [path for path in sources() if path.is_relative_to(ROOT / "client") == of_sdk]
+    trees = {module_name(path): ast.parse(path.read_text()) for path in of_one}
+    imports = {name: set(imports_at_top(tree, trees)) - {name} for name, tree in trees.items()}
+
+    @cache
+    def longest_chain(name: str) -> tuple[str, ...]:
+        return (name, *max((longest_chain(each) for each in imports[name]), key=len, default=()))
+
+    longest = max(map(longest_chain, trees), key=len)
+    assert len(longest) <= MAX_IMPORT_CHAIN, " -> ".join(longest)
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -13,7 +13,7 @@ from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.partition import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
-from engine.kernels.cpu.machine import KEYS, why_no_loops
+from engine.kernels.cpu.machine import KEYS, knows_bf16, why_no_loops
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
@@ -66,7 +66,7 @@ def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
         settings.model_dir,
         settings.load_format,
         settings.seed,
-        _quantize(settings, config),
+        _arithmetic(settings, config),
         settings.rope,
         rounded_to(settings, config),
     )
@@ -88,20 +88,21 @@ def fingerprint(
     model_dir: Path,
     load_format: str = "auto",
     seed: int = 0,
-    quantize: str = "none",
+    arithmetic: str = "none",
     rope: RopeOverride = NO_ROPE_OVERRIDE,
     rounded: str = "",
 ) -> str:
     """Stable hash of the configuration and the weights, independent of how the checkpoint is sharded.
 
     It covers the name, dtype and shape of each tensor and a sample from its middle, so it takes milliseconds; and the
-    formats of quantised matrices, which tensors alone do not tell. `rounded`: see `rounded_to`.
+    formats of quantised matrices, which tensors alone do not tell. `arithmetic`: how activations are rounded for
+    products, "none" if they are not. `rounded`: see `rounded_to`.
     """
     config, is_dummy = load_config(model_dir, rope), load_format == "dummy"
     weights = f"dummy:{seed}{rounded}".encode() if is_dummy else weights_digest(model_dir, rounded)
     quantization = read_quantization(model_dir)
     digest = _digest(config, weights if quantization is None else weights + repr(quantization).encode())
-    return digest if quantize == "none" else f"{digest}-{quantize}"  # readable in messages about differing workers
+    return digest if arithmetic == "none" else f"{digest}-{arithmetic}"  # readable in messages about differing workers
 
 
 def _digest(config: AnyConfig, weights: bytes) -> str:
@@ -154,7 +155,7 @@ def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
 
 def rounded_to(settings: RunnerSettings, config: AnyConfig) -> str:
     """The dtype that matrices of the compiled decoder are rounded to; empty if they are exactly those in the
-    checkpoint, so that KV is that of fp32, to the bit. Raises ConfigurationError.
+    checkpoint. Raises ConfigurationError.
     """
     dtype = _dtype(settings, config)
     if dtype == "float32" or isinstance(config, EncoderDecoderConfig) or not _is_compiled(settings, config):
@@ -202,10 +203,21 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
     return "int4" if has_int4 and _why_no_int4(settings, config) is None else "none"
 
 
+def _arithmetic(settings: RunnerSettings, config: AnyConfig) -> str:
+    """How activations are rounded for the products of linear layers: "int8", "int4", "bf16", or "none"."""
+    if (quantize := _quantize(settings, config)) != "none":
+        return quantize
+    has_bf16_products = _dtype(settings, config) == "bfloat16" and _is_compiled(settings, config) and knows_bf16()
+    return "bf16" if has_bf16_products else "none"
+
+
 def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if settings.kv_dtype != "auto":
         return settings.kv_dtype
-    if _quantize(settings, config) == "none":
+    arithmetic = _arithmetic(settings, config)
+    if arithmetic == "bf16":
+        return "float16"  # finer than bf16, and half of what fp32 takes
+    if arithmetic == "none":
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None

@@ -84,8 +84,8 @@ class WorkerSettings(ModelSettings):
     )
     kv_dtype: str = setting(
         "auto",
-        f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, but float32 in the compiled decoder (CPU with AVX2), and "
-        "int8 with quantize=int8 or int4, or a checkpoint in these",
+        f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, but in the compiled decoder (CPU with AVX2) float32, "
+        "float16 where the CPU multiplies bf16, and int8 with quantize=int8 or int4, or a checkpoint in these",
         env=("KV_DTYPE",),
     )
     enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX2)", env=("ENFORCE_EAGER",))

@@ -1,22 +1,27 @@
-"""Weights of two bytes in the compiled decoder: results are those of the same numbers in fp32, to the bit."""
+"""Weights of two bytes in the compiled decoder: results are those of the same numbers in fp32, to the bit, unless the
+CPU multiplies bf16 itself (`test_other_cpus.py` runs those that do not).
+"""
 
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.partition import read_partition
+from engine.kernels.cpu.machine import knows_bf16
 from engine.resolve import kv_layout, resolve
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main
 from tests.component.arms import embedding, load_arm, settings
-from tests.component.parity import check_parity, run_mixed
+from tests.component.parity import check_parity, expect, expect_prompts, run_mixed
 from tests.component.ranked import ranked_runner
+from tests.component.remote_families import load_reference
 from tests.component.test_ranks import require_equal, whole_kv
 
 Checkpoint = Callable[[str], Path]
@@ -37,7 +42,7 @@ def narrow(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> 
     return get
 
 
-def copy_narrow(model_dir: Path, folder: Path, dtype: str, keep: str) -> Path:
+def copy_narrow(model_dir: Path, folder: Path, dtype: str, keep: str = "nothing") -> Path:
     shutil.copytree(model_dir, folder, dirs_exist_ok=True)
     tensors = load_file(folder / "model.safetensors")
     changed = {k: v if k.endswith(keep) else v.to(getattr(torch, dtype)) for k, v in tensors.items()}
@@ -48,18 +53,43 @@ def copy_narrow(model_dir: Path, folder: Path, dtype: str, keep: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [("llama-tied", "bfloat16"), ("qwen3", "bfloat16"), ("llama-biases", "float16"), ("mistral", "float16")],
-)
-def test_own_types_are_as_exact_as_fp32(narrow: Narrow, family: str, dtype: str) -> None:
-    model_dir = narrow(family, dtype)
+@pytest.mark.parametrize("family", ["llama-biases", "mistral"])
+def test_fp16_is_as_exact_as_fp32(narrow: Narrow, family: str) -> None:
+    model_dir = narrow(family, "float16")
+    check_as_exact_as_fp32(model_dir, "float16")
+
+
+@pytest.mark.skipif(knows_bf16(), reason="this CPU multiplies bf16 itself")
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
+def test_bf16_is_as_exact_as_fp32(narrow: Narrow, family: str) -> None:
+    check_as_exact_as_fp32(narrow(family, "bfloat16"), "bfloat16")
+
+
+def check_as_exact_as_fp32(model_dir: Path, dtype: str) -> None:
     own, wide = load_arm(model_dir, "compiled"), load_arm(model_dir, "compiled", dtype="float32")
     assert (embedding(own).dtype, embedding(wide).dtype) == (getattr(torch, dtype), torch.float32)
     assert own.kv_cache.layout == wide.kv_cache.layout, "workers of both could not exchange KV"
     require_equal(run_mixed(own), run_mixed(wide))
     assert whole_kv(own) == whole_kv(wide)
     check_parity(model_dir, own)
+
+
+@pytest.mark.skipif(not knows_bf16(), reason="the CPU has no avx512_bf16")
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
+def test_bf16_products_are_nearer_to_fp32_than_those_of_transformers(narrow: Narrow, family: str) -> None:
+    model_dir = narrow(family, "bfloat16")
+    own = load_arm(model_dir, "compiled")
+    model = load_reference(model_dir).to(torch.bfloat16)
+    ours, theirs = [], []
+    for run, expected in zip(run_mixed(own), expect_prompts(model_dir), strict=True):
+        (in_bf16,) = expect(model, expected.prompt, num_new=1).logprobs[None]
+        for i, (token, scored) in enumerate(zip(expected.prompt[1:], run.prompt_logprobs, strict=True)):
+            exact = float(expected.logprobs[i, token])
+            ours.append(abs(scored.logprob - exact))
+            theirs.append(abs(float(in_bf16[i, token]) - exact))
+    assert 0 < mean(ours) < 0.7 * mean(theirs)
+    wide = load_arm(model_dir, "compiled", dtype="float32").kv_cache.layout.model_fingerprint
+    assert own.kv_cache.layout.model_fingerprint == f"{wide}-bf16", "KV is not that of fp32"
 
 
 def test_ranks_equal_one_rank(narrow: Narrow) -> None:
@@ -109,7 +139,7 @@ def test_nothing_is_rounded_unasked(
 
 
 def test_norms_stay_in_fp32(narrow: Narrow) -> None:
-    model_dir = narrow("qwen3", "bfloat16", "norm.weight")
+    model_dir = narrow("qwen3", "float16", "norm.weight")
     check_parity(model_dir, load_arm(model_dir, "compiled"))
 
 

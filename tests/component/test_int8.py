@@ -110,7 +110,7 @@ def test_other_families_stay_close_to_fp32(family: str, checkpoint: Callable[[st
 
 def test_int8_is_another_model_to_its_peers(checkpoint: Callable[[str], Path]) -> None:
     model_dir = checkpoint("llama-tied")
-    assert fingerprint(model_dir, quantize="int8") == fingerprint(model_dir) + "-int8"
+    assert fingerprint(model_dir, arithmetic="int8") == fingerprint(model_dir) + "-int8"
     with pytest.raises(ConfigurationError, match="quantize=int8 is for CPU and float32"):
         load_model_runner(RunnerSettings(model_dir, num_blocks=4, dtype="bfloat16", quantize="int8"))
     with pytest.raises(ConfigurationError, match="quantize must be one of none, int8"):

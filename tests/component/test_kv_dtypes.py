@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.kernels.cpu.machine import knows_bf16
 from engine.load_runner import load_model_runner
 from engine.models.read_config import load_config
 from engine.resolve import kv_layout
@@ -68,7 +69,8 @@ def test_a_sequence_continues_on_another_runner(checkpoint: Checkpoint, kv_dtype
         ({"quantize": "int8", "block_size": 4}, "float16"),
         ({"quantize": "int8", "kv_dtype": "float32"}, "float32"),
         ({"kv_dtype": "int8"}, "int8"),
-        ({"dtype": "bfloat16"}, "float32"),
+        ({"dtype": "bfloat16"}, "float16" if knows_bf16() else "float32"),
+        ({"dtype": "bfloat16", "kv_dtype": "float32"}, "float32"),
         ({"dtype": "bfloat16", "enforce_eager": True}, "bfloat16"),
         ({"dtype": "bfloat16", "kv_dtype": "bfloat16"}, "bfloat16"),
     ],

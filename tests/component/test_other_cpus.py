@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.cpu import machine
+from tests.component.test_half_weights import copy_narrow
 
 Checkpoint = Callable[[str], Path]
 
@@ -28,6 +29,13 @@ for quantize in ("none", "int8"):
     print(quantize, runner.attention_backend, runner.kv_cache.layout.dtype, len(run_mixed(runner)))
 """
 
+_BF16_SCRIPT = """
+import sys
+from pathlib import Path
+from tests.component.test_half_weights import check_as_exact_as_fp32
+check_as_exact_as_fp32(Path(sys.argv[1]), "bfloat16")
+"""
+
 
 _COMPILED = [["none", "compiled", "float32"], ["int8", "compiled", "int8"]]
 
@@ -42,21 +50,37 @@ _COMPILED = [["none", "compiled", "float32"], ["int8", "compiled", "int8"]]
     ],
 )
 def test_models_run(checkpoint: Checkpoint, tmp_path: Path, limit: str, taken: str, expected: list[list[str]]) -> None:
+    written = run_limited(limit, taken, tmp_path, _SCRIPT, checkpoint("qwen2"))
+    lines = [line.split() for line in written.splitlines() if line.startswith(("none ", "int8 "))]
+    assert [line[:3] for line in lines] == expected
+    assert all(int(line[3]) > 0 for line in lines)
+
+
+def run_limited(limit: str, taken: str, cache: Path, script: str, model_dir: Path) -> str:
+    """What a script writes on a CPU without the instruction set `taken`; skips the test where all CPUs are so."""
     if taken not in machine.cpu_flags():
         pytest.skip("this CPU is such a one: all tests run so")
     packages = os.pathsep.join((str(Path.cwd()), str(Path.cwd() / "client")))
     environ = {
         "ONEDNN_MAX_CPU_ISA": limit,
-        "NUMBA_CACHE_DIR": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(cache),
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": packages,
     }
-    command = [sys.executable, "-c", _SCRIPT, str(checkpoint("qwen2"))]
+    command = [sys.executable, "-c", script, str(model_dir)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("none ", "int8 "))]
-    assert [line[:3] for line in lines] == expected
-    assert all(int(line[3]) > 0 for line in lines)
+    return done.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("limit", "taken"), [("AVX512_CORE_VNNI", "avx512_bf16"), ("AVX2", "avx512f")])
+def test_bf16_becomes_fp32_where_the_cpu_cannot_multiply_it(
+    checkpoint: Checkpoint, tmp_path: Path, limit: str, taken: str
+) -> None:
+    narrow = copy_narrow(checkpoint("llama-tied"), tmp_path / "narrow", "bfloat16")
+    run_limited(limit, taken, tmp_path / "code", _BF16_SCRIPT, narrow)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_every_form_is_another_model(quantized: Quantized, checkpoint: Callable[
     folders = [quantized("llama", form) for form in FORMS]
     folders += [checkpoint("llama"), twin_of(folders[0])]
     prints = [fingerprint(folder) for folder in folders]
-    prints += [fingerprint(folders[0], quantize="int8"), fingerprint(folders[0], "dummy")]
+    prints += [fingerprint(folders[0], arithmetic="int8"), fingerprint(folders[0], "dummy")]
     # Equal tensors, which version 2 reads in another way.
     version_2 = Path(shutil.copytree(quantized("llama", "gptq"), tmp_path / "version-2"))
     describe(version_2, {**FORMS["gptq"].config, "checkpoint_format": "gptq_v2"})

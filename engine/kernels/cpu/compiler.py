@@ -212,12 +212,9 @@ class Emitter:
         return self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
 
     def floats(self, pointer: Value, element: NumbaType) -> Value:
-        """Load 16 numbers of type `element` as fp32: fp32, uint16 that holds fp16, or int16 that holds bf16."""
+        """Load 16 numbers of type `element` as fp32: fp32, or uint16 that holds fp16."""
         if element == types.uint16:
             return self.builder.fpext(self.load(pointer, HALVES, 2), FLOATS)
-        if element == types.int16:
-            bits = self.builder.zext(self.load(pointer, SHORTS, 2), INTS)
-            return self.builder.bitcast(self.builder.shl(bits, constant(INTS, 16)), FLOATS)
         return self.load(pointer, FLOATS)
 
     def prefetch(self, pointer: Value, *, to_l2: bool = False) -> None:
@@ -304,6 +301,11 @@ class Emitter:
         even = builder.and_(left, ir.Constant(_PAIRS, [0xFF] * 2 * LANES)), builder.ashr(builder.shl(right, byte), byte)
         odd = builder.lshr(left, byte), builder.ashr(right, byte)
         return builder.add(totals, builder.add(self._dot_pairs(*even), self._dot_pairs(*odd)))
+
+    def dot_bf16(self, totals: Value, left: Value, right: Value) -> Value:
+        """Add the products of each lane's two bf16 numbers, which are read as one fp32, to the lane's fp32 total."""
+        function_type = ir.FunctionType(FLOATS, [FLOATS] * 3)
+        return self.builder.asm(function_type, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [totals, left, right], False)
 
     def _dot_pairs(self, left: Value, right: Value) -> Value:
         """The sum of the products of each lane's two int16."""

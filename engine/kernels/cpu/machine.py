@@ -23,6 +23,8 @@ LANES = 16
 """fp32 or int32 numbers in a vector."""
 GROUP = 4
 """Bytes that one VNNI instruction multiplies and adds up in one lane."""
+PAIR = 2
+"""bf16 inputs that one instruction multiplies and adds up in one lane."""
 KEYS = 16
 """Tokens of a KV segment: one score of each fills a vector. Block sizes and head_dim are multiples of it."""
 PANEL = 16
@@ -137,7 +139,7 @@ def knows_amx() -> bool:
 
 
 def knows_bf16() -> bool:
-    """True if the CPU has an instruction that rounds fp32 to bf16."""
+    """True if the CPU has instructions for bf16: they round fp32, and multiply and add up pairs."""
     return "avx512_bf16" in cpu_flags()
 
 

@@ -39,7 +39,7 @@ _panel_bytes = jit(panel_bytes)
 class Operand(NamedTuple):
     """The left operand of products, and a thread's sums."""
 
-    a: Array  # flat; uint8 for weights in int8, int8 for int4, else fp32. TILE_ROWS rows past the last row may be read
+    a: Array  # flat, of a type as in packing.operand_dtypes. TILE_ROWS rows past the last row may be read
     factors: Floats  # [rows], of each row's result
     sums: Array  # [2 * TILE_ROWS, UNIT] int32 or fp32, not shared with other threads
     amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as always in fp32
@@ -159,7 +159,7 @@ def multiply_rows(matrices: TileProduct, group: int, max_rows: int, element: Ele
 
 
 def _multiply_rows(matrices: TileProduct, group: int, max_rows: int, element: Element) -> int:
-    depth = matrices.a.step // 4  # one fp32 or 4 int8
+    depth = matrices.a.step // 4  # one fp32, 2 bf16 or 4 int8
     if max_rows >= 9:
         multiply_tile(matrices, depth, 12, 2, element)
         return 12

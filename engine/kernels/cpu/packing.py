@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels.cpu.arguments import Array, Weights
 from engine.kernels.cpu.buffers import aligned, round_up
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES, GROUP, HALF_BYTES, PANEL, UNIT, ZERO_POINT
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES, GROUP, HALF_BYTES, PAIR, PANEL, UNIT, ZERO_POINT, knows_bf16
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, SCALES_BYTES, panel_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
@@ -21,6 +21,8 @@ DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.uint8: np.uint8,
 }
 """Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU. uint8 is int4."""
+_INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
+"""Inputs that lie side by side in each of a panel's columns."""
 _INT8_DEPTH = 64
 """Inputs are padded to a multiple of it in int8: the bytes in a row of an AMX tile."""
 
@@ -76,13 +78,12 @@ class Packer:
         weight = arrange(weight, shape.padded_columns)
         columns = self._put_bias(index, bias)
         target = self._target(index, shape.padded_columns * depth)
-        if scales is None:
-            target.view(-1, depth, PANEL).copy_(weight.view(-1, PANEL, depth).transpose(1, 2))
-            return
-        weight = torch.nn.functional.pad(weight, (0, depth - shape.inputs))
-        self.weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
-        self.weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
-        panels = weight.view(-1, PANEL, depth // GROUP, GROUP).transpose(1, 2)
+        if scales is not None:
+            weight = torch.nn.functional.pad(weight, (0, depth - shape.inputs))
+            self.weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
+            self.weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
+        together = _INPUTS_IN_LANE.get(weight.dtype, 1)
+        panels = weight.view(-1, PANEL, depth // together, together).transpose(1, 2)
         target.view(panels.shape).copy_(panels)
 
     def put_groups(self, index: int, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None) -> None:
@@ -139,6 +140,8 @@ def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:
     """The numpy types of the left operand of products with these weights, and of their sums."""
     if weights.packed.dtype == np.int8:
         return np.uint8, np.int32
+    if weights.packed.dtype == np.int16 and knows_bf16():
+        return np.int16, np.float32
     return np.int8 if weights.packed.dtype == np.uint8 else np.float32, np.float32
 
 

@@ -1,8 +1,8 @@
 """Loops over rows between matrix products: norm, quantisation, rotary positions and the write to the KV cache.
 
-A product reads a row of `a` and the row's factor, which is applied to the result. In fp32 the row is copied. For int8
-weights it is `scale * (q - 128)` with q as unsigned bytes; for int4, signed bytes with a scale for each group. A norm's
-own factor is multiplied into the row's factor, so that the norm costs a single pass.
+A product reads a row of `a` and the row's factor, which is applied to the result. In fp32 the row is copied, in bf16
+rounded. For int8 weights it is `scale * (q - 128)` with q as unsigned bytes; for int4, signed bytes with a scale for
+each group. A norm's own factor is multiplied into the row's factor, so that the norm costs a single pass.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, quantise_block
-from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, rotate_halves, scale_row, weigh_row
+from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, rotate_halves, scale_row, to_bf16, weigh_row
 
 _LEVELS = np.float32(INT8_LEVELS)
 
@@ -59,7 +59,13 @@ def _quantise_groups(values: Address, num_vectors: int, out: Address, group: int
     return np.float32(1.0)
 
 
-select_by_dtype(put_row, {types.uint8: _quantise_row, types.int8: _quantise_groups}, _copy_row)
+def _round_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
+    to_bf16(values, num_vectors, out)
+    return np.float32(1.0)
+
+
+_ROWS = {types.uint8: _quantise_row, types.int8: _quantise_groups, types.int16: _round_row}
+select_by_dtype(put_row, _ROWS, _copy_row)
 
 
 @jit

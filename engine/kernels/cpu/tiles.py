@@ -1,8 +1,9 @@
 """Matrix tiles in registers: the innermost loops of matrix products on vector units, and their end.
 
-B is packed in panels of 16 columns: fp32, fp16 and bf16 as [depth][16], int8 as [depth / 4][16][4]. All CPUs, and AMX
-(`amx.py`), read this layout, so one packed weight serves batches of all sizes. fp16 and bf16 become fp32 in registers,
-which is exact: results are those of the same numbers in fp32. Bounds are not checked.
+B is packed in panels of 16 columns: fp32 and fp16 as [depth][16], bf16 as [depth / 2][16][2], int8 as
+[depth / 4][16][4]. All CPUs, and AMX (`amx.py`), read this layout, so one packed weight serves batches of all sizes.
+fp16 becomes fp32 in registers, which is exact: results are those of the same numbers in fp32. So does bf16, unless the
+CPU multiplies bf16 itself; then A is rounded to bf16, too. Bounds are not checked.
 
 The end of a product works on a tile of sums with two vectors of 16 columns: it applies scales and bias, then stores,
 adds or gates. The mode is a compile-time constant. STORE writes the results, ADD adds them to what is there. GATE reads
@@ -19,13 +20,13 @@ from engine.kernels.cpu.compiler import (
     BYTE_POINTER,
     FLOAT,
     FLOATS,
-    INT32,
     INT64,
     INTS,
     Builder,
     CodeContext,
     Emitter,
     Intrinsic,
+    LLVMType,
     NumbaType,
     Signature,
     TypingContext,
@@ -39,9 +40,11 @@ from engine.kernels.cpu.machine import (
     HALF_BYTES,
     LANES,
     LOG2_E,
+    PAIR,
     TILE_ROWS,
     VECTOR_BYTES,
     knows_avx512,
+    knows_bf16,
     knows_vnni,
 )
 
@@ -62,6 +65,31 @@ class TileProduct(NamedTuple):
     out: Matrix
 
 
+class _Arithmetic(NamedTuple):
+    """How weights of a type are multiplied: the type of sums, the instructions for a row of `a`, and how much a pass of
+    the innermost loop takes: bytes of a panel, and numbers of 4 bytes in a row of `a`.
+    """
+
+    sums: LLVMType
+    read: str
+    multiply: str
+    panel_bytes: int = VECTOR_BYTES
+    numbers: int = 1
+
+
+_BYTES = _Arithmetic(INTS, "vpbroadcastd", "vpdpbusd")
+_PAIRS = _Arithmetic(FLOATS, "vbroadcastss", "vdpbf16ps")
+_FLOATS = _Arithmetic(FLOATS, "vbroadcastss", "vfmadd231ps")
+_HALVES = _FLOATS._replace(panel_bytes=LANES * HALF_BYTES)
+_WIDENED_PAIRS = _FLOATS._replace(numbers=PAIR)
+
+
+def _arithmetic(element: NumbaType) -> _Arithmetic:
+    if element == types.int16:
+        return _PAIRS if knows_bf16() else _WIDENED_PAIRS
+    return {types.int8: _BYTES, types.uint16: _HALVES}.get(element, _FLOATS)
+
+
 @emitted
 def multiply_tile(
     typing: TypingContext,
@@ -73,35 +101,26 @@ def multiply_tile(
 ) -> Intrinsic:
     """out[rows, panels * 16] = a[rows, depth] @ b of a TileProduct. Sums stay in registers until they are complete.
 
-    `rows` and `panels` are compile-time constants. `element` is any element of b. If it is int8, `a` holds unsigned
-    bytes and `depth` counts groups of 4; else `a` is fp32, and so are the sums.
+    `rows` and `panels` are compile-time constants. `element` is any element of b. `depth` counts numbers of 4 bytes in
+    a row of `a`: groups of 4 unsigned bytes for int8, pairs for bf16 on a CPU that multiplies it, else fp32.
     """
-    num_rows, num_panels = rows.literal_value, panels.literal_value
-    is_int8 = element == types.int8
-    b_row_bytes = VECTOR_BYTES if is_int8 else LANES * element.bitwidth // 8
+    num_rows, num_panels, arithmetic = rows.literal_value, panels.literal_value, _arithmetic(element)
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(args[0], 3))
-        vector = INTS if is_int8 else FLOATS
-        for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, is_int8=is_int8):
-            with emit.loop(args[1], [constant(vector, 0)] * (len(some_rows) * len(some_panels))) as loop:
-                b_row = builder.mul(loop.index, INT64(b_row_bytes))
-                a_column = builder.mul(loop.index, INT64(FLOAT_BYTES))
-                panels_at = (emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))) for j in some_panels)
-                columns = [_weights(emit, at, element, num_rows) for at in panels_at]
-                for i, row in enumerate(some_rows):
-                    totals = loop.carried[i * len(some_panels) : (i + 1) * len(some_panels)]
-                    if len(some_rows) > _ROWS_IN_REGISTERS:
-                        first = row - row % 3  # x86 addresses reach rows 0, 1 and 2 from one pointer
-                        at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(first))))
-                        loop.next += _multiply_row(emit, at, a_step, row - first, columns, totals, is_int8=is_int8)
-                        continue
-                    at = emit.at(a_at, builder.add(a_column, builder.mul(a_step, INT64(row))))
-                    left = emit.splat(emit.load(at, INT32 if is_int8 else FLOAT))
-                    for right, total in zip(columns, totals, strict=True):
-                        multiplied = (total, left, right) if is_int8 else (left, right, total)
-                        loop.next.append((emit.dot_bytes if is_int8 else emit.multiply_add)(*multiplied))
+        num_passes = builder.udiv(args[1], INT64(arithmetic.numbers))
+        for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, arithmetic):
+            zeros = [constant(arithmetic.sums, 0)] * (len(some_rows) * len(some_panels))
+            with emit.loop(num_passes, zeros) as loop:
+                b_row = builder.mul(loop.index, INT64(arithmetic.panel_bytes))
+                panels_at = [emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))) for j in some_panels]
+                a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
+                loop.next[:] = loop.carried
+                for number in range(arithmetic.numbers):
+                    columns = [_weights(emit, at, arithmetic, number, num_rows) for at in panels_at]
+                    a = emit.at(a_column, number * FLOAT_BYTES), a_step
+                    loop.next[:] = _multiply_column(emit, arithmetic, a, some_rows, columns, loop.next)
             places = ((row, panel) for row in some_rows for panel in some_panels)
             for total, (row, panel) in zip(loop.next, places, strict=True):
                 row_at = builder.mul(out_step, INT64(row))
@@ -111,17 +130,23 @@ def multiply_tile(
     return types.void(matrices, types.intp, rows, panels, element), generate
 
 
-def _weights(emit: Emitter, at: Value, element: NumbaType, num_rows: int) -> Value:
-    """The weights of 16 columns as they are multiplied: fp32, or groups of 4 bytes."""
-    if element == types.int8:
-        return emit.load(at, INTS, VECTOR_BYTES)
-    if element.bitwidth == 8 * HALF_BYTES and num_rows <= _PREFETCH_MAX_ROWS:
+def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int, num_rows: int) -> Value:
+    """The weights of 16 columns that are multiplied with a row's number `number` of a pass."""
+    if arithmetic in (_HALVES, _PAIRS, _WIDENED_PAIRS) and num_rows <= _PREFETCH_MAX_ROWS and number == 0:
         emit.prefetch(emit.at(at, _PREFETCH_BYTES))
-    return emit.floats(at, element)
+    if arithmetic is _HALVES:
+        return emit.floats(at, types.uint16)
+    weights = emit.load(at, arithmetic.sums)
+    if arithmetic is not _WIDENED_PAIRS:
+        return weights
+    bits, builder = emit.builder.bitcast(weights, INTS), emit.builder
+    widened = builder.and_(bits, constant(INTS, -(2**16))) if number else builder.shl(bits, constant(INTS, 16))
+    return builder.bitcast(widened, FLOATS)
 
 
-def _parts_in_registers(num_rows: int, num_panels: int, *, is_int8: bool) -> list[tuple[range, range]]:
+def _parts_in_registers(num_rows: int, num_panels: int, arithmetic: _Arithmetic) -> list[tuple[range, range]]:
     """Rows and panels of the parts of a tile whose sums fit into the CPU's registers, beside the operands."""
+    is_int8 = arithmetic is _BYTES
     is_widened = is_int8 and not knows_vnni()
     if knows_avx512():
         max_rows, max_panels = (8 if is_widened else TILE_ROWS), num_panels
@@ -133,25 +158,59 @@ def _parts_in_registers(num_rows: int, num_panels: int, *, is_int8: bool) -> lis
     return [(some_rows, some_panels) for some_panels in panel_parts for some_rows in row_parts]
 
 
-def _multiply_row(
-    emit: Emitter, a: Value, a_step: Value, row: int, columns: list[Value], totals: list[Value], *, is_int8: bool
+def _multiply_column(
+    emit: Emitter,
+    arithmetic: _Arithmetic,
+    a: tuple[Value, Value],
+    rows: range,
+    columns: list[Value],
+    totals: list[Value],
 ) -> list[Value]:
-    """totals + a[row] * columns, for `row` 0 to 2. `a` points at a number (int8: 4 bytes) of row 0.
+    """totals + a[row] * columns for each of the rows. `a`: a pointer at a number of row 0, and the step."""
+    at, step = a
+    following: list[Value] = []
+    for i, row in enumerate(rows):
+        of_row = totals[i * len(columns) : (i + 1) * len(columns)]
+        if len(rows) > _ROWS_IN_REGISTERS:
+            first = row - row % 3  # x86 addresses reach rows 0, 1 and 2 from one pointer
+            first_at = emit.at(at, emit.builder.mul(step, INT64(first)))
+            following += _multiply_row(emit, arithmetic, (first_at, step), row - first, columns, of_row)
+            continue
+        row_at = emit.at(at, emit.builder.mul(step, INT64(row)))
+        left = emit.splat(emit.load(row_at, arithmetic.sums.element))
+        for right, total in zip(columns, of_row, strict=True):
+            if arithmetic is _BYTES:
+                following.append(emit.dot_bytes(total, left, right))
+            elif arithmetic is _PAIRS:
+                following.append(emit.dot_bf16(total, left, right))
+            else:
+                following.append(emit.multiply_add(left, right, total))
+    return following
+
+
+def _multiply_row(
+    emit: Emitter,
+    arithmetic: _Arithmetic,
+    a: tuple[Value, Value],
+    row: int,
+    columns: list[Value],
+    totals: list[Value],
+) -> list[Value]:
+    """totals + a[row] * columns, for `row` 0 to 2.
 
     It is assembly because LLVM would read the numbers of many rows first, and spill them in the innermost loop.
     """
-    vector, read, multiply = (INTS, "vpbroadcastd", "vpdpbusd") if is_int8 else (FLOATS, "vbroadcastss", "vfmadd231ps")
-    count = len(columns)
+    vector, count = arithmetic.sums, len(columns)
     at = f"(${2 * count + 1}" + ("", f",${2 * count + 2}", f",${2 * count + 2},2")[row] + ")"
-    code = [f"{read} {at}, ${count}"]
-    code += [f"{multiply} ${count + 1 + i}, ${count}, ${i}" for i in range(count)]
+    code = [f"{arithmetic.read} {at}, ${count}"]
+    code += [f"{arithmetic.multiply} ${count + 1 + i}, ${count}, ${i}" for i in range(count)]
     operands = ["=&v"] * (count + 1) + ["v"] * count + ["r", "r"] + [str(i) for i in range(count)]
     kinds = [vector] * count + [BYTE_POINTER, INT64] + [vector] * count
     results = emit.builder.asm(
         ir.FunctionType(ir.LiteralStructType([vector] * (count + 1)), kinds),
         "\n".join(code),
         ",".join([*operands, "~{memory}"]),
-        [*columns, a, a_step, *totals],
+        [*columns, *a, *totals],
         True,
     )
     return emit.members(results, count)

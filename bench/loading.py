@@ -4,8 +4,10 @@
 
 A checkpoint in fp32 with random weights is written, and partitioned. Then each of the two is loaded in a process of its
 own, in turns: cold, after the system was asked to drop the files from its page cache, and warm. Seconds are those of
-loading, without the start of Python and its imports; private memory is what a second worker would take again. Needs
-disk and page cache of twice the model's size.
+loading, without the start of Python and its imports; private memory is what a second worker would take again. At the
+end two workers of the partition run at once: the second says which pages of the weights it shares with nobody, after a
+step that has read them all, and whether its logits are those of the checkpoint, to the bit. Needs disk and page cache
+of twice the model's size.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,16 @@ from rich.table import Table
 
 from bench.shapes import SHAPES, write_shape, write_weights
 from engine.load_times import PHASES, measured_load
+from engine.model_runner import ModelRunner
 from engine.ranks.launch import load_ranked_runner
 from engine.runner_settings import RunnerSettings
+from engine.sequence import SequenceState
 from engine.settings import QUANTIZATIONS
+from mesh.domain.request import SamplingParams, SequenceSpec
 
 _NUM_BLOCKS = 64
 _COLD, _WARM = "cold", "warm"
+_PROMPT = tuple(range(3, 40))
 
 
 @dataclass(slots=True)
@@ -51,7 +58,7 @@ class Source:
 def main(argv: Sequence[str] | None = None) -> None:
     options = _options(argv)
     if options.load is not None:
-        sys.stdout.write(json.dumps(load(options.load, options.quantize[0], options.tensor_parallel)) + "\n")
+        load(options.load, options.quantize[0], options.tensor_parallel, until_stdin_ends=options.hold)
         return
     console = Console(width=140)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,23 +76,58 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     parser.add_argument("--load", type=Path, metavar="FOLDER", help="load this folder once, and print what it took")
+    parser.add_argument("--hold", action="store_true", help="with --load: go on until standard input ends")
     return parser.parse_args(argv)
 
 
-def load(folder: Path, quantize: str, num_ranks: int) -> dict[str, Any]:
-    """Load a model once. Returns seconds, seconds of each phase, and bytes: private memory now, and the peak."""
+def load(folder: Path, quantize: str, num_ranks: int, *, until_stdin_ends: bool) -> None:
+    """Load a model once. Prints seconds, seconds of each phase, bytes (private memory now, the peak, private pages of
+    mapped weights) and a digest of logits.
+    """
     settings = RunnerSettings(folder, quantize=quantize, num_blocks=_NUM_BLOCKS, tensor_parallel=num_ranks)
     before = _memory()
     begun_s = time.perf_counter()
-    with measured_load() as phases, closing(load_ranked_runner(settings, on_lost=sys.exit, log_level="error")):
+    with (
+        measured_load() as phases,
+        closing(load_ranked_runner(settings, on_lost=sys.exit, log_level="error")) as runner,
+    ):
         seconds = time.perf_counter() - begun_s
         private = {f"{name}_bytes": value - before[name] for name, value in _memory().items()}
-        return {"seconds": seconds, **phases, **private}
+        measured = {"seconds": seconds, **phases, **private, "logits": _digest(runner)}
+        measured["weights_bytes"] = sum(_private_pages(process.pid, folder) for process in _processes())
+        sys.stdout.write(json.dumps(measured) + "\n")
+        sys.stdout.flush()
+        if until_stdin_ends:
+            sys.stdin.read()
+
+
+def _processes() -> list[psutil.Process]:
+    """This process and its ranks."""
+    return [psutil.Process(), *psutil.Process().children()]
+
+
+def _digest(runner: ModelRunner) -> str:
+    """Of the logits after each token of a prompt, whose step reads all weights but most of the embedding."""
+    prompt = SequenceState(SequenceSpec("load", 0, _PROMPT, len(_PROMPT), SamplingParams()))
+    prompt.block_table = list(range(len(_PROMPT) // runner.kv_cache.layout.block_size + 1))
+    return blake2b(runner.prompt_logits(prompt, range(len(_PROMPT))).numpy().tobytes()).hexdigest()
+
+
+def _private_pages(pid: int, folder: Path) -> int:
+    """Bytes of pages of the folder's files that a process has mapped and shares with no other."""
+    num_bytes, is_of_folder = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # the first line of a mapping
+            is_of_folder = line.endswith(".safetensors") and str(folder) in line
+        elif is_of_folder and name in ("Private_Clean:", "Private_Dirty:"):
+            num_bytes += int(values[0]) * 1024
+    return num_bytes
 
 
 def _memory() -> dict[str, int]:
     """Of this process and its ranks: bytes that are theirs alone, and the sum of the peaks."""
-    processes = [psutil.Process(), *psutil.Process().children()]
+    processes = _processes()
     return {
         "private": sum(process.memory_full_info().uss for process in processes),
         "peak": sum(_peak_bytes(process.pid) for process in processes),
@@ -113,6 +155,23 @@ def _compare(console: Console, checkpoint: Path, quantize: str, options: argpars
     finally:  # also after Ctrl-C
         ranks = f", {num_ranks} ranks" if num_ranks > 1 else ""
         console.print(_table(f"{'fp32' if quantize == 'none' else quantize}{ranks}", sources))
+    if len(sources) == 2:
+        _share(console, sources, quantize, num_ranks)
+
+
+def _share(console: Console, sources: Sequence[Source], quantize: str, num_ranks: int) -> None:
+    """Load the partition while another worker has it."""
+    checkpoint, partition = sources
+    command = _command(partition.folder, quantize, num_ranks)
+    with subprocess.Popen([*command, "--hold"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        second = _load_in_process(partition.folder, quantize, num_ranks)
+    digests = {load["logits"] for load in (second, *checkpoint.loads[_WARM], *partition.loads[_WARM])}
+    console.print(
+        f"a second worker: loaded in {second['seconds']:.2f} s, {second['weights_bytes'] / 1e6:.1f} MB of the weights "
+        f"are its own; logits of all loads are {'equal' if len(digests) == 1 else 'NOT EQUAL'} to the bit"
+    )
 
 
 def _partition(console: Console, checkpoint: Path, out: Path, quantize: str, num_ranks: int) -> bool:
@@ -142,9 +201,13 @@ def _drop_from_cache(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _load_in_process(folder: Path, quantize: str, num_ranks: int) -> Mapping[str, Any]:
+def _command(folder: Path, quantize: str, num_ranks: int) -> Sequence[str]:
     flags = (f"--load={folder}", f"--quantize={quantize}", f"--tensor-parallel={num_ranks}")
-    done = subprocess.run([sys.executable, "-m", "bench.loading", *flags], stdout=subprocess.PIPE, check=True)
+    return (sys.executable, "-m", "bench.loading", *flags)
+
+
+def _load_in_process(folder: Path, quantize: str, num_ranks: int) -> Mapping[str, Any]:
+    done = subprocess.run(_command(folder, quantize, num_ranks), stdout=subprocess.PIPE, check=True)
     measured: Mapping[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
 

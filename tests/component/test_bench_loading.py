@@ -16,7 +16,7 @@ TINY = {
 }
 
 
-@pytest.mark.soak  # seven processes
+@pytest.mark.soak  # nine processes
 def test_both_sources_are_loaded_and_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     loading.main(["--shape", "tiny", "--quantize", "int8", "--repeats", "1"])
@@ -28,3 +28,4 @@ def test_both_sources_are_loaded_and_shown(monkeypatch: pytest.MonkeyPatch, caps
     else:
         assert rows == ["checkpoint", "partition"]
         assert "peak memory" in out
+        assert "0.0 MB of the weights are its own; logits of all loads are equal to the bit" in " ".join(out.split())

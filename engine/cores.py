@@ -27,7 +27,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+import structlog
+
 from mesh.domain.host import Cores
+
+log = structlog.get_logger(__name__)
 
 _LINE_WORDS = 8  # 64 bytes, a cache line: no false sharing between workers
 # An entry older than this may be from a worker that died, so its process is checked.
@@ -164,3 +168,12 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def divide_cores(size: int) -> list[tuple[int, ...]]:
+    """The cores of each rank. With fewer cores than ranks, all ranks have all of them."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < size:
+        log.warning("ranks share cores and will wait for each other", ranks=size, cores=len(cores))
+        return [tuple(cores)] * size
+    return [tuple(cores[len(cores) * rank // size : len(cores) * (rank + 1) // size]) for rank in range(size)]

@@ -31,7 +31,7 @@ from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import AnyKVCache
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import KVLayout
+from mesh.domain.kv import KVLayout, Span
 
 
 def assemble_runner(
@@ -68,10 +68,14 @@ def load_packed(
     return pack_decoder(config, _parameters(settings, config, specs, on_progress, wide_vectors=True), share)
 
 
-def decoder_memory(settings: RunnerSettings, config: AnyConfig, cache: KVCache) -> DecoderMemory:
-    """The cache and the attention backend for its heads, compiled if it is CpuAttention."""
+def decoder_memory(
+    settings: RunnerSettings, config: AnyConfig, cache: KVCache, query_heads: Span | None = None
+) -> DecoderMemory:
+    """The cache and the attention backend for its heads, compiled if it is CpuAttention. `query_heads`: those of the
+    rank, by default all that read its KV heads.
+    """
     attention = select_backend(
-        attention_shape_of(config).shard(cache.span.heads),
+        attention_shape_of(config).shard(cache.span.heads, query_heads),
         AttentionTarget(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
         settings.attention,
     )

@@ -7,12 +7,11 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
-import torch
-
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.partition import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
+from engine.devices import find_device
 from engine.kernels.cpu.machine import KEYS, knows_bf16, why_no_loops
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -32,7 +31,7 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     model's config. Raises ConfigurationError.
     """
     config = load_config(settings.model_dir, settings.rope)
-    device, dtype, quantize = str(_device(settings.device)), _dtype(settings, config), _quantize(settings, config)
+    device, dtype, quantize = str(find_device(settings.device)), _dtype(settings, config), _quantize(settings, config)
     settings = replace(settings, device=device, dtype=dtype, quantize=quantize)
     if quantize != "none" and (device, dtype) != ("cpu", "float32"):
         raise ConfigurationError(f"quantize={quantize} is for CPU and float32, not {device} and {dtype}")
@@ -125,22 +124,10 @@ def weights_digest(model_dir: Path, rounded: str = "") -> bytes:
     return digest.digest()
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigurationError(f"device {name!r} is not known: {error}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(f"device {name!r} is not available: no CUDA device, or torch was built without CUDA")
-    return device
-
-
 def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if settings.dtype != "auto":
         return settings.dtype
-    if _device(settings.device).type != "cpu":
+    if find_device(settings.device).type != "cpu":
         return config.dtype
     if settings.quantize != "none":
         return "float32"
@@ -180,7 +167,7 @@ def _why_eager(settings: RunnerSettings, config: AnyConfig) -> str | None:
     if isinstance(config, EncoderDecoderConfig):
         return "an encoder-decoder model"
     dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype
-    settings = replace(settings, device=str(_device(settings.device)))
+    settings = replace(settings, device=str(find_device(settings.device)))
     return why_eager(settings, config, _layout(config, settings, "", dtype))
 
 
@@ -188,7 +175,7 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
     """The arithmetic of linear layers. A checkpoint in int8 (W8A8) is computed in int8 where that is possible; one in
     int4 is computed in int4, unless the settings name a dtype.
     """
-    computes_bytes = (_device(settings.device).type, _dtype(settings, config)) == ("cpu", "float32")
+    computes_bytes = (find_device(settings.device).type, _dtype(settings, config)) == ("cpu", "float32")
     if settings.quantize != "none" or not computes_bytes:
         return settings.quantize
     if (quantization := read_quantization(settings.model_dir)) is None:

@@ -8,7 +8,7 @@ over the connection of `protos/mesh/v1/rank.proto`. The worker ends if it loses 
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -110,18 +110,18 @@ class OutgoingFlows:
     loop. If one flow fails, all are aborted.
     """
 
-    def __init__(self, parts: Mapping[KVSpan, SendingFlow]) -> None:
+    def __init__(self, parts: Sequence[tuple[KVSpan, SendingFlow]]) -> None:
         self._parts = parts
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(_retrieved)
 
     def announce(self, blocks: Span, layers: Span) -> None:
-        for span, part in self._parts.items():
+        for span, part in self._parts:
             if (of_part := layers.intersection(span.layers)) is not None:
                 part.announce(blocks, of_part)
 
     async def commit(self, num_tokens: int, first_token: SampledToken) -> TransferResult:
-        for part in self._parts.values():
+        for _, part in self._parts:
             part.finish(num_tokens, first_token)
         return await self.ended()
 
@@ -129,14 +129,14 @@ class OutgoingFlows:
         return await asyncio.shield(self._task)
 
     async def abort(self) -> None:
-        await asyncio.gather(*(part.abort() for part in self._parts.values()))
+        await asyncio.gather(*(part.abort() for _, part in self._parts))
         await asyncio.wait([self._task])
 
     async def _run(self) -> TransferResult:
         try:
-            results = await asyncio.gather(*(part.ended() for part in self._parts.values()))
+            results = await asyncio.gather(*(part.ended() for _, part in self._parts))
         except MeshError:
-            await asyncio.gather(*(part.abort() for part in self._parts.values()))
+            await asyncio.gather(*(part.abort() for _, part in self._parts))
             raise
         return TransferResult(
             "+".join(sorted({result.transport for result in results})),
@@ -176,13 +176,14 @@ class RankedSender:
         """Start a transfer of `spec` to the ranks of a decode worker, each of which gets its part. Later errors are
         raised by `commit`.
         """
-        parts: dict[KVSpan, SendingFlow] = {}
-        for flow in self._flows_to(receivers):
+        parts: list[tuple[KVSpan, SendingFlow]] = []
+        flows_to = self._flows_to(receivers)
+        for flow in flows_to:
             part = replace(spec, address=receivers[flow.target].address, span=flow.span)
             own = self._own.open(part) if flow.source == 0 else None
-            if own is not None and part.span == self.whole:
-                return own  # the only one
-            parts[flow.span] = own or RankFlow(self._ranks[flow.source - 1], part)
+            if own is not None and len(flows_to) == 1:
+                return own
+            parts.append((flow.span, own or RankFlow(self._ranks[flow.source - 1], part)))
         return OutgoingFlows(parts)
 
     async def close(self) -> None:

@@ -2,7 +2,8 @@
 
     setup ──▶ load weights ──▶ loaded ──▶ number of blocks ──▶ ready ──▶ commands, until the worker is gone
 
-`python -m rank_worker --leader HOST:PORT --rank R`: the same on another machine (rank_worker/joining.py).
+`python -m rank_worker --leader HOST:PORT --rank R`: a rank that shares no memory with the worker, on another machine
+or, with `--parent`, started by the worker on this one (rank_worker/joining.py).
 
 The process never outlives its worker. A worker that stops kills its ranks after its last step. If it ends otherwise, a
 rank ends when its socket closes, and Linux kills it when the worker's thread that started it ends. Signals to the
@@ -10,13 +11,10 @@ process group are for the worker, which drains first.
 """
 
 import argparse
-import ctypes
-import os
-import signal
 import socket
 import sys
 
-_PR_SET_PDEATHSIG = 1
+from rank_worker.lifetime import die_with
 
 
 def main() -> int:
@@ -31,21 +29,12 @@ def main() -> int:
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="process id of the worker")
     arguments = parser.parse_args()
-    _die_with(arguments.parent)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    # Not imported before _die_with: it takes seconds, and the worker may end meanwhile.
+    die_with(arguments.parent)
+    # Not imported before die_with: it takes seconds, and the worker may end meanwhile.
     from rank_worker.serving import serve
 
     with socket.socket(fileno=arguments.socket_fd) as leader:
         return serve(leader)
-
-
-def _die_with(parent: int) -> None:
-    """Let Linux kill this process as soon as the thread of the parent that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A rank on another machine than its leader, from dialling it until the end of one of the two.
+"""A rank that shares no memory with its leader, from dialling it until the end of one of the two.
 
     join ─▶ load weights ─▶ allocate KV ─▶ meet the other ranks ─▶ execute messages, until the leader ends the call
 
@@ -39,12 +39,13 @@ from mesh.domain.errors import (
 )
 from mesh.logs import flush_outputs
 from mesh.metrics import new_registry, serving_metrics
-from mesh.process import announce, keep_freed_memory, until_stopped
+from mesh.process import announce, ending_if_stuck, keep_freed_memory, until_stopped
 from mesh.retry import Backoff
 from mesh.rpc.channel import open_channel
 from mesh.rpc.status import error_from_rpc
 from mesh.v1 import rank_pb2, rank_pb2_grpc
 from rank_worker.kv import RankKV
+from rank_worker.lifetime import die_with
 from rank_worker.settings import RankSettings
 from worker.rank_protocol import RANK_KEEPALIVE_MS, versions
 
@@ -63,8 +64,11 @@ async def serve(settings: RankSettings) -> None:
     join.
     """
     keep_freed_memory()
+    structlog.contextvars.bind_contextvars(rank=settings.rank)
+    if settings.parent:
+        die_with(settings.parent)
     async with serving_metrics(new_registry(), settings):
-        stopped = asyncio.create_task(until_stopped(settings))
+        stopped = asyncio.create_task(_until_stopped(settings))
         joining = asyncio.create_task(_dial(settings))
         await asyncio.wait([stopped, joining], return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():
@@ -77,6 +81,15 @@ async def serve(settings: RankSettings) -> None:
         await member.close()
         flush_outputs()
         os._exit(status)  # the thread may be in the middle of a sum
+
+
+async def _until_stopped(settings: RankSettings) -> None:
+    """Return when this rank is asked to stop. A worker that has started it asks nobody: it ends it."""
+    if not settings.parent:
+        await until_stopped(settings)
+        return
+    async with ending_if_stuck(settings.stuck_exit_s):
+        await asyncio.Event().wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +126,7 @@ async def _dial(settings: RankSettings) -> Membership:
 
 
 async def _join(settings: RankSettings, model_dir: Path) -> Membership:
-    credentials = settings.load_credentials()
+    credentials = settings.leader_credentials()
     host, port = settings.leader_address
     channel = open_channel(f"{host}:{port}", credentials.tls, own_connection=True, keepalive_ms=RANK_KEEPALIVE_MS)
     try:
@@ -147,7 +160,8 @@ async def _exchange(call: Any, request: rank_pb2.JoinRequest) -> rank_pb2.JoinRe
 def _read_setup(setup: rank_pb2.RankSetup, settings: RankSettings, model_dir: Path) -> tuple[RunnerSettings, str]:
     """The settings of the group with what is the rank's own, and the fingerprint of the rank's checkpoint."""
     shared = read_settings(json.loads(setup.settings) | {"model_dir": str(model_dir)})
-    resolved, config = resolve(replace(shared, kv_memory=settings.kv_memory()))
+    device = settings.device or shared.device.partition(":")[0]
+    resolved, config = resolve(replace(shared, kv_memory=settings.kv_memory(), device=device))
     return resolved, kv_layout(require_remote(resolved, config), resolved).model_fingerprint
 
 
@@ -157,7 +171,7 @@ class Member:
     def __init__(self, membership: Membership, settings: RankSettings) -> None:
         self._membership = membership
         self._settings = settings
-        self._metadata = settings.load_credentials().metadata()
+        self._metadata = settings.leader_credentials().metadata()
         self._stub = rank_pb2_grpc.RanksStub(membership.channel)
         self._loop = asyncio.get_running_loop()
         self._messages: SimpleQueue[int | Step | BlockCopy] = SimpleQueue()
@@ -228,7 +242,7 @@ class Member:
     async def _hold_kv(self, cache: KVCache) -> None:
         """Do what the leader asks about KV, until the call ends."""
         host, port = self._settings.leader_address
-        tls = self._settings.load_credentials().tls
+        tls = self._settings.leader_credentials().tls
         error: Exception = WorkerLost("the leader has ended the call about KV")
         try:
             async with open_channel(
@@ -266,7 +280,7 @@ class Member:
         assert isinstance(num_blocks, int)
         cache = own.allocate(num_blocks)
         asyncio.run_coroutine_threadsafe(self._hold_kv(cache), self._loop)
-        own.rank.connect(self._membership.host)
+        own.rank.connect(self._membership.host, shares_memory=False)
         execute = own.executing(cache)
         self._is_ready = True
         self._report(rank_pb2.JoinRequest(ready=rank_pb2.RankReady()))

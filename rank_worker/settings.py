@@ -1,4 +1,4 @@
-"""Settings of a rank that joins a worker on another machine."""
+"""Settings of a rank that joins a worker with which it shares no memory."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from checkpoint.source import ModelSource
 from engine.kv_memory import KVMemorySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import host_and_port
-from mesh.rpc.credentials import require_trusted_fabric
+from mesh.rpc.credentials import Credentials, MeshKey, require_trusted_fabric
 from mesh.rpc.settings import MemberSettings
 from mesh.settings import setting
 
@@ -15,7 +15,7 @@ DEFAULT_PORT = 50060
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings(MemberSettings):
-    """The rank's own settings. All else comes from the leader."""
+    """The rank's own settings. All else comes from the leader. A worker that starts ranks itself sets all of these."""
 
     leader: str = setting(
         ...,
@@ -36,11 +36,21 @@ class RankSettings(MemberSettings):
         False, "allow a leader on another machine: sums of ranks cross the network without credential or encryption"
     )
     leader_timeout_s: float = setting(600.0, "seconds to dial a leader that does not answer; then exit with status 1")
+    device: str = setting("", "cpu, cuda or cuda:N; default: the first device of the leader's type")
     num_threads: int = setting(0, "compute threads; 0: the number of cores allowed")
-    kv_memory_fraction: float = setting(0.6, "share of this machine's free memory for KV, as for workers")
+    kv_memory_fraction: float = setting(0.6, "share of the free memory of this machine or GPU for KV, as for workers")
+    memory_utilization: float = setting(
+        0.0, "in place of kv_memory_fraction: share of all memory that may be in use, as for workers; 0: not used"
+    )
+    kv_memory_shares: int = setting(0, "number of ranks and workers that share this memory equally, as for workers")
     kv_memory_ledger: str = setting(
         "",
         "folder where processes of this machine record the memory they take; default: one of this user's in /dev/shm",
+    )
+    kv_host: str = setting("", "address to take KV at, of a decode worker's rank; default: where the leader sees it")
+    parent: int = setting(0, "process id of the worker, if it has started this rank; the rank ends with it")
+    leader_key: str = setting(
+        "", "key of the leader's port, if it has one of its own; default: the mesh's key and TLS", secret=True
     )
 
     def __post_init__(self) -> None:
@@ -62,7 +72,18 @@ class RankSettings(MemberSettings):
     def source(self) -> ModelSource:
         return ModelSource(self.model, self.revision, self.model_cache)
 
+    def leader_credentials(self) -> Credentials:
+        """Those for the leader's port. With a key of its own it is on loopback, without TLS, because the certificate of
+        a worker need not name that address.
+        """
+        return Credentials(MeshKey(self.leader_key)) if self.leader_key else self.load_credentials()
+
     def kv_memory(self) -> KVMemorySettings:
         """The memory for KV of this process. Raises ConfigurationError."""
-        owner = f"rank {self.rank} of {self.leader}"
-        return KVMemorySettings(self.kv_memory_fraction, ledger=self.kv_memory_ledger, owner=owner)
+        return KVMemorySettings(
+            self.kv_memory_fraction,
+            self.memory_utilization,
+            self.kv_memory_shares,
+            self.kv_memory_ledger,
+            owner=f"rank {self.rank} of {self.leader}",
+        )

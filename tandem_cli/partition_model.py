@@ -11,7 +11,7 @@ from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
 from engine.load import load_packed
 from engine.models.model_config import ModelConfig
-from engine.models.share import rank_share
+from engine.models.share import rank_share, require_own_heads
 from engine.partition import write_partition
 from engine.ranks.launch import fitting_ranks
 from engine.resolve import kv_layout, resolve, rounded_to, weights_digest, why_eager
@@ -42,6 +42,7 @@ def partition_model(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"{model_dir} is partitioned already")
     if (reason := why_eager(settings, config, kv_layout(config, settings))) is not None:
         raise ConfigurationError(f"only models of the compiled decoder can be partitioned: {reason}")
+    require_own_heads(config, degrees)
     shares = [rank_share(config, rank, degrees) for rank in range(max(1, degrees.num_ranks))]
     ranks = (load_packed(settings, config, share) for share in shares)
     facts = {"weights_digest": digest, "quantize": settings.quantize, "dtype": settings.dtype}

@@ -7,17 +7,14 @@ A model is loaded by these functions, from the outside in:
         load_runner            ends the process when a rank ends; load tests pass another `Load` instead
           load_ranked_runner   engine/ranks/launch.py: starts the other ranks; with one rank goes straight on
             load_model_runner  engine/load_runner.py: weights, KV cache, attention of one rank            -> ModelRunner
-        _load_with_remote_ranks   in place of load_runner, with rank_listen: waits for ranks of other machines
-          load_remote_runner      engine/ranks/remote.py: rank 0 of these                              -> ModelRunner
+        _load_without_shared_memory   in place of load_runner, on GPUs and with rank_listen: starts or awaits the ranks
+          load_remote_runner          engine/ranks/remote.py: rank 0 of these                          -> ModelRunner
 """
 
 import os
-import resource
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +26,7 @@ import torch
 from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import tokenizer_fingerprint
 from engine.block_pool import BlockPool
+from engine.devices import find_device, first_device, rank_devices
 from engine.kv_disk import BlockFiles, DiskCache, private_folder
 from engine.kv_memory import KVMemorySettings
 from engine.load_runner import draft_block_bytes, load_model_runner, load_speculator
@@ -53,6 +51,8 @@ from mesh.domain.request import mint_id
 from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
+from worker.load_watch import LoadProgress, limited, peak_memory
+from worker.local_ranks import LocalRanks, share_memory
 from worker.rank_link import RankLink
 from worker.rank_listener import RankListener
 from worker.settings import WorkerSettings
@@ -225,7 +225,7 @@ def model_settings(settings: WorkerSettings) -> RunnerSettings:
     degrees = settings.degrees()
     return RunnerSettings(
         model_dir=Path(settings.model),
-        device=settings.device,
+        device=first_device(settings.device),
         dtype=settings.dtype,
         load_format=settings.load_format,
         quantize=settings.quantize,
@@ -257,7 +257,9 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
     if settings.tensor_parallel == "max":
-        runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings))
+        runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings, settings.device))
+    if "," in settings.device:
+        rank_devices(settings.device, runner_settings.degrees)
     draft_bytes = draft_block_bytes(limits.speculation, runner_settings)
     runner_settings = replace(runner_settings, companion_block_bytes=draft_bytes)
     return replace(runner_settings, num_blocks=_configured_blocks(settings, limits, runner_settings))
@@ -299,13 +301,12 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
     """
     located = settings.located(lambda fraction: announce("downloading", fraction=fraction))
     begun_s = time.monotonic()
-    progress = _Progress()
-    limit_s = settings.model_loading_timeout
+    progress = LoadProgress()
+    limit_s = settings.model_loading_timeout + (settings.rank_timeout_s if settings.rank_listen else 0.0)
     listeners: list[RankListener] = []
-    if settings.rank_listen:
-        load = partial(_load_with_remote_ranks, settings, listeners)
-        limit_s += settings.rank_timeout_s
-    with _limited(limit_s, progress), measured_load() as phases:
+    if settings.rank_listen or _have_own_memory(settings):
+        load = partial(_load_without_shared_memory, settings, listeners, load)
+    with limited(limit_s, progress), measured_load() as phases:
         host = build_host(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
     phases["other"] = max(0.0, seconds - sum(phases.values()))
@@ -314,7 +315,7 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
         log.info("KV memory", summary=reservation.summary)
         announce("kv_memory", summary=reservation.summary)
     about = {"folder": located.model, "seconds": round(seconds, 2), "phases": rounded(phases)}
-    log.info("model loaded", **about, **_peak_memory(host))
+    log.info("model loaded", **about, **peak_memory(host.runner.kv_cache.tensor.device))
     links = tuple(link for listener in listeners for link in listener.links)
     return replace(host, load_seconds=phases, rank_links=links)
 
@@ -325,66 +326,50 @@ def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -
     return load_ranked_runner(settings, on_progress, on_lost=_end, log_level=level, log_json=is_json)
 
 
-def _load_with_remote_ranks(
+def _have_own_memory(settings: WorkerSettings) -> bool:
+    """True if ranks of this machine share no memory."""
+    is_shared = {"shared": True, "own": False}.get(settings.rank_memory)
+    return find_device(first_device(settings.device)).type != "cpu" if is_shared is None else not is_shared
+
+
+def _load_without_shared_memory(
     settings: WorkerSettings,
     listeners: list[RankListener],
+    load: Load,
     runner_settings: RunnerSettings,
     on_progress: Progress | None = None,
-) -> ModelRunner:
-    """As `load_runner`, with ranks that dial in from other machines, to a listener that is added to `listeners`. The
-    draft model has one rank.
+) -> HostedRunner:
+    """As `load`, which loads models of one rank, such as a draft model. Other ranks dial in to a listener, which is
+    added to `listeners`: processes that it starts on this machine's devices, or, with rank_listen, from other machines.
     """
-    size = runner_settings.tensor_parallel
-    if size == 1:
-        return load_model_runner(runner_settings, on_progress)
+    degrees = runner_settings.degrees
+    if degrees.num_ranks == 1:
+        return load(runner_settings, on_progress)
+    local, listen, timeout_s = None, None, settings.rank_timeout_s
+    if settings.kv_disk:
+        raise ConfigurationError("kv_disk does not work with several ranks here: the KV lies in several processes")
+    if not settings.rank_listen:
+        devices = rank_devices(settings.device, degrees)
+        memory = share_memory(runner_settings.kv_memory, devices)
+        runner_settings = replace(runner_settings, device=devices[0], kv_memory=memory)
+        local = LocalRanks(settings, runner_settings.model_dir, memory, devices)
+        listen, timeout_s = local.listen, settings.model_loading_timeout
     ranks = RankListener(
-        settings.listen_for_ranks(),
-        size,
-        timeout_s=settings.rank_timeout_s,
+        listen or settings.listen_for_ranks(),
+        degrees,
+        timeout_s=timeout_s,
         on_leaving=lambda: os.kill(os.getpid(), signal.SIGTERM),
+        local=local,
     )
     listeners.append(ranks)
-    announce("waiting_for_ranks", port=ranks.port)
-    return load_remote_runner(runner_settings, ranks, on_progress, on_lost=_end)
+    if local is None:
+        announce("waiting_for_ranks", port=ranks.port)
+    runner = load_remote_runner(runner_settings, ranks, on_progress, on_lost=_end)
+    runner.rank_pids = () if local is None else local.pids
+    return runner
 
 
 def _end(reason: str) -> None:
     log.critical("a rank is lost, exiting", reason=reason)
     flush_outputs()
     os._exit(1)
-
-
-class _Progress:
-    """Reports the loaded fraction of the weights to the parent process, and keeps it for the log."""
-
-    fraction = 0.0
-
-    def __call__(self, fraction: float) -> None:
-        self.fraction = fraction
-        announce("loading", fraction=fraction)
-
-
-@contextmanager
-def _limited(limit_s: float, progress: _Progress) -> Iterator[None]:
-    def give_up() -> None:
-        log.error("model not loaded in time", limit_s=limit_s, weights_loaded=f"{progress.fraction:.0%}")
-        # An orderly exit is impossible: the loading thread is in the middle of a read, a copy or a compilation.
-        flush_outputs()
-        os._exit(1)
-
-    timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _peak_memory(host: EngineHost) -> dict[str, int]:
-    """Return the peak memory of the process, including evictable pages of mapped files, and of the device."""
-    peak = {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    device = host.runner.kv_cache.tensor.device
-    if device.type == "cuda":
-        peak["peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
-    return peak

@@ -108,9 +108,10 @@ def set_up_kv(links: Sequence[RankLink], settings: WorkerSettings, info: WorkerI
     ports = [(link, answer.result().port) for link, answer in answers]
     if not takes_kv or not links:
         return ()
-    layout = info.layout
-    own = kv_spans(layout.num_layers, layout.num_kv_heads, Degrees(info.tensor_parallel))[0]
-    return (KVEndpoint("", own), *(KVEndpoint(f"{in_address(link.host)}:{port}", link.span) for link, port in ports))
+    layout, degrees = info.layout, Degrees(info.tensor_parallel, info.pipeline_parallel)
+    own = KVEndpoint("", kv_spans(layout.num_layers, layout.num_kv_heads, degrees)[0])
+    here = "" if settings.rank_listen else settings.advertise_host or settings.host  # they listen where the worker does
+    return (own, *(KVEndpoint(f"{here or in_address(link.host)}:{port}", link.span) for link, port in ports))
 
 
 def in_address(host: str) -> str:

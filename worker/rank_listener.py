@@ -1,4 +1,4 @@
-"""The leader's side of ranks on other machines: a gRPC server of their own, into which they dial.
+"""The leader's side of ranks that share no memory with it: a gRPC server of their own, into which they dial.
 
     hello ─▶ setup ─▶ checked ─▶ admitted           until all ranks have joined; who does not fit is refused
     loaded ─▶ allocate ─▶ ready ─▶ steps, copies    from then on all ranks end together
@@ -10,10 +10,8 @@ by the engine's thread.
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import grpc
 import structlog
@@ -25,30 +23,43 @@ from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
 from mesh.domain.kv import Degrees, KVLayout, KVSpan, kv_spans
 from mesh.domain.request import mint_id
-from mesh.rpc.server import MAX_MESSAGE_BYTES, Listen, require_listenable
+from mesh.rpc.server import Listen
 from mesh.rpc.status import status_of
 from mesh.v1 import rank_pb2, rank_pb2_grpc
+from worker.local_ranks import LocalRanks
 from worker.rank_link import RankLink, host_of, own_address
-from worker.rank_protocol import RANK_KEEPALIVE_MS, versions
+from worker.rank_protocol import versions
+from worker.rank_server import bind_server
 
 log = structlog.get_logger(__name__)
 
 _STOP_GRACE_S = 2.0
 _MAX_NOTE_BYTES = 64 << 10
 _MAX_NOTES_PER_RANK = 16
-"""Gloo writes one for each rank, of some 200 bytes."""
+"""Gloo writes one for each rank and group that it is in, at most three, of some 200 bytes."""
 _GREETING_S = 60.0  # within which a rank must say what it is; it reads headers of its checkpoint
 
 
 class RankListener(rank_pb2_grpc.RanksServicer):
-    """The ranks from 1 to `num_ranks` - 1. Implements engine.ranks.remote_messages.RemoteRanks.
+    """The ranks of `degrees` but the first. Implements engine.ranks.remote_messages.RemoteRanks.
 
-    The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop.
+    The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop. `local`: the
+    processes of ranks on this machine, which are started here once it listens; others start by themselves.
     """
 
-    def __init__(self, listen: Listen, num_ranks: int, *, timeout_s: float, on_leaving: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        listen: Listen,
+        degrees: Degrees,
+        *,
+        timeout_s: float,
+        on_leaving: Callable[[], None],
+        local: LocalRanks | None = None,
+    ) -> None:
         self._listen = listen
-        self._num_ranks = num_ranks
+        self._degrees = degrees
+        self._num_ranks = num_ranks = degrees.num_ranks
+        self._local = local
         self._timeout_s = timeout_s
         self._on_leaving = on_leaving
         self._on_lost: OnLost | None = None
@@ -61,17 +72,21 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         self._fingerprint = ""
         self._spans: tuple[KVSpan, ...] = ()
         self.store = NoteStore(self._put_note, self._get_note)
-        self._server, self.port = self._bind()
+        self._server, self.port = bind_server(listen, self, max_calls=8 * degrees.num_ranks)
 
     def gather(self, settings: RunnerSettings, layout: KVLayout) -> str:
         plain = plain_settings(settings)
         self._setup.settings = json.dumps({name: value for name, value in plain.items() if name != "model_dir"})
         self._fingerprint = layout.model_fingerprint
-        self._spans = kv_spans(layout.num_layers, layout.num_kv_heads, Degrees(self._num_ranks))
+        self._spans = kv_spans(layout.num_layers, layout.num_kv_heads, self._degrees)
         self._server.start()
         log.info("waiting for ranks", address=f"{self._listen.host}:{self.port}", ranks=self._num_ranks)
+        if self._local is not None:
+            self._local.start(self.port, self._end_local)
         with self._changed:
-            self._changed.wait_for(lambda: self._all_are_admitted() or self._is_closing, self._timeout_s)
+            self._changed.wait_for(lambda: self._all_are_admitted() or self._has_ended, self._timeout_s)
+            if self._lost is not None:
+                raise self._lost
             if not self._all_are_admitted():
                 raise WorkerLost(
                     f"{self._missing()} of {self._num_ranks} not joined at {self._listen.host}:{self.port} within "
@@ -130,6 +145,8 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         for link in links:
             link.end()
         self._server.stop(_STOP_GRACE_S).wait()
+        if self._local is not None:
+            self._local.kill()
 
     def Join(
         self, request_iterator: Iterator[rank_pb2.JoinRequest], context: grpc.ServicerContext
@@ -186,31 +203,6 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             return rank_pb2.GetNoteResponse(value=self._get_note(request.key))
         raise AssertionError("abort raises")
 
-    def _bind(self) -> tuple[grpc.Server, int]:
-        listen = self._listen
-        require_listenable(listen)
-        server = grpc.server(
-            _DaemonThreads(),
-            options=[
-                ("grpc.keepalive_time_ms", RANK_KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", RANK_KEEPALIVE_MS // 2),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_ping_interval_without_data_ms", RANK_KEEPALIVE_MS // 4),
-                ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),
-            ],
-            maximum_concurrent_rpcs=8 * self._num_ranks,
-        )
-        address = f"{listen.host}:{listen.port}"
-        if listen.tls is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, listen.tls.server_credentials())
-        rank_pb2_grpc.add_RanksServicer_to_server(self, server)
-        return server, port
-
     @contextmanager
     def _answering(self, context: grpc.ServicerContext) -> Iterator[None]:
         """Check the caller's credential, and turn errors into statuses."""
@@ -229,12 +221,13 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         """Give the rank its place. Raises ConfigurationError if it does not fit, WorkerBusy if the place is taken."""
         if not 0 < hello.rank < self._num_ranks:
             raise ConfigurationError(
-                f"rank {hello.rank} is out of range: this worker has tensor_parallel {self._num_ranks}, and takes "
-                f"ranks 1 to {self._num_ranks - 1}"
+                f"rank {hello.rank} is out of range: this worker has {self._num_ranks} ranks ({self._degrees}), and "
+                f"takes ranks 1 to {self._num_ranks - 1}"
             )
         if hello.group_size not in (0, self._num_ranks):
             raise ConfigurationError(
-                f"rank {hello.rank} is one of {hello.group_size}, this worker has tensor_parallel {self._num_ranks}"
+                f"rank {hello.rank} is one of {hello.group_size}, this worker has {self._num_ranks} ranks "
+                f"({self._degrees})"
             )
         if hello.versions != versions():
             raise ConfigurationError(f"rank {hello.rank} has {hello.versions}; the leader has {versions()}")
@@ -285,11 +278,14 @@ class RankListener(rank_pb2_grpc.RanksServicer):
 
     def _end(self, link: RankLink) -> None:
         """The rank's connection has ended: the rank is lost, unless it may still be replaced."""
+        if self._has_ended or self._links.get(link.rank) is not link:
+            link.end()
+            return
+        error = link.error or self._loss(link)
         with self._changed:
-            if self._links.get(link.rank) is not link or self._lost is not None or self._is_closing:
+            if self._has_ended or self._links.get(link.rank) is not link:
                 link.end()
                 return
-            error = link.error or WorkerLost(f"rank {link.rank} ({link.host}) is lost: its connection has ended")
             is_gathered = self._is_gathered
             if is_gathered:
                 self._lost = error
@@ -306,6 +302,26 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             other.end()
         if on_lost is not None:
             on_lost(str(error))
+
+    def _end_local(self, rank: int) -> None:
+        """The process of a rank has ended, perhaps before it has joined."""
+        assert self._local is not None
+        if (link := self._links.get(rank)) is not None and self._is_gathered:
+            self._end(link)
+            return
+        with self._changed:
+            if not self._has_ended:
+                self._lost = self._local.loss(rank)
+                self._changed.notify_all()
+
+    def _loss(self, link: RankLink) -> MeshError:
+        if self._local is not None:
+            return self._local.loss(link.rank)
+        return WorkerLost(f"rank {link.rank} ({link.host}) is lost: its connection has ended")
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._lost is not None or self._is_closing
 
     def _wait(self, kind: str) -> list[rank_pb2.JoinRequest]:
         with self._changed:
@@ -352,22 +368,6 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         joined = {link.rank for link in self._links.values() if link.is_admitted}
         missing = [rank for rank in range(1, self._num_ranks) if rank not in joined]
         return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-
-
-class _DaemonThreads(Executor):
-    """A thread for each call. Python does not wait for them when the process ends, as it would for a pool's."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="rank-call", daemon=True).start()
-        return future
 
 
 def _next(requests: Iterator[rank_pb2.JoinRequest], kind: str) -> rank_pb2.JoinRequest:

@@ -28,6 +28,7 @@ _NOT_NEGATIVE = (
 )
 _IS_PROTECTED = MappingProxyType({"shm": True, "grpc": True, "gloo": False, "nccl": False})
 """Whether the mesh's credentials and TLS, or the machine itself, protect KV on each transport."""
+RANK_MEMORIES = ("auto", "shared", "own")
 KV_TRANSPORTS = tuple(_IS_PROTECTED)
 """Those of kvtransfer, whose import would take long in every program that reads settings."""
 
@@ -75,7 +76,11 @@ class WorkerSettings(ModelSettings):
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(0, "port to listen on; 0 takes a free port")
     advertise_host: str = setting("", "host name under which others reach this worker; default: host")
-    device: str = setting("auto", "cpu, cuda, cuda:N, or auto")
+    device: str = setting(
+        "auto",
+        "cpu, cuda, cuda:N, or auto; of several ranks the first has cuda:N and the next ones the next GPUs, unless all "
+        "are listed, as in cuda:0,cuda:2",
+    )
     dtype: str = setting(
         "auto",
         f"type of weights: {', '.join(DTYPES)}; auto: the checkpoint's, but float32 on CPU where the compiled decoder "
@@ -97,13 +102,18 @@ class WorkerSettings(ModelSettings):
     )
     tensor_parallel: str = setting(
         "1",
-        "ranks: processes that compute each step of the worker together (CPU; on several machines with rank_listen); "
-        "max: one per NUMA node, or as many as the model allows",
+        "ranks: processes that compute each step of the worker together (on several machines with rank_listen); "
+        "max: one per NUMA node or GPU, or as many as the model allows",
     )
     pipeline_parallel: str = setting(
         "1",
-        "stages: the layers of the worker's model divided among so many times the ranks (CPU, one machine); max: one, "
+        "stages: the layers of the worker's model divided among so many times the ranks; max: one, "
         "because stages on one machine are no faster than as many ranks",
+    )
+    rank_memory: str = setting(
+        "auto",
+        f"memory of several ranks on this machine: {', '.join(RANK_MEMORIES)}; shared: they compute in memory that all "
+        "have (CPU only); own: each sends what others need and moves its KV itself; auto: shared on CPU, own on GPUs",
     )
     adapter: str = setting(
         "",
@@ -186,6 +196,8 @@ class WorkerSettings(ModelSettings):
         require_positive(self, "block_size", "layers_per_group", "max_lora_rank")
         find_adapters(self.adapter)
         self.degrees()
+        if self.rank_memory not in RANK_MEMORIES:
+            raise ConfigurationError(f"rank_memory must be {', '.join(RANK_MEMORIES)}, got {self.rank_memory!r}")
         self._check_rank_listen()
         require_not_negative(self, *_NOT_NEGATIVE)
         self._check_kv_disk()
@@ -201,8 +213,9 @@ class WorkerSettings(ModelSettings):
             raise ConfigurationError(f"kv_disk_gib must be > 0, got {self.kv_disk_gib:g}")
         if self.kv_disk and not self.prefix_caching:
             raise ConfigurationError("kv_disk keeps what the prefix cache evicts: it needs prefix_caching")
-        if self.kv_disk and self.rank_listen:
-            raise ConfigurationError("kv_disk does not work with rank_listen: the KV lies on several machines")
+        if self.kv_disk and (self.rank_listen or self.rank_memory == "own"):
+            name = "rank_listen" if self.rank_listen else "rank_memory own"
+            raise ConfigurationError(f"kv_disk does not work with {name}: the KV lies in several processes")
 
     @property
     def identity(self) -> str:
@@ -254,14 +267,14 @@ class WorkerSettings(ModelSettings):
     def _check_rank_listen(self) -> None:
         if not self.rank_listen:
             return
-        if self.tensor_parallel == "max" or self.degrees().tensor < 2:
+        if "max" in (self.tensor_parallel, self.pipeline_parallel) or self.degrees().num_ranks < 2:
             raise ConfigurationError(
-                f"rank_listen needs tensor_parallel of 2 or more, as a number, got {self.tensor_parallel}"
+                "rank_listen needs 2 ranks or more: tensor_parallel or pipeline_parallel of 2 or more, as numbers, got "
+                f"{self.tensor_parallel} and {self.pipeline_parallel}"
             )
-        if self.degrees().pipeline > 1:
+        if self.rank_memory == "shared" or "," in self.device:
             raise ConfigurationError(
-                f"rank_listen does not fit pipeline_parallel {self.pipeline_parallel}: stages hand over activations in "
-                "the memory of one machine"
+                "rank_listen does not fit rank_memory shared, nor a list of devices: each rank has its own there"
             )
         host = self.listen_for_ranks().host
         require_trusted_fabric(host, is_trusted=self.trust_fabric, name="rank_listen")

@@ -130,11 +130,14 @@ class AttentionShape:
     def scale(self) -> float:
         return float(self.head_dim**-0.5) if self.given_scale is None else self.given_scale
 
-    def shard(self, kv_heads: Span) -> "AttentionShape":
-        """The shape of a rank that holds only `kv_heads` and the query heads that read them."""
-        first, stop = kv_heads.first * self.queries_per_kv_head, kv_heads.end * self.queries_per_kv_head
-        alibi = None if self.alibi is None else self.alibi[first:stop]
-        return replace(self, num_heads=stop - first, num_kv_heads=kv_heads.count, alibi=alibi)
+    def shard(self, kv_heads: Span, query_heads: Span | None = None) -> "AttentionShape":
+        """The shape of a rank that holds only `kv_heads` and the query heads that read them; `query_heads` are some of
+        these, if other ranks have copies of the KV heads and the rest.
+        """
+        queries_each = self.queries_per_kv_head
+        queries = query_heads or Span(kv_heads.first * queries_each, kv_heads.count * queries_each)
+        alibi = None if self.alibi is None else self.alibi[queries.first : queries.end]
+        return replace(self, num_heads=queries.count, num_kv_heads=kv_heads.count, alibi=alibi)
 
     @property
     def is_plain(self) -> bool:

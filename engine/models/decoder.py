@@ -18,6 +18,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import RotaryEmbedding, rotate
 from engine.models.schemes import Parameters
+from engine.models.share import rank_share
 from mesh.domain.host import Cores
 
 Rotation = tuple[Tensor, Tensor]
@@ -41,7 +42,8 @@ class Decoder:
         self._adapters = Adapters(adapter_shapes)
         self.num_torch_threads = torch.get_num_threads()
         self._cache, self._attention = memory
-        self._heads = attention_shape(config).shard(memory.cache.span.heads)
+        share = rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)
+        self._heads = attention_shape(config).shard(share.heads, share.query_heads)
         self.layers = memory.cache.span.layers
         self._ends = _Ends(parameters, config) if self.layers.first == 0 else None
         self._layers = [

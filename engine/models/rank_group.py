@@ -83,7 +83,7 @@ class Alone:
 
 
 class SummingGroup(Protocol):
-    """Plug point: `engine.ranks.collectives.GlooGroup`. The ranks of a stage each compute a part of every sum."""
+    """Plug point: `engine.ranks.collectives.CollectiveGroup`. The ranks of a stage each compute a part of every sum."""
 
     @property
     def rank(self) -> int:
@@ -105,7 +105,7 @@ class SummingGroup(Protocol):
         ...
 
     def residual(self, like: Tensor, num_tokens: int) -> Tensor:
-        """The residual that stages hand over, [num_tokens, width of `like`]."""
+        """The residual that the stage before has handed over, [num_tokens, width of `like`]."""
         ...
 
     def end_forward(self, residual: Tensor, layer_groups: LayerGroups) -> Finish:

@@ -32,14 +32,15 @@ ALONE = Degrees()
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The work of a rank: layers, KV heads with their query heads, spans of outputs, and experts.
-    `shared_inner` is the rank's part of the shared expert's inner width.
+    """The work of a rank: layers, KV heads, query heads that read them, spans of outputs, and experts. Ranks that hold
+    copies of a KV head divide its query heads. `shared_inner` is the rank's part of the shared expert's inner width.
     """
 
     rank: int
     degrees: Degrees
     layers: Span
     heads: Span
+    query_heads: Span
     hidden: Span
     inner: Span
     vocab: Span
@@ -74,12 +75,22 @@ def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> 
         degrees,
         layers=held.layers,
         heads=held.heads,
+        query_heads=_query_heads(config, held.heads, number, size),
         hidden=_part(config.hidden_size, number, size),
         inner=_part(config.intermediate_size, number, size),
         vocab=_part(config.vocab_size, number, size) if stage == 0 else Span(0, 0),
         experts=Span(first_expert, end_expert - first_expert),
         shared_inner=_part(shared_size, number, size),
     )
+
+
+def require_own_heads(config: ModelConfig, degrees: Degrees) -> None:
+    """Raise ConfigurationError for ranks that would hold copies of KV heads. Those in shared memory have none."""
+    if degrees.tensor > config.num_kv_heads:
+        raise ConfigurationError(
+            f"tensor_parallel {degrees.tensor} does not fit {config.num_kv_heads} KV heads: use {config.num_kv_heads} "
+            "or fewer, or rank_memory own, whose ranks may hold copies of a head"
+        )
 
 
 def share_specs(specs: Sequence[ParameterSpec], config: ModelConfig, share: RankShare, cut: Cut) -> list[ParameterSpec]:
@@ -114,7 +125,7 @@ def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | N
     """
     match name.rpartition(".")[2].removesuffix("_bias"):
         case "qkv":
-            return _rows_of_heads(config, share.heads)
+            return _rows_of_heads(config, share)
         case "o" | "down":
             return _rows(share.hidden)
         case "gate_up":
@@ -137,7 +148,7 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
         width, inner = config.experts.shared_size, share.shared_inner
     match name.removesuffix("_bias"):
         case "qkv":
-            return replace(spec, held_rows=_rows_of_heads(config, share.heads))
+            return replace(spec, held_rows=_rows_of_heads(config, share))
         case "gate_up":
             return replace(spec, held_rows=_rows_of_pair(width, inner))
         case "up":
@@ -147,20 +158,34 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
         case "o" | "down" if not spec.is_matrix:  # a bias
             return replace(spec, is_held=share.tensor_rank == 0)
         case "o":
-            width = config.queries_per_kv_head * config.head_dim  # of one KV head's queries
-            return replace(spec, held_inputs=Span(share.heads.first * width, share.heads.count * width))
+            queries, dim = share.query_heads, config.head_dim
+            return replace(spec, held_inputs=Span(queries.first * dim, queries.count * dim))
         case "down":
             return replace(spec, held_inputs=inner)
     return spec
 
 
-def _rows_of_heads(config: ModelConfig, heads: Span) -> RowOrder:
-    """Rows of the merged projection [queries, keys, values] that belong to these KV heads."""
-    ratio, dim = config.queries_per_kv_head, config.head_dim
+def _query_heads(config: ModelConfig, heads: Span, number: int, size: int) -> Span:
+    """The query heads of a rank that holds these KV heads. Raises ConfigurationError if the copies of a KV head cannot
+    divide its query heads.
+    """
+    ratio, num_copies = config.queries_per_kv_head, max(1, size // config.num_kv_heads)
+    if ratio % num_copies:
+        raise ConfigurationError(
+            f"tensor_parallel {size} does not fit {ratio} query heads of each of {config.num_kv_heads} KV heads: use "
+            f"{config.num_kv_heads} or fewer, or a multiple of it that divides {config.num_heads}"
+        )
+    count = heads.count * ratio // num_copies
+    return Span(heads.first * ratio + number % num_copies * count, count)
+
+
+def _rows_of_heads(config: ModelConfig, share: RankShare) -> RowOrder:
+    """Rows of the merged projection [queries, keys, values] that belong to the rank's heads."""
+    dim = config.head_dim
     first_key = config.num_heads * dim
     first_value = first_key + config.num_kv_heads * dim
-    queries = np.arange(heads.first * ratio * dim, heads.end * ratio * dim)
-    kv = np.arange(heads.first * dim, heads.end * dim)
+    queries = np.arange(share.query_heads.first * dim, share.query_heads.end * dim)
+    kv = np.arange(share.heads.first * dim, share.heads.end * dim)
     return np.concatenate((queries, first_key + kv, first_value + kv))
 
 

@@ -3,6 +3,6 @@
 rank.py                one rank: its weights, its KV, its part of a step
 launch.py              starts the ranks of one machine; messages.py is what they say until they are ready
 shared.py              the memory that these map, and the commands that begin their work
-collectives.py         sums over ranks by torch.distributed, for the eager decoder
-remote.py              ranks on several machines, which share no memory; remote_messages.py is what they say
+collectives.py         sums over ranks, and residuals between stages, by torch.distributed, for the eager decoder
+remote.py              ranks that share no memory, on GPUs or several machines; remote_messages.py is what they say
 """

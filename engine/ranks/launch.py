@@ -9,7 +9,6 @@ without it, and the router replays the worker's sequences elsewhere.
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -25,15 +24,17 @@ import torch
 
 from checkpoint.partition import read_partition
 from engine.compiled_code import reported_code
+from engine.cores import divide_cores
+from engine.devices import num_devices
 from engine.load import reserve_blocks, reserve_memory
 from engine.load_runner import load_model_runner
 from engine.load_times import load_phase
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.models.schemes import CUT_BY_INPUTS
-from engine.models.share import ALONE, rank_share
+from engine.models.share import ALONE, rank_share, require_own_heads
 from engine.ranks.collectives import shared_store
-from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, receive_message
+from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, ending, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
 from engine.ranks.shared import (
     Command,
@@ -56,21 +57,23 @@ log = structlog.get_logger(__name__)
 _EXIT_WAIT_S = 5.0  # between the end of a rank's socket and that of its process
 
 
-def fitting_ranks(settings: RunnerSettings) -> int:
-    """The most ranks of a stage, up to `settings.tensor_parallel`, that are of use: 1 if the decoder is not compiled. A
+def fitting_ranks(settings: RunnerSettings, devices: str = "cpu") -> int:
+    """The most ranks of a stage that are of use. On GPUs, of which `devices` names some or the first: one for each, as
+    far as the model allows. On CPU: up to `settings.tensor_parallel`, and 1 if the decoder is not compiled. A
     partitioned model has the ranks that it was partitioned for. Raises ConfigurationError.
     """
     if (partition := read_partition(settings.model_dir)) is not None:
         return partition.degrees.tensor
-    size = settings.tensor_parallel
+    num_gpus = num_devices(devices) // settings.pipeline_parallel
+    size = max(settings.tensor_parallel, num_gpus)
     if size == 1:
         return 1
     settings, config = resolve(settings)
     if not isinstance(config, ModelConfig):
         return 1
-    if why_eager(settings, config, kv_layout(config, settings)) is not None:
+    if not num_gpus and why_eager(settings, config, kv_layout(config, settings)) is not None:
         return 1
-    return min(size, config.num_kv_heads)
+    return min(num_gpus or size, config.num_kv_heads)
 
 
 def load_ranked_runner(
@@ -155,11 +158,14 @@ def _require_divisible(settings: RunnerSettings, config: object) -> ModelConfig:
     tensor = settings.tensor_parallel
     wanted = f"tensor_parallel {tensor}" if tensor > 1 else f"pipeline_parallel {settings.pipeline_parallel}"
     if settings.device != "cpu":
-        raise ConfigurationError(f"{wanted} on {settings.device} is not built yet: use 1")
+        raise ConfigurationError(
+            f"{wanted} on {settings.device} does not fit rank_memory shared: GPUs have memory of their own; use auto"
+        )
     if not isinstance(config, ModelConfig):
         raise ConfigurationError(
             f"{wanted} does not fit an encoder-decoder model: ranks cannot divide its encoder yet; use 1"
         )
+    require_own_heads(config, settings.degrees)
     rank_share(config, 0, settings.degrees)
     reason = why_eager(settings, config, kv_layout(config, settings))
     if reason is not None and tensor > 1:
@@ -181,7 +187,7 @@ class RankProcesses:
         self._degrees = settings.degrees
         size = self._degrees.num_ranks
         self._cores, self._num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-        cores, num_threads = _divide_cores(size), max(1, self._num_threads // size)
+        cores, num_threads = divide_cores(size), max(1, self._num_threads // size)
         self.memory_fd = os.memfd_create("tandem-steps")
         self.kv_fd = os.memfd_create("tandem-kv")
         self.store_fd = os.memfd_create("tandem-store")
@@ -334,19 +340,10 @@ class RankProcesses:
             status = self._processes[rank - 1].wait(_EXIT_WAIT_S)
         except subprocess.TimeoutExpired:
             return "has closed its socket"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return ending(status)
 
 
 def _next_ranks(rank: int, degrees: Degrees) -> range:
     """The ranks to which a rank sends a step when its stage has computed its layers."""
     first = rank + degrees.tensor
     return range(first, min(first + degrees.tensor, degrees.num_ranks)) if rank % degrees.tensor == 0 else range(0)
-
-
-def _divide_cores(size: int) -> list[tuple[int, ...]]:
-    """The cores of each rank. With fewer cores than ranks, all ranks have all of them."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < size:
-        log.warning("ranks share cores and will wait for each other", ranks=size, cores=len(cores))
-        return [tuple(cores)] * size
-    return [tuple(cores[len(cores) * rank // size : len(cores) * (rank + 1) // size]) for rank in range(size)]

@@ -8,6 +8,7 @@ leader ── RankSetup ────────────▶ rank     before 
 """
 
 import json
+import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -79,6 +80,11 @@ def plain_settings(settings: RunnerSettings) -> dict[str, Any]:
 def read_settings(plain: dict[str, Any]) -> RunnerSettings:
     """Read the settings that `plain_settings` has made plain."""
     return RunnerSettings(**plain | {"model_dir": Path(plain["model_dir"]), "rope": RopeOverride(**plain["rope"])})
+
+
+def ending(status: int) -> str:
+    """How a process has ended, from its exit status as subprocess tells it."""
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def send_message(channel: socket.socket, **message: Any) -> None:

@@ -19,7 +19,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
 from engine.models.share import rank_share, share_specs
-from engine.ranks.collectives import GlooGroup, gloo
+from engine.ranks.collectives import LOOPBACK, CollectiveGroup, Hops, Place, summing
 from engine.ranks.shared import Command, Forward, SharedGroup
 from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
@@ -58,9 +58,9 @@ class Rank:
         self._group = group
         self._store = store
         self._layout = kv_layout(config, settings)
-        self._summing: GlooGroup | None = None
+        self._summing: CollectiveGroup | None = None
         self._packed: PackedDecoder | None = None
-        share = rank_share(config, group.rank, group.degrees)
+        self._share = share = rank_share(config, group.rank, group.degrees)
         if why_eager(settings, config, self._layout) is None:
             self._packed = load_packed(settings, config, share, on_progress)
         else:
@@ -81,13 +81,17 @@ class Rank:
             caches.append(cache)
         return caches
 
-    def connect(self, host: str = "127.0.0.1") -> None:
-        """Meet the other ranks of the stage, at this machine's address `host`, if the decoder sums over them. Returns
-        when all have called it.
+    def connect(self, host: str = LOOPBACK, *, shares_memory: bool = True) -> None:
+        """Meet the other ranks, at this machine's address `host`, if the decoder sums over them or, where they share no
+        memory, hands over residuals. Returns when all have called it.
         """
-        if self._packed is None:
-            group = self._group
-            self._summing = GlooGroup(group, gloo(self._store, group.rank, group.degrees, host))
+        if self._packed is not None:
+            return
+        group = self._group
+        place = Place(group.rank, group.degrees, torch.device(self._settings.device), host)
+        hops = Hops(self._store, place) if not shares_memory and group.degrees.pipeline > 1 else None
+        own_layers = self.span(group.rank).layers
+        self._summing = CollectiveGroup(group, summing(self._store, place), place.device, own_layers, hops)
 
     def follow(self, cache: KVCache) -> Execute:
         """In other ranks than 0: build the decoder. The loaded weights move into it."""
@@ -106,8 +110,9 @@ class Rank:
         assert self._packed is not None
         return CompiledDecoder(self._config, self._packed, cache, self._group)
 
-    def _eager(self, cache: KVCache, summing: GlooGroup) -> Decoder:
-        return Decoder(self._config, self._parameters, decoder_memory(self._settings, self._config, cache), summing)
+    def _eager(self, cache: KVCache, summing: CollectiveGroup) -> Decoder:
+        memory = decoder_memory(self._settings, self._config, cache, self._share.query_heads)
+        return Decoder(self._config, self._parameters, memory, summing)
 
 
 @torch.inference_mode()
@@ -121,7 +126,7 @@ def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Com
 
 
 @torch.inference_mode()
-def _execute_summed(decoder: Decoder, group: GlooGroup, command: Command) -> None:
+def _execute_summed(decoder: Decoder, group: CollectiveGroup, command: Command) -> None:
     """Returns when the rank has done its part of the last sum."""
     assert isinstance(command, Forward), "rank 0 alone computes logits"
     group.end_stage(decoder.run_layers(*group.read_step(command, decoder.layers)))

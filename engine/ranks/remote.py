@@ -1,9 +1,9 @@
-"""Ranks that share no memory, on several machines: the eager decoder over a network.
+"""Ranks that share no memory, on the GPUs of a machine or on several machines: the eager decoder.
 
-The steps that ranks of one machine find in shared memory are sent here. Each rank has a `StepMemory` of its own, so the
-rest of the rank is the same. KV stays where it is computed, and each rank moves its own between workers
-(`kvtransfer/ranks.py`). How ranks are connected is not known here: `worker/rank_listener.py` is the leader's side,
-`rank_worker/joining.py` the others'.
+The steps that ranks find in shared memory elsewhere are sent here, to all ranks at once; the ranks of a later stage
+then wait for the residual. Each rank has a `StepMemory` of its own, so the rest of the rank is the same. KV stays where
+it is computed, and each rank moves its own between workers (`kvtransfer/ranks.py`). How ranks are connected is not
+known here: `worker/rank_listener.py` is the leader's side, `rank_worker/joining.py` the others'.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.schemes import CUT_BY_INPUTS
 from engine.models.share import rank_share, share_specs
+from engine.ranks.collectives import require_backend
 from engine.ranks.messages import OnLost
 from engine.ranks.rank import Execute, Rank
 from engine.ranks.remote_messages import BlockCopy, RemoteRanks, Step
@@ -47,30 +48,29 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_CPU = torch.device("cpu")
-
 
 def load_remote_runner(
     settings: RunnerSettings, ranks: RemoteRanks, on_progress: Progress | None = None, *, on_lost: OnLost
 ) -> ModelRunner:
-    """As `load_model_runner`, over `settings.tensor_parallel` ranks of which the others are on other machines. The
-    runner's `close` ends them. Raises ConfigurationError, and WorkerLost if a rank ends or does not come.
+    """As `load_model_runner`, over the ranks of `settings.degrees`, which share no memory. The runner's `close` ends
+    the others. Raises ConfigurationError, and WorkerLost if a rank ends or does not come.
     """
     try:
         settings = replace(settings, enforce_eager=True)
         resolved, config = resolve(settings)
         layout = kv_layout(require_remote(resolved, config), resolved)
-        log.warning(
-            "the ranks are on several machines: the decoder is not compiled and sums by gloo, which is slow on CPU",
-            ranks=settings.tensor_parallel,
-        )
+        if resolved.device == "cpu":
+            log.warning(
+                "the ranks share no memory: the decoder is not compiled and sums by gloo, which is slow on CPU",
+                ranks=str(settings.degrees),
+            )
         host = ranks.gather(settings, layout)
         own = OwnMemoryRank(settings, 0, ranks.store, on_progress, ranks.post)
         num_blocks = min(own.fitting_blocks(), *ranks.wait_loaded())
         cache = own.allocate(num_blocks, ranks)
         ranks.watch(on_lost)  # before the first call in which this thread waits for the others' sockets
         ranks.allocate(num_blocks)
-        own.rank.connect(host)
+        own.rank.connect(host, shares_memory=False)
         ranks.wait_ready()
         runner = own.rank.lead(cache, cache)
     except BaseException:
@@ -82,23 +82,19 @@ def load_remote_runner(
 
 def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
     """The config of a model that ranks without shared memory can run. Raises ConfigurationError."""
-    size = settings.tensor_parallel
-    if settings.device != "cpu":
-        raise ConfigurationError(f"ranks on several machines on {settings.device} are not built yet: use device cpu")
+    degrees = settings.degrees
     if not isinstance(config, ModelConfig):
         raise ConfigurationError(
-            f"tensor_parallel {size} does not fit an encoder-decoder model: ranks cannot divide its encoder yet; use 1"
+            f"{degrees} ranks do not fit an encoder-decoder model: ranks cannot divide its encoder yet; use "
+            "tensor_parallel 1 and pipeline_parallel 1"
         )
-    if settings.pipeline_parallel > 1:
-        raise ConfigurationError(
-            f"pipeline_parallel {settings.pipeline_parallel} over several machines is not built yet: use 1"
-        )
-    rank_share(config, 0, settings.degrees)
+    require_backend(torch.device(settings.device))
+    rank_share(config, 0, degrees)
     if settings.scheme not in CUT_BY_INPUTS:
         raise ConfigurationError(
-            f"ranks on several machines cannot compute in {settings.scheme}: that needs the compiled decoder, whose "
-            "ranks share the memory of one machine; use ranks on one machine, or quantize none with a checkpoint that "
-            "is not W8A8, and --dtype float32 with one in 4 bits"
+            f"ranks that share no memory cannot compute in {settings.scheme}: that needs the compiled decoder; use "
+            "ranks on one machine with rank_memory shared, or quantize none with a checkpoint that is not W8A8, and "
+            "--dtype float32 with one in 4 bits"
         )
     return config
 
@@ -109,7 +105,7 @@ class LeadersKVCache(KVCache):
     def __init__(
         self, ranks: RemoteRanks, layout: KVLayout, num_blocks: int, span: KVSpan, reservation: KVReservation
     ) -> None:
-        super().__init__(layout, num_blocks, _CPU, span, reservation)
+        super().__init__(layout, num_blocks, reservation.device, span, reservation)
         self._ranks = ranks
 
     def copy_block(self, source: int, target: int) -> None:
@@ -139,14 +135,19 @@ class OwnMemoryRank:
         config = require_remote(settings, config)
         share = rank_share(config, rank, settings.degrees)
         specs = share_specs(parameter_specs(config), config, share, "inputs")
-        self.reservation = KVReservation.enter(_CPU, settings.kv_memory, weights_bytes(settings, specs))
+        device = torch.device(settings.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread, for kernels that are told no device
+        self.reservation = KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, specs))
         max_blocks = max_sequence_blocks(settings, config)
-        self.memory = StepMemory(config, max_rows=settings.max_batch_tokens, max_blocks=max_blocks)
+        max_rows, num_stages = settings.max_batch_tokens, settings.pipeline_parallel
+        self.memory = StepMemory(config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages)
         group = SharedGroup(rank, settings.degrees, self.memory, self._posting(post))
         self.rank = Rank(settings, config, group, store, on_progress)
         self._settings = settings
         self._layout = kv_layout(config, settings)
         self._span = self.rank.span(rank)
+        self._is_leader = rank == 0
 
     def fitting_blocks(self) -> int:
         """The number of blocks for which there is memory, at most those of the settings. Raises ConfigurationError."""
@@ -159,7 +160,7 @@ class OwnMemoryRank:
             with self._reserve(num_blocks):
                 if ranks is not None:
                     return LeadersKVCache(ranks, self._layout, num_blocks, self._span, self.reservation)
-                return KVCache(self._layout, num_blocks, _CPU, self._span, self.reservation)
+                return KVCache(self._layout, num_blocks, self.reservation.device, self._span, self.reservation)
         except ConfigurationError as error:
             raise WorkerBusy(f"others have taken memory since it was counted: {error}") from error
 
@@ -177,13 +178,12 @@ class OwnMemoryRank:
 
     def _reserve(self, num_blocks: int | None) -> AbstractContextManager[int]:
         block_bytes = self._span.num_cells * self._layout.cell_bytes
-        if self._span.heads.first == 0:  # the leader has the draft model, too
+        if self._is_leader:  # it has the draft model, too
             block_bytes += self._settings.companion_block_bytes
         return self.reservation.blocks(block_bytes, num_blocks=num_blocks, max_blocks=self._settings.max_blocks)
 
     def _posting(self, post: Callable[[Step], None] | None) -> Callable[[int, Command], None]:
         def pack_and_post(stage: int, command: Command) -> None:
-            assert stage == 0
             assert post is not None, "rank 0 alone sends steps"
             post(_pack(self.memory, command))
 
@@ -192,6 +192,7 @@ class OwnMemoryRank:
 
 def _pack(memory: StepMemory, command: Command) -> Step:
     assert isinstance(command, Forward), "rank 0 alone computes logits"
+    command = replace(command, group_size=0)  # later stages report nothing, rank 0 knows when a step is complete
     arrays = (memory.get(name, size, dtype)[:size] for name, size, dtype in _arrays(command))
     return Step(encode_command(command), *(array.tobytes() for array in arrays))
 

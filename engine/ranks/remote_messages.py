@@ -1,4 +1,4 @@
-"""Messages between the leader and ranks on other machines once they compute, and the contract of their connections."""
+"""Messages between the leader and ranks without shared memory once they compute; the contract of their connections."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

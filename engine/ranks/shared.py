@@ -276,11 +276,11 @@ def write_metadata(memory: StageBuffers, metadata: ForwardMetadata, layer_groups
     num_tokens = len(metadata.positions)
     tokens, sequences = _views(memory, num_tokens, num_seqs, max_blocks)
     for view, tensor in zip(tokens, (metadata.positions, metadata.rope_lengths, metadata.slot_mapping), strict=True):
-        view[:] = tensor.numpy()
+        view[:] = tensor.cpu().numpy()
     tables = metadata.block_tables.flatten()
     values = (tables, metadata.context_lens, metadata.prompt_lens, metadata.query_starts)
     for view, tensor in zip(sequences, values, strict=True):
-        view[:] = tensor.numpy()
+        view[:] = tensor.cpu().numpy()
     group_size = 0 if layer_groups.announce is None else layer_groups.size
     return Forward(memory.slot, group_size, num_tokens, num_seqs, max_blocks, metadata.num_decodes)
 

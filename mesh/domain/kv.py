@@ -1,8 +1,9 @@
 """KV as workers agree on it: its shape, the part that each rank holds, and the hashes that name its blocks.
 
 A worker is a group of ranks. With pipeline degree P and tensor degree T it has P * T ranks; rank `stage * T + t` holds
-the layers of pipeline stage `stage` and the KV heads of tensor rank `t`: a rectangle, layers x heads. A prefill and a
-decode worker may have different degrees: `flows` plans which rank sends which rectangle to which rank.
+the layers of pipeline stage `stage` and the KV heads of tensor rank `t`: a rectangle, layers x heads. With more tensor
+ranks than heads, several ranks hold copies of one head. A prefill and a decode worker may have different degrees:
+`flows` plans which rank sends which rectangle to which rank.
 
 Prefix caches and KV-aware placement name full blocks by chained hashes. A block's hash covers the block's tokens and
 the parent block's hash; through the parent it covers all earlier tokens and the namespace (model and tenant). Equal
@@ -179,7 +180,8 @@ class Flow:
 
 def kv_spans(num_layers: int, num_kv_heads: int, degrees: Degrees) -> tuple[KVSpan, ...]:
     """Return the span of each rank, by rank. Stages divide the layers, and tensor ranks the heads, unequally if they
-    must. Raises ConfigurationError for impossible degrees.
+    must. If there are more tensor ranks than heads, equally many hold each head. Raises ConfigurationError for
+    impossible degrees.
     """
     if degrees.tensor < 1 or degrees.pipeline < 1:
         raise ConfigurationError(f"parallel degrees must be at least 1, got {degrees.tensor} and {degrees.pipeline}")
@@ -187,24 +189,32 @@ def kv_spans(num_layers: int, num_kv_heads: int, degrees: Degrees) -> tuple[KVSp
         raise ConfigurationError(
             f"pipeline_parallel {degrees.pipeline} does not fit {num_layers} layers: use {num_layers} or fewer"
         )
-    if degrees.tensor > num_kv_heads:
+    if degrees.tensor <= num_kv_heads:
+        heads = _equal_parts(num_kv_heads, degrees.tensor)
+    elif degrees.tensor % num_kv_heads == 0:
+        heads = [Span(rank * num_kv_heads // degrees.tensor, 1) for rank in range(degrees.tensor)]
+    else:
         raise ConfigurationError(
-            f"tensor_parallel {degrees.tensor} does not fit {num_kv_heads} KV heads: use {num_kv_heads} or fewer"
+            f"tensor_parallel {degrees.tensor} does not fit {num_kv_heads} KV heads: use {num_kv_heads} or fewer, or a "
+            "multiple of it"
         )
-    heads = _equal_parts(num_kv_heads, degrees.tensor)
     return tuple(KVSpan(stage, share) for stage in _equal_parts(num_layers, degrees.pipeline) for share in heads)
 
 
 def flows(sources: Sequence[KVSpan], targets: Sequence[KVSpan]) -> tuple[Flow, ...]:
-    """Plan the flows that bring every target all of its KV, each (layer, head) exactly once.
+    """Plan the flows that bring every target all of its KV, each (layer, head) exactly once. Of several sources that
+    hold the same, one sends to a target: each in turn.
 
-    Raises LayoutMismatch if the sources lack KV that a target needs, or hold it twice.
+    Raises LayoutMismatch if the sources lack KV that a target needs, or hold it twice in unequal spans.
     """
+    holders: dict[KVSpan, list[int]] = {}
+    for source, span in enumerate(sources):
+        holders.setdefault(span, []).append(source)
     plan: list[Flow] = []
     for target, target_span in enumerate(targets):
         pieces = [
-            Flow(source, target, piece)
-            for source, span in enumerate(sources)
+            Flow(of_span[target % len(of_span)], target, piece)
+            for span, of_span in holders.items()
             if (piece := span.intersection(target_span)) is not None
         ]
         if sum(flow.span.num_cells for flow in pieces) != target_span.num_cells:

@@ -17,7 +17,7 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
-from engine.models.share import Cut, RankShare, rank_share, share_specs
+from engine.models.share import Cut, RankShare, rank_share, require_own_heads, share_specs
 from engine.quantized.config import read_quantization
 from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
@@ -30,14 +30,14 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The memory of one rank. `cores`: its own ones; 0 if all ranks share fewer cores than ranks."""
+    """The memory of one rank. `cores`: its own ones; 0 if all ranks share fewer cores than ranks, None on a GPU."""
 
     rank: int
     layers: Span
     heads: Span
     weights_bytes: float
     kv_bytes_per_token: float
-    cores: int
+    cores: int | None
 
     def to_json(self) -> dict[str, Any]:
         """With layers and KV heads as [first, end)."""
@@ -45,17 +45,19 @@ class RankMemory:
         return asdict(self) | spans
 
 
-def rank_memory(config: ModelConfig, precision: Precision, degrees: Degrees, num_cores: int) -> list[RankMemory]:
-    """The memory of each rank of a worker with `num_cores` cores. Raises ConfigurationError for degrees that the
-    engine refuses.
+def rank_memory(config: ModelConfig, precision: Precision, degrees: Degrees, num_cores: int | None) -> list[RankMemory]:
+    """The memory of each rank of a worker with `num_cores` cores; None: each rank has a GPU. Raises ConfigurationError
+    for degrees that the engine refuses.
     """
-    cut = _cut(config, precision, degrees)
+    if num_cores is not None:
+        require_own_heads(config, degrees)
+    cut: Cut = "inputs" if num_cores is None else _cut(config, precision, degrees)
     specs = parameter_specs(config)
     ranks: list[RankMemory] = []
     for rank in range(degrees.num_ranks):
         share = rank_share(config, rank, degrees)
         kv_bytes = 2 * share.layers.count * share.heads.count * config.head_dim * precision.kv_bytes
-        cores = _cores(rank, degrees.num_ranks, num_cores)
+        cores = None if num_cores is None else _cores(rank, degrees.num_ranks, num_cores)
         weights_bytes = _weights_bytes(share_specs(specs, config, share, cut), config, share, precision, cut)
         ranks.append(RankMemory(rank, share.layers, share.heads, weights_bytes, kv_bytes, cores))
     return ranks

@@ -11,8 +11,6 @@ import torch
 
 from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
-from engine.models.read_config import load_decoder_config
-from engine.models.share import rank_share
 from engine.ranks.launch import load_ranked_runner
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
@@ -48,8 +46,8 @@ def test_stages_of_models_with_one_kv_head(checkpoint: Checkpoint, family: str) 
 
 @pytest.mark.parametrize("family", sorted(ONE_KV_HEAD))
 def test_more_ranks_than_kv_heads(checkpoint: Checkpoint, family: str) -> None:
-    with pytest.raises(ConfigurationError, match="tensor_parallel 2 does not fit 1 KV heads"):
-        rank_share(load_decoder_config(checkpoint(family)), 0, Degrees(2))
+    with pytest.raises(ConfigurationError, match=r"tensor_parallel 2 does not fit 1 KV heads: .* or rank_memory own"):
+        load_ranked_runner(settings(checkpoint(family), tensor_parallel=2), on_lost=pytest.fail)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -84,7 +82,7 @@ def test_processes(checkpoint: Checkpoint) -> None:
     assert json.loads(answer) == [expected.token_ids for expected in expect_prompts(model_dir)]
 
 
-def test_cuda_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_share_no_memory(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with pytest.raises(ConfigurationError, match="on cuda is not built yet"):
+    with pytest.raises(ConfigurationError, match=r"2 on cuda does not fit rank_memory shared: .* use auto"):
         load_ranked_runner(settings(checkpoint("llama"), tensor_parallel=2, device="cuda"), on_lost=pytest.fail)

@@ -45,7 +45,7 @@ from kvtransfer import (
     TransferSpec,
 )
 from mesh.domain.errors import ConfigurationError, InvalidRequest, WorkerBusy, WorkerLost
-from mesh.domain.kv import Span
+from mesh.domain.kv import Degrees, Span
 from mesh.domain.worker import KVEndpoint
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
@@ -116,7 +116,7 @@ def rank_processes(port: int, model_dir: Path, size: int, *flags: str) -> Iterat
 
 def listener(size: int = 2, timeout_s: float = LOAD_S, tls: Issued | None = None) -> RankListener:
     listen = Listen("127.0.0.1", 0, MeshKey(KEY), tls=None if tls is None else tls.identity)
-    return RankListener(listen, size, timeout_s=timeout_s, on_leaving=lambda: None)
+    return RankListener(listen, Degrees(size), timeout_s=timeout_s, on_leaving=lambda: None)
 
 
 @contextmanager
@@ -338,8 +338,8 @@ async def gathering(model_dir: Path, size: int = 2) -> AsyncIterator[tuple[RankL
     [
         ({"mesh_key": "the key of another mesh"}, "refuses this rank: .*the mesh key is missing or wrong"),
         ({"mesh_key": ""}, "refuses this rank: .*the mesh key is missing or wrong"),
-        ({"rank": 2}, "rank 2 is out of range: this worker has tensor_parallel 2, and takes ranks 1 to 1"),
-        ({"group_size": 4}, "rank 1 is one of 4, this worker has tensor_parallel 2"),
+        ({"rank": 2}, r"rank 2 is out of range: this worker has 2 ranks \(2x1\), and takes ranks 1 to 1"),
+        ({"group_size": 4}, r"rank 1 is one of 4, this worker has 2 ranks \(2x1\)"),
     ],
 )
 async def test_ranks_that_do_not_fit_are_refused(checkpoint: Checkpoint, changes: dict[str, Any], error: str) -> None:
@@ -443,9 +443,9 @@ async def test_a_rank_of_an_earlier_run_disturbs_nothing(checkpoint: Checkpoint)
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"quantize": "int8"}, "ranks on several machines cannot compute in int8: that needs the compiled decoder"),
+        ({"quantize": "int8"}, "ranks that share no memory cannot compute in int8: that needs the compiled decoder"),
         ({"tensor_parallel": 5}, "tensor_parallel 5 does not fit 4 KV heads"),
-        ({"pipeline_parallel": 2}, "pipeline_parallel 2 over several machines is not built yet"),
+        ({"pipeline_parallel": 4}, "pipeline_parallel 4 does not fit 3 layers"),
     ],
 )
 def test_what_they_cannot_compute_is_refused(checkpoint: Checkpoint, changes: dict[str, Any], error: str) -> None:
@@ -457,9 +457,9 @@ def test_what_they_cannot_compute_is_refused(checkpoint: Checkpoint, changes: di
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"tensor_parallel": "1"}, "rank_listen needs tensor_parallel of 2 or more, as a number, got 1"),
-        ({"tensor_parallel": "max"}, "rank_listen needs tensor_parallel of 2 or more, as a number, got max"),
-        ({"pipeline_parallel": "2"}, "rank_listen does not fit pipeline_parallel 2"),
+        ({"tensor_parallel": "1"}, "rank_listen needs 2 ranks or more: .* as numbers, got 1 and 1"),
+        ({"tensor_parallel": "max"}, "rank_listen needs 2 ranks or more: .* as numbers, got max and 1"),
+        ({"pipeline_parallel": "max"}, "rank_listen needs 2 ranks or more: .* as numbers, got 2 and max"),
         ({"rank_listen": "127.0.0.1"}, "rank_listen must be host:port"),
         ({"rank_listen": "10.0.0.1:5"}, "rank_listen 10.0.0.1 is not on this machine: ranks exchange activations over"),
         ({"rank_timeout_s": 0.0}, "rank_timeout_s must be > 0"),

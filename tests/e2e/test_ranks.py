@@ -20,6 +20,7 @@ import tandem
 from mesh.domain.kv import Degrees
 from tests.e2e.in_middle import stream_and_hit
 from tests.e2e.mesh_process import RESTART_S, MeshProcess, mesh, pools_are_whole, wait_serving
+from tests.e2e.reference import Reference
 from tests.evidence import Evidence
 from tests.waiting import until
 
@@ -172,6 +173,22 @@ async def test_ranks_answer_as_one_also_when_they_are_killed(checkpoint: Callabl
         pid = hit_rank(running, "prefill")
         assert [result.tokens for result in await asyncio.gather(*tasks)] == prompts
         await wait_back(running, client, "prefill", pid)
+
+
+@pytest.mark.timeout(900)
+async def test_ranks_without_shared_memory_also_when_they_are_killed(
+    checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
+) -> None:
+    """As on GPUs. They sum in another order than one rank does, so tokens are compared, and those of transformers."""
+    own = ("--set", "prefill.rank_memory=own", "--set", "decode.rank_memory=own")
+    async with ranked_mesh(checkpoint("llama-tied"), tmp_path, STAGES, TWO, *own) as (running, client):
+        for request, tokens in zip(long_prompts(), await ask(client, long_prompts()), strict=True):
+            reference("llama-tied").check_greedy(request["token_ids"], tokens)
+        expected = await ask(client, requests())
+        hit, pid = await stream_and_hit(client, requests(), lambda: hit_rank(running, "decode"))
+        for events, tokens in zip(hit, expected, strict=True):
+            assert [event.token.id for event in events] == [token.id for token in tokens]
+        await wait_back(running, client, "decode", pid)
 
 
 @pytest.mark.soak

@@ -38,6 +38,7 @@ LAYOUT = KVLayout("tiny", num_layers=4, num_kv_heads=4, head_dim=4, block_size=4
 SOURCE_IDS = (1, 2, 3)
 RESERVATION = ExpectedTransfer("transfer", 1, (4, 9, 2), 1, 11)  # the first block is there
 DEGREES = [Degrees(tensor, pipeline) for tensor in (1, 2, 4) for pipeline in (1, 2)]
+COPIES = [Degrees(1), Degrees(2), Degrees(4, 2), Degrees(8)]
 
 
 class Rank:
@@ -95,7 +96,8 @@ class Workers:
 
     async def begin(self) -> Outgoing:
         await self.receiver.expect(RESERVATION)
-        spec = TransferSpec("transfer", 1, "", INCARNATION, SOURCE_IDS, LAYOUT.whole, RESERVATION.first_block)
+        whole = self.sources[0].layout.whole
+        spec = TransferSpec("transfer", 1, "", INCARNATION, SOURCE_IDS, whole, RESERVATION.first_block)
         return self.sender.open(spec, self.endpoints)
 
     async def outcome(self) -> MeshError | None:
@@ -110,16 +112,18 @@ class Workers:
 
 
 def part_of(whole: FakeKVStore, span: KVSpan) -> FakeKVStore:
-    store = FakeKVStore(LAYOUT, span=span)
+    store = FakeKVStore(whole.layout, span=span)
     store.data[:] = whole._part(span)
     return store
 
 
 @asynccontextmanager
-async def workers(prefill: Degrees, decode: Degrees, settings: TransferSettings = GRPC_ONLY) -> AsyncIterator[Workers]:
-    whole = FakeKVStore(LAYOUT, seed=1)
-    sources = [part_of(whole, span) for span in kv_spans(4, 4, prefill)]
-    targets = [FakeKVStore(LAYOUT, span=span) for span in kv_spans(4, 4, decode)]
+async def workers(
+    prefill: Degrees, decode: Degrees, settings: TransferSettings = GRPC_ONLY, layout: KVLayout = LAYOUT
+) -> AsyncIterator[Workers]:
+    whole = FakeKVStore(layout, seed=1)
+    sources = [part_of(whole, span) for span in kv_spans(4, layout.num_kv_heads, prefill)]
+    targets = [FakeKVStore(layout, span=span) for span in kv_spans(4, layout.num_kv_heads, decode)]
     sending, receiving = (list(map(Rank, stores[1:])) for stores in (sources, targets))
     outcomes = Outcomes()
     own = KVSender(sources[0], "prefill-0", Credentials(KEY), settings)
@@ -152,8 +156,8 @@ def announce(transfer: Outgoing) -> None:
 
 def require_same(running: Workers) -> None:
     """The KV is that which one rank would have sent to one rank."""
-    whole = FakeKVStore(LAYOUT, seed=1)
-    expected = FakeKVStore(LAYOUT)
+    layout = running.targets[0].layout
+    whole, expected = FakeKVStore(layout, seed=1), FakeKVStore(layout)
     expected.data[:, :, list(RESERVATION.block_ids[1:])] = whole.data[:, :, list(SOURCE_IDS[1:])]
     for target in running.targets:
         assert np.array_equal(target.data, expected._part(target.span))
@@ -169,6 +173,22 @@ async def test_any_degrees_bring_the_same_kv(prefill: Degrees, decode: Degrees) 
         assert await running.outcome() is None
         assert running.outcomes.committed == [("transfer", FIRST_TOKEN)]
         assert (result.transport, result.num_bytes) == ("grpc", 2 * LAYOUT.block_bytes)
+        require_same(running)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("decode", COPIES, ids=str)
+@pytest.mark.parametrize("prefill", COPIES, ids=str)
+async def test_ranks_with_copies_of_heads_send_one_and_get_all(
+    prefill: Degrees, decode: Degrees, num_kv_heads: int
+) -> None:
+    layout = replace(LAYOUT, num_kv_heads=num_kv_heads)
+    async with workers(prefill, decode, layout=layout) as running:
+        transfer = await running.begin()
+        announce(transfer)
+        result = await transfer.commit(11, FIRST_TOKEN)
+        assert await running.outcome() is None
+        assert result.num_bytes == 2 * layout.block_bytes * max(1, decode.tensor // num_kv_heads)
         require_same(running)
 
 

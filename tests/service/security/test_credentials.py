@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 import mesh.v1
 import tandem.v1
 from engine.runner_settings import RunnerSettings
+from mesh.domain.kv import Degrees
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import MeshKey
@@ -109,7 +110,10 @@ async def worker_server(model_dir: Path) -> AsyncIterator[str]:
 async def rank_listener(model_dir: Path) -> AsyncIterator[str]:
     """A leader that waits for its ranks."""
     listener = RankListener(
-        Listen("127.0.0.1", 0, MeshKey(MESH_KEY)), 2, timeout_s=LIMIT_S, on_leaving=lambda: pytest.fail("a rank is in")
+        Listen("127.0.0.1", 0, MeshKey(MESH_KEY)),
+        Degrees(2),
+        timeout_s=LIMIT_S,
+        on_leaving=lambda: pytest.fail("a rank is in"),
     )
     gathering = asyncio.create_task(asyncio.to_thread(listener.gather, RunnerSettings(model_dir), LAYOUT))
     try:

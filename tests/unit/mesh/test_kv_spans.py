@@ -26,12 +26,13 @@ def spans_or_nothing(model: tuple[int, int], degrees: Degrees) -> tuple[KVSpan, 
 
 
 @given(MODELS, DEGREES)
-def test_ranks_hold_everything_once(model: tuple[int, int], degrees: Degrees) -> None:
+def test_ranks_hold_everything_equally_often(model: tuple[int, int], degrees: Degrees) -> None:
+    """Once, unless there are more tensor ranks than heads."""
     held = spans_or_nothing(model, degrees)
     assume(held)
     counts = Counter(cell for span in held for cell in cells(span))
     assert counts.keys() == set(product(range(model[0]), range(model[1])))
-    assert set(counts.values()) == {1}
+    assert set(counts.values()) == {max(1, degrees.tensor // model[1])}
     assert len(held) == degrees.tensor * degrees.pipeline
 
 
@@ -47,6 +48,18 @@ def test_flows_bring_each_target_all_it_holds_once(model: tuple[int, int], ours:
     assert all(flow.span.is_inside(sources[flow.source]) for flow in found)
 
 
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
+def test_ranks_with_copies_take_turns(num_heads: int, num_copies: int, num_others: int) -> None:
+    """To as many ranks, each sends its own; to several that need the same, no copy sends two more than another."""
+    holders = kv_spans(2, num_heads, Degrees(num_heads * num_copies))
+    assert [(flow.source, flow.target) for flow in flows(holders, holders)] == [(i, i) for i in range(len(holders))]
+    for targets in (kv_spans(2, num_heads, Degrees(num_heads * num_others)), kv_spans(2, num_heads, Degrees())):
+        sent = Counter(flow.source for flow in flows(holders, targets))
+        for head in range(num_heads):
+            of_head = [sent[rank] for rank, span in enumerate(holders) if span.heads.first == head]
+            assert max(of_head) - min(of_head) <= 1
+
+
 def test_one_rank_sends_all_it_has_to_one() -> None:
     [span] = kv_spans(30, 3, Degrees())
     assert span == KVSpan(Span(0, 30), Span(0, 3))
@@ -60,7 +73,7 @@ def test_heads_are_shared_out_unequally_if_they_must() -> None:
 @pytest.mark.parametrize(
     ("degrees", "said"),
     [
-        (Degrees(4), "tensor_parallel 4 does not fit 3 KV heads: use 3 or fewer"),
+        (Degrees(4), "tensor_parallel 4 does not fit 3 KV heads: use 3 or fewer, or a multiple of it"),
         (Degrees(1, 5), "pipeline_parallel 5 does not fit 4 layers: use 4 or fewer"),
         (Degrees(0), "at least 1"),
     ],
@@ -76,7 +89,12 @@ def test_missing_kv_is_refused() -> None:
         flows([KVSpan(Span(0, 3), Span(0, 2))], [whole])
 
 
-def test_kv_that_two_ranks_hold_is_refused() -> None:
-    whole = KVSpan(Span(0, 4), Span(0, 2))
+def test_heads_have_copies_if_there_are_more_ranks() -> None:
+    assert [span.heads.first for span in kv_spans(1, 2, Degrees(4))] == [0, 0, 1, 1]
+
+
+def test_kv_that_two_ranks_hold_in_unequal_parts_is_refused() -> None:
+    whole, part = KVSpan(Span(0, 4), Span(0, 2)), KVSpan(Span(0, 4), Span(0, 1))
+    assert flows([whole, whole], [whole]) == (Flow(0, 0, whole),)
     with pytest.raises(LayoutMismatch, match="exactly once"):
-        flows([whole, whole], [whole])
+        flows([whole, part], [whole])

@@ -17,6 +17,7 @@ from mesh.domain.host import Cores
 from mesh.settings import Resolved, load_settings
 from router.settings import RouterSettings
 from tandem_cli.cores import CoreAssignment, assign_cores, format_cores
+from tandem_cli.devices import num_sharing, worker_devices
 from tandem_cli.low_code_keys import flag
 from tandem_cli.up_settings import ROLES, UpSettings, split_by_role
 
@@ -24,8 +25,6 @@ BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "demo_model"
 _MODEL_OVERRIDE = re.compile(r"([\w.-]+)/(.+)")
 _WORKER_ROLES = ("prefill", "decode")
 _COUNTS = ("prefill", "decode", "colocated")
-_ANY_DEVICE = "auto"
-_DEVICES = {"cuda": "cuda:0"}
 _STOP_MARGIN_S = 50.0
 """A service on a busy machine may need this long to stop besides the time for running work."""
 
@@ -186,12 +185,11 @@ class Deployment:
         Raises ConfigurationError as `resolve` does.
         """
         workers = {worker.name: self.resolve(worker, environ) for worker in self.workers("127.0.0.1:1")}
-        devices = {name: _DEVICES.get(settings.device, settings.device) for name, settings in workers.items()}
+        devices = {
+            name: worker_devices(settings.device, settings.num_local_ranks) for name, settings in workers.items()
+        }
         shares = {
-            name: sum(
-                devices[name] == _ANY_DEVICE or other_device in (devices[name], _ANY_DEVICE)
-                for other_device in devices.values()
-            )
+            name: max(num_sharing(device, devices.values()) for device in devices[name])
             for name, settings in workers.items()
             if not settings.kv_memory_shares
         }

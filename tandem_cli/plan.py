@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     load = Load(args.input_tokens, args.output_tokens, args.rate)
     with quiet_logs(logging.WARNING):
         precision = _precision(args, model_dir, config, has_ranks=degrees != Degrees())
-        capacity, device = _capacity(args, config, precision)
+        capacity, device = _capacity(args, config, precision, degrees.num_ranks if _has_gpus(args) else 1)
         args.batch = batches_to_plan(capacity, load, args.batch)
         ranks = [] if degrees == Degrees() else _rank_memory(args, config, precision, degrees)
         measured_ms = _measured_ms(args, model_dir, degrees)
@@ -180,13 +180,17 @@ def _find_decoder(args: argparse.Namespace) -> tuple[Path, ModelConfig]:
     return model_dir, config
 
 
-def _capacity(args: argparse.Namespace, config: ModelConfig, precision: Precision) -> tuple[Capacity, Device]:
+def _capacity(
+    args: argparse.Namespace, config: ModelConfig, precision: Precision, num_gpus: int = 1
+) -> tuple[Capacity, Device]:
     device = _device(args, precision)
+    if num_gpus > 1:
+        device = device.times(num_gpus)
     return Capacity(model_size(config), precision, device.rates(precision), args.memory_share), device
 
 
 def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *, has_ranks: bool) -> Precision:
-    is_cpu = has_ranks or ((args.device or _HERE) == _HERE and args.bandwidth is None)
+    is_cpu = not _has_gpus(args) and (has_ranks or args.bandwidth is None)
     if is_cpu and args.quantize == "none":
         from engine.resolve import resolve
         from engine.runner_settings import RunnerSettings
@@ -222,9 +226,12 @@ def _degrees(args: argparse.Namespace, partition: Partition | None) -> Degrees:
     degrees = Degrees(args.tensor_parallel or own.tensor, args.pipeline_parallel or own.pipeline)
     if partition is not None:
         partition.require(degrees, args.quantize, args.dtype or partition.dtype)
-    if degrees != Degrees() and (args.device or _HERE) != _HERE:
-        raise ConfigurationError(f"the ranks of a worker are on one machine with CPUs: plan {args.device} without them")
     return degrees
+
+
+def _has_gpus(args: argparse.Namespace) -> bool:
+    """True if the plan is for GPUs: each rank has one."""
+    return (args.device or _HERE) != _HERE
 
 
 def _about(partition: Partition) -> dict[str, object]:
@@ -238,7 +245,7 @@ def _rank_memory(
 ) -> list["RankMemory"]:
     from tandem_cli.capacity.ranks import rank_memory
 
-    return rank_memory(config, precision, degrees, _num_threads(args))
+    return rank_memory(config, precision, degrees, None if _has_gpus(args) else _num_threads(args))
 
 
 def _device(args: argparse.Namespace, precision: Precision) -> Device:

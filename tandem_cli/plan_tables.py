@@ -75,20 +75,21 @@ def _memory(plan: PlanResult) -> Table:
 
 def _ranks(ranks: Sequence["RankMemory"], context_tokens: int) -> Table:
     columns = ("layers", "KV heads", "weights bytes", "KV bytes/token", f"KV of {context_tokens} tokens", "cores")
+    own_cores = [rank.cores for rank in ranks if rank.cores is not None]
     table = _table("rank", *columns)
 
-    def add(name: str, spans: tuple[Span, ...], sizes: tuple[float, float], cores: int) -> None:
+    def add(name: str, spans: tuple[Span, ...], sizes: tuple[float, float], cores: int | None) -> None:
         weights_bytes, kv_bytes = sizes
         sizes_text = (f"{_number(weights_bytes)}B", f"{kv_bytes:,.0f}", f"{_number(context_tokens * kv_bytes)}B")
         spans_text = (f"{span.first}..{span.end - 1}" for span in spans)
-        table.add_row(name, *spans_text, *sizes_text, str(cores or "shared"))
+        table.add_row(name, *spans_text, *sizes_text, "on a GPU" if cores is None else str(cores or "shared"))
 
     for rank in ranks:
         add(str(rank.rank), (rank.layers, rank.heads), (rank.weights_bytes, rank.kv_bytes_per_token), rank.cores)
     whole = Span(0, ranks[-1].layers.end), Span(0, ranks[-1].heads.end)
     from tandem_cli.capacity.ranks import total
 
-    add("worker", whole, total(ranks), sum(rank.cores for rank in ranks))
+    add("worker", whole, total(ranks), sum(own_cores) if own_cores else None)
     return table
 
 

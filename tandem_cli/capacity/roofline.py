@@ -298,6 +298,12 @@ class Device:
         weights = self._rate(precision.weights) or kv_rate
         return DeviceRates(self.memory_bytes, self.bandwidth_bytes_per_s, weights, kv_rate)
 
+    def times(self, count: int) -> "Device":
+        """So many of them as one, at best: nothing is lost between them."""
+        rates = {dtype: count * rate for dtype, rate in self.flops_per_s.items()}
+        memory_bytes, bandwidth = count * self.memory_bytes, count * self.bandwidth_bytes_per_s
+        return Device(f"{count} x {self.name}", memory_bytes, bandwidth, rates, self.source)
+
     def _rate(self, dtype: str) -> float | None:
         return self.flops_per_s.get(dtype) or self.flops_per_s.get(_SAME_RATE.get(dtype, ""))
 

@@ -23,12 +23,12 @@ from tandem_cli.on_ray.resources import WorkerNeed
 
 
 def worker_needs(deployment: Deployment, environ: Mapping[str, str], cluster_gpus: float) -> list[WorkerNeed]:
-    """The needs of all workers. Workers with the device "auto" get a GPU each if the cluster has enough for all. Raises
-    ConfigurationError.
+    """The needs of all workers. Workers with the device "auto" get a GPU for each rank if the cluster has enough for
+    all. Raises ConfigurationError.
     """
     workers = deployment.workers("127.0.0.1:1")
     settings_by_name = {worker.name: deployment.resolve(worker, environ) for worker in workers}
-    num_on_gpu = sum(settings.device != "cpu" for settings in settings_by_name.values())
+    num_on_gpu = sum(each.num_local_ranks for each in settings_by_name.values() if each.device != "cpu")
     auto_is_gpu = cluster_gpus >= num_on_gpu > 0
     return [_need(name, settings, auto_is_gpu=auto_is_gpu) for name, settings in settings_by_name.items()]
 
@@ -40,7 +40,8 @@ def _need(name: str, settings: Any, *, auto_is_gpu: bool) -> WorkerNeed:
         raise ConfigurationError("with --on ray, tensor_parallel and pipeline_parallel must be numbers, not max")
     if settings.device.startswith("cuda") or (settings.device == "auto" and auto_is_gpu):
         files_bytes = sum(file.stat().st_size for file in Path(settings.model).glob("*.safetensors"))
-        return WorkerNeed(name, 1, files_bytes, 0, 0, num_gpus=1)
+        num_ranks = settings.num_local_ranks
+        return WorkerNeed(name, num_ranks, files_bytes, 0, 0, num_gpus=num_ranks)
     return _cpu_need(name, settings)
 
 

@@ -59,11 +59,14 @@ class WorkerResources:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """A bundle for each rank. The first is the actor's, whose process starts the other ranks."""
+        """A bundle for each rank. The first is the actor's, whose process starts the other ranks: it has all GPUs,
+        since Ray shows a process those of its bundle only.
+        """
         bundle = {"CPU": float(self.cpus_per_rank), "memory": float(int(self.memory_bytes / self.num_ranks))}
+        bundles = [dict(bundle) for _ in range(self.num_ranks)]
         if self.num_gpus:
-            bundle["GPU"] = float(self.num_gpus)
-        return [dict(bundle) for _ in range(self.num_ranks)]
+            bundles[0]["GPU"] = float(self.num_gpus)
+        return bundles
 
     def __str__(self) -> str:
         ranks = f" for {self.num_ranks} ranks" if self.num_ranks > 1 else ""

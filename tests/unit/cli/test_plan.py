@@ -200,9 +200,20 @@ def test_degrees_that_do_not_fit(flags: list[str], said: str, capsys: pytest.Cap
     assert said in capsys.readouterr().err
 
 
-def test_ranks_are_for_cpus(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ON_H100, "--tensor-parallel", "2"]) == 2
-    assert "on one machine with CPUs: plan h100-sxm without them" in capsys.readouterr().err
+def test_each_rank_has_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """The eager decoder's cut: both ranks embed, rank 0 has that matrix as output, too."""
+    plans = []
+    for flags in ((), ("--tensor-parallel", "2")):
+        assert main([*ON_H100, *flags, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    alone, two = plans
+    assert two["device"]["name"] == "2 x H100 SXM"
+    for figure in ("memory_bytes", "bandwidth_bytes_per_s", "flops_per_s"):
+        assert two["device"][figure] == 2 * alone["device"][figure]
+    assert [(rank["heads"], rank["cores"]) for rank in two["ranks"]] == [([0, 1], None), ([1, 2], None)]
+    assert two["ranks"][0]["weights_bytes"] == two["ranks"][1]["weights_bytes"]
+    assert main([*ON_H100, "--tensor-parallel", "2"]) == 0
+    assert capsys.readouterr().out.count("on a GPU") == 3
 
 
 def test_a_partition_says_its_degree_and_quantization(capsys: pytest.CaptureFixture[str], partition: Path) -> None:

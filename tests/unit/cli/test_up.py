@@ -211,6 +211,9 @@ def test_a_flag_that_wins_is_blamed_itself(monkeypatch: pytest.MonkeyPatch, caps
         (("--prefill", "2", "--decode", "4"), {"6"}),
         (("--colocated",), {"1"}),
         (("--set", "decode.device=cuda:1", "--set", "prefill.device=cuda"), {"1"}),
+        (("--device", "cuda", "--set", "decode.tensor_parallel=2", "--prefill", "2"), {"3"}),
+        (("--device", "cuda:1", "--set", "decode.tensor_parallel=2", "--set", "prefill.device=cuda:2"), {"2"}),
+        (("--set", "decode.device=cuda:0,cuda:3", "--set", "prefill.device=cuda:2"), {"1"}),
         (("--model", "a=tandem-small", "--model", "b=tandem-small"), {"4"}),
         (("--set", "decode.device=cpu"), {"2"}),  # the others, on auto, may be there too
         (("--kv-memory-shares", "9"), {"9"}),

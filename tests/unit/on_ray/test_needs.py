@@ -63,6 +63,9 @@ def test_workers_take_gpus_if_there_are_enough() -> None:
     assert [need.num_gpus for need in needs(3).values()] == [1, 1, 1]
     assert [need.num_gpus for need in needs(0, device="cuda").values()] == [0, 1, 1]
     assert [need.num_gpus for need in needs(3, device="cpu").values()] == [1, 0, 0]
+    two = {"tensor_parallel": "2"}
+    assert [need.num_gpus for need in needs(4, **two).values()] == [0, 0, 0]
+    assert [(need.num_gpus, need.num_ranks) for need in needs(5, **two).values()] == [(1, 1), (2, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 # Every target sets up what it needs, from a bare clone. Override PYTHON to choose the interpreter (3.11 or newer).
 PYTHON ?= python3
 BIN := .venv/bin
-TYPED := client/tandem router prefill_worker decode_worker rank_worker kvtransfer engine mesh checkpoint worker gateway tandem_cli bench demo_model examples docs_site
+TYPED := client/tandem router prefill_worker decode_worker rank_worker switchable_worker kvtransfer engine mesh checkpoint worker gateway tandem_cli bench demo_model examples docs_site
 SOURCES := $(TYPED) tests
 FAST := 'not gpu and not soak'
 # Tests of processes wait more than they compute, so two cores take three at once.

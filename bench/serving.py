@@ -30,7 +30,8 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
-from worker.engine_host import EngineLimits, build_host
+from worker.engine_host import build_host
+from worker.limits import EngineLimits
 
 _ENGINE = "engine"
 

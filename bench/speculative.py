@@ -31,7 +31,8 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
-from worker.engine_host import EngineLimits, build_host
+from worker.engine_host import build_host
+from worker.limits import EngineLimits
 
 _BUNDLED = Path(__file__).resolve().parent.parent / "demo_model"
 _ARMS = ("none", "ngram", "draft")

@@ -26,6 +26,7 @@ from engine.prompt_pace import PromptPace
 from engine.runner import FinishBatch, LayerHook, Runner
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
+from engine.settings import SchedulerConfig
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import MeshError, WorkerLost
 from mesh.domain.tokens import SequenceOutput
@@ -154,6 +155,12 @@ class Engine:
             self._runner.use_cores(())
             self._cores.end_step()
 
+    def begin_role(self, config: SchedulerConfig, on_layers: LayerHook | None) -> None:
+        """Plan by other limits from now on, and call another layer hook. Raises ValueError while sequences are here."""
+        self.scheduler.begin_role(config)
+        self._on_layers = on_layers
+        self._pace = PromptPace(config.max_step_stretch)
+
     def close(self) -> None:
         if self.scheduler.evicted is not None:
             self.scheduler.evicted.close()
@@ -268,6 +275,10 @@ class EngineLoop:
             raise WorkerLost("the engine has stopped")
         # Shielded: a cancelled caller must undo the effect of its command.
         return await asyncio.shield(asyncio.wrap_future(future))
+
+    async def begin_role(self, config: SchedulerConfig, on_layers: LayerHook | None) -> None:
+        """`Engine.begin_role` between two steps."""
+        await self.call(lambda _: self._engine.begin_role(config, on_layers))
 
     async def prepare(self, choices: Sequence[SequenceState]) -> None:
         """Wait for `Runner.prepare` of a request's choices while steps continue. Raises its errors."""

@@ -98,6 +98,14 @@ class Scheduler:
         self._counters = _Counters()
         self._pending = _Pending()
 
+    def begin_role(self, config: SchedulerConfig) -> None:
+        """Plan by other limits from now on; counters begin at zero, cached blocks stay. Raises ValueError while
+        sequences are here."""
+        if num_left := len(self._waiting) + len(self._slots) + len(self._held):
+            raise ValueError(f"{num_left} sequences are left of the former role")
+        self.config = config
+        self._counters = _Counters()
+
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def add(self, sequence: SequenceState) -> None:

@@ -108,6 +108,7 @@ def _web_routes() -> list[BaseRoute]:
         Route("/mesh/history", Endpoint(OpenAIDialect(), web.mesh_history, is_polled=True), methods=["GET"]),
         Route("/mesh/workers/{worker}/drain", Endpoint(OpenAIDialect(), web.drain), methods=["POST"]),
         Route("/mesh/workers/{worker}/undrain", Endpoint(OpenAIDialect(), web.undrain), methods=["POST"]),
+        Route("/mesh/workers/{worker}/switch/{role}", Endpoint(OpenAIDialect(), web.switch_role), methods=["POST"]),
         Mount("/pages", web.PageFiles(directory=web.PAGES)),
         Route("/health", web.health, methods=["GET"]),
         Route("/ping", web.ping, methods=["GET"]),

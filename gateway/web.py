@@ -121,6 +121,13 @@ async def undrain(exchange: Exchange) -> Response:
     return JSONResponse({"worker_id": worker_id, "draining": False})
 
 
+async def switch_role(exchange: Exchange) -> Response:
+    """Handle POST /mesh/workers/{worker}/switch/{role}."""
+    worker_id, role = (exchange.arrival.request.path_params[name] for name in ("worker", "role"))
+    await exchange.client.switch_role(worker_id, role, timeout=_MESH_TIMEOUT_S)
+    return JSONResponse({"worker_id": worker_id, "role": role})
+
+
 def state_json(mesh: Mesh, *, at_s: float) -> Json:
     """The mesh under the SDK's names, plus `at_s` and the verdict."""
     return asdict(mesh) | {"at_s": at_s, "verdict": asdict(judge(mesh))}

@@ -29,6 +29,8 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 
 SHORT_NAMES: Mapping[str, str] = {"prefill_worker": "prefill", "decode_worker": "decode"}
 """Alternative table names, as in `--set decode.KEY=VALUE`."""
+_PARTS: Mapping[str, tuple[str, ...]] = {"switchable_worker": ("prefill_worker", "decode_worker")}
+"""Components that also have the tables of others, in which a setting must not have two values."""
 COMPONENTS = (
     "up",
     "router",
@@ -36,6 +38,7 @@ COMPONENTS = (
     "prefill_worker",
     "decode_worker",
     "rank_worker",
+    "switchable_worker",
     *SHORT_NAMES.values(),
     "handler",
     "client",
@@ -321,17 +324,20 @@ def _is_table(value: object, key: str) -> TypeGuard[dict[str, object]]:
 
 
 def _table(path: str, content: Mapping[str, object], component: str, names: Collection[str]) -> dict[str, object]:
-    """Return the component's table, merged with the table of its short name."""
+    """Return the component's table, merged with the table of its short name and with those of its parts."""
     merged: dict[str, object] = {}
-    for title in filter(None, (component, SHORT_NAMES.get(component))):
+    origins: dict[str, str] = {}
+    tables = (component, *_PARTS.get(component, ()))
+    for title in filter(None, (*tables, *map(SHORT_NAMES.get, tables))):
         table = content.get(title, {})
         for key, value in table.items() if _is_table(table, title) else ():
             if key not in names:
                 raise ConfigurationError(
                     f"the settings file {path} has an unknown key {key} in [{title}]{suggestion(key, names)}"
                 )
+            origins.setdefault(key, title)
             if merged.setdefault(key, value) != value:
                 raise ConfigurationError(
-                    f"the settings file {path} has {key} in [{component}] and in [{title}], with different values"
+                    f"the settings file {path} has {key} in [{origins[key]}] and in [{title}], with different values"
                 )
     return merged

@@ -30,10 +30,10 @@ _FAILURE: dict[SequenceFailure, decode_pb2.SequenceFailure] = {
 }
 _FAILURE_BACK = {value: failure for failure, value in _FAILURE.items()}
 
-_ROLE: dict[WorkerRole, worker_pb2.WorkerRole] = {
+ROLES: dict[WorkerRole, worker_pb2.WorkerRole] = {
     role: getattr(worker_pb2, f"WORKER_ROLE_{role.name}") for role in WorkerRole
 }
-_ROLE_BACK = {value: role for role, value in _ROLE.items()}
+_ROLE_BACK = {value: role for role, value in ROLES.items()}
 
 _STATE: dict[WorkerState, worker_pb2.WorkerState] = {
     state: getattr(worker_pb2, f"WORKER_STATE_{state.name}") for state in WorkerState
@@ -66,6 +66,7 @@ _PLAIN_WORKER = (
     "pid",
     "protocol_version",
     "speculative",
+    "switchable",
 )
 
 _LOAD = (
@@ -310,9 +311,16 @@ def failure_from_proto(value: decode_pb2.SequenceFailure) -> SequenceFailure:
     return _FAILURE_BACK.get(value, SequenceFailure.INTERNAL)
 
 
+def role_from_proto(role: worker_pb2.WorkerRole) -> WorkerRole:
+    """Raises InvalidRequest for an unknown role."""
+    if role not in _ROLE_BACK:
+        raise InvalidRequest(f"unknown worker role {role}")
+    return _ROLE_BACK[role]
+
+
 def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
     return worker_pb2.WorkerRecord(
-        role=_ROLE[info.role],
+        role=ROLES[info.role],
         layout=layout_to_proto(info.layout),
         ranks=kv_endpoints_to_proto(info.kv_endpoints),
         tensor_parallel=info.tensor_parallel,
@@ -324,10 +332,8 @@ def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
 
 def worker_from_proto(message: worker_pb2.WorkerRecord) -> WorkerInfo:
     """Raises InvalidRequest for an unknown role."""
-    if message.role not in _ROLE_BACK:
-        raise InvalidRequest(f"unknown worker role {message.role}")
     return WorkerInfo(
-        role=_ROLE_BACK[message.role],
+        role=role_from_proto(message.role),
         layout=layout_from_proto(message.layout),
         kv_endpoints=kv_endpoints_from_proto(message.ranks),
         tensor_parallel=message.tensor_parallel or 1,

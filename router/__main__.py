@@ -4,6 +4,9 @@ import asyncio
 import gc
 import sys
 import time
+from collections.abc import Coroutine, Iterator
+from functools import partial
+from typing import Any
 
 import structlog
 
@@ -21,10 +24,11 @@ from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.model_router import ModelRouter, require_served
 from router.readiness import SERVICES, Readiness
+from router.role_switching import RoleSwitcher, SwitchLimits
 from router.service import GenerationServices
 from router.settings import RouterSettings
 from router.tenants import NoKeys
-from router.workers.connections import Caller, Channels, Drains
+from router.workers.connections import Caller, Channels, WorkerControl
 from router.workers.coordination import coordinate
 from router.workers.decode_link import DecodeLinks
 from router.workers.membership import Membership
@@ -46,6 +50,7 @@ class RouterProcess:
     """
 
     def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
         self.membership = Membership(time.monotonic, self._require_served)
         keys, tls, anonymous = settings.load_api_keys(), settings.load_public_tls(), settings.allow_anonymous
         listen = Listen(settings.host, settings.port, keys, public=True, allow_anonymous=anonymous, tls=tls)
@@ -57,7 +62,7 @@ class RouterProcess:
         self.history = History()
         self.journal = Journal(time.monotonic, [self.metrics, self.history])
         self._channels = Channels(self.membership, caller.credentials.tls)
-        self._drains = Drains(self.membership, self._channels, caller)
+        self._control = WorkerControl(self.membership, self._channels, caller, self._serving_beside)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         prefill_client = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
         self.model_routers = [
@@ -91,14 +96,14 @@ class RouterProcess:
             GenerationServicer(self._services, self._callers), self.public.grpc
         )
         mesh_servicer = MeshServicer(
-            self.model_routers, self.journal, self.history, self._drains, self._callers, time.monotonic
+            self.model_routers, self.journal, self.history, self._control, self._callers, time.monotonic
         )
         mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
         await asyncio.gather(*(model_router.start() for model_router in self.model_routers))
         await self.coordination.start()
         await self.public.start(SERVICES)
         of_models = (model_router.run() for model_router in self.model_routers)
-        runs = (self._readiness.run(), self.history.run(self.reading), *of_models)
+        runs = (self._readiness.run(), self.history.run(self.reading), *of_models, *self._role_switching())
         self._tasks = [run_for_life(run) for run in runs]
 
     async def stop(self, grace_s: float) -> None:
@@ -114,6 +119,20 @@ class RouterProcess:
         await self._links.close()
         await self._channels.close()
         await self.coordination.stop()
+
+    def _role_switching(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """The tasks of the rule for each model; none without `switch_roles`."""
+        settings = self._settings
+        limits = SwitchLimits(settings.switch_after_s, settings.switch_pause_s)
+        for router in self.model_routers if settings.switch_roles else ():
+            may_act = partial(self.coordination.may_act, f"switch-roles@{router.model.name}")
+            switch = self._control.switch_role
+            yield RoleSwitcher(router.mesh, router.adviser, limits, may_act=may_act, switch=switch).run()
+
+    def _serving_beside(self, info: WorkerInfo) -> frozenset[str]:
+        """Incarnations of the workers of this role and model that get requests."""
+        mesh = next(router.mesh for router in self.model_routers if router.model.name == info.model)
+        return frozenset(view.info.incarnation for view in mesh.snapshot().roster(info.role).views)
 
     def _require_served(self, info: WorkerInfo) -> None:
         require_served([model_router.model for model_router in self.model_routers], info)

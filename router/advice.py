@@ -167,6 +167,11 @@ class Adviser:
         while self._samples[0].at_s < sample.at_s - _REMOVE_WINDOW_S:
             self._samples.popleft()
 
+    def used(self, role: WorkerRole) -> float:
+        """The mean use of the role's workers (RoleLoad) over the last minute; 0.0 without samples."""
+        recent = _last(list(self._samples), _ADD_WINDOW_S) if self._samples else []
+        return _mean_used(recent, role) if recent else 0.0
+
     def form(self) -> None:
         """Form the advice anew from the samples so far."""
         self.advice = advise(list(self._samples), self._ttft_target_s, self.advice)

@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind
 
 from mesh.domain.errors import Replayable
 from mesh.domain.tokens import FinishReason
-from mesh.domain.worker import WorkerInfo, WorkerState
+from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.tracing import context_in, mark_failed, trace_id_of, traceparent_of
 from router.choice import Choice
 from router.timeline import AttemptTiming, AttemptWorkers, Timeline, Timing
@@ -45,6 +45,7 @@ class IncidentKind(Enum):
     TRIPPED = "tripped"
     REPLAYED = "replayed"
     FAILED = "failed"
+    SWITCHED = "switched"
 
 
 _OF_STATE = {
@@ -112,6 +113,7 @@ class Journal:
         self._request_incidents: deque[Incident] = deque(maxlen=_MAX_INCIDENTS)
         self._traces: deque[Trace] = deque(maxlen=_MAX_TRACES)
         self._states: dict[str, WorkerState] = {}
+        self._roles: dict[str, WorkerRole] = {}
         self._running: dict[Choice, Timeline] = {}
         self.num_ended = 0
         self.num_failed = 0
@@ -136,14 +138,17 @@ class Journal:
     def follow(self, views: Iterable[WorkerView]) -> None:
         """Compare the workers with those of the last call and record what has changed."""
         states: dict[str, WorkerState] = {}
+        roles: dict[str, WorkerRole] = {}
         for view in views:
-            incarnation = view.info.incarnation
-            states[incarnation] = view.state
-            if incarnation not in self._states:
-                self._note(IncidentKind.JOINED, worker_id=view.info.worker_id)
+            incarnation, worker_id, role = view.info.incarnation, view.info.worker_id, view.info.role
+            states[incarnation], roles[worker_id] = view.state, role
+            if self._roles.get(worker_id, role) is not role:
+                self._note(IncidentKind.SWITCHED, worker_id=worker_id, cause=f"{role.value} from now on")
+            elif incarnation not in self._states:
+                self._note(IncidentKind.JOINED, worker_id=worker_id)
             elif self._states[incarnation] is not view.state:
-                self._note(_OF_STATE[view.state], worker_id=view.info.worker_id)
-        self._states = states
+                self._note(_OF_STATE[view.state], worker_id=worker_id)
+        self._states, self._roles = states, roles
 
     def tripped(self, info: WorkerInfo, num_failures: int) -> None:
         """Record that a worker's circuit breaker has tripped, after this many failures."""

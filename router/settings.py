@@ -29,6 +29,8 @@ _DURATIONS = (
     "canary_timeout_s",
     "slow_reader_s",
     "grace_s",
+    "switch_after_s",
+    "switch_pause_s",
 )
 _NOT_NEGATIVE = ("prefill_threshold", "prefill_overflow", "expect_prefill", "expect_decode")
 
@@ -93,6 +95,13 @@ class RouterSettings(ModelSettings):
     )
     slow_reader_s: float = setting(20.0, "a client that reads nothing for this long is cut off")
     grace_s: float = setting(10.0, "how long running streams may continue after SIGTERM")
+    switch_roles: bool = setting(
+        False,
+        "let workers that are switchable change their roles where this router's advice says that one more of a role "
+        "would help; never the last of a role",
+    )
+    switch_after_s: float = setting(30.0, "how long advice stands before switch_roles follows it")
+    switch_pause_s: float = setting(120.0, "how long no worker has come or gone before switch_roles makes a switch")
     expect_prefill: int = setting(
         0, "prefill workers, over all models, to wait for before announcing ready; the first SERVING waits for one"
     )

@@ -38,7 +38,7 @@ _HIDDEN = ("level", "event", "timestamp", "service", "exception")
 
 
 Programs = Mapping[str, Sequence[str]]
-"""The command of each role, without flags."""
+"""The command of each role, and of switchable workers, without flags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Child:
     async def start(cls, service: Service, launch: Launch, *, on_event: OnEvent, on_warning: OnWarning) -> "Child":
         """Start the process of `service`. Raises OSError if the program cannot be executed."""
         environ, secrets = split_secrets(service.role, launch.environ)
-        command = (*launch.programs[service.role], *service.flags)
+        command = (*launch.programs[service.program or service.role], *service.flags)
         process = await _start(command, environ, secrets, launch)
         log_path = launch.log_dir / f"{service.name}.log"
         return cls(service, process, log_path, on_event=on_event, on_warning=on_warning)

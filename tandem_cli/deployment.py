@@ -19,7 +19,7 @@ from router.settings import RouterSettings
 from tandem_cli.cores import CoreAssignment, assign_cores, format_cores
 from tandem_cli.devices import num_sharing, worker_devices
 from tandem_cli.low_code_keys import flag
-from tandem_cli.up_settings import ROLES, UpSettings, split_by_role
+from tandem_cli.up_settings import UpSettings, for_both, module_and_settings, split_by_role
 
 BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "demo_model"
 _MODEL_OVERRIDE = re.compile(r"([\w.-]+)/(.+)")
@@ -42,6 +42,8 @@ class Service:
     role: str
     flags: tuple[str, ...]
     cores: Cores = ()
+    program: str = ""
+    """The name of its program, if that is not the role."""
 
     def listening_at(self, **addresses: str) -> "Service":
         """The same service with fixed ports, taken from `addresses` by setting: `port`, `registry_port`,
@@ -99,10 +101,11 @@ class Deployment:
         return any(model.cores.prefill for model in self.models)
 
     @property
-    def roles(self) -> list[str]:
-        """The roles of the services, in the order of their start."""
+    def programs(self) -> list[str]:
+        """Names of the services' programs, in the order of their start."""
         gateway = [] if self.settings.http_port is None else ["gateway"]
-        return ["router", *(["prefill"] if self.has_prefill else []), "decode", *gateway]
+        workers = [*(["prefill"] if self.has_prefill else []), "decode"]
+        return ["router", *(["switchable"] if self.settings.switchable else workers), *gateway]
 
     def router(self, number: int = 0) -> Service:
         """Router `number`. Every router serves all models."""
@@ -210,7 +213,7 @@ class Deployment:
         return self._load(service, environ).origins
 
     def _load(self, service: Service, environ: Mapping[str, str]) -> Resolved[Any]:
-        module, settings = ROLES[service.role]
+        module, settings = module_and_settings(service.role, is_switchable=service.program == "switchable")
         origins = self.value_origins.get(service.role, {})
         return load_settings(settings, service.flags, prog=module, environ=environ, flag_origins=origins)
 
@@ -220,7 +223,11 @@ class Deployment:
         host = self.decode_host if role == "decode" else "127.0.0.1"
         worker_settings = {"worker_id": name, "registry_address": registry_address, "host": host, "port": 0}
         settings = {"model": model.folder, "name": model.name, **worker_settings}
-        flags = self._flags(role, settings, model.values.get(role, {}))
+        program = "switchable" if self.settings.switchable else ""
+        if program:
+            flags = self._flags("", {**settings, "role": role, **for_both(self.values)}, for_both(model.values))
+        else:
+            flags = self._flags(role, settings, model.values.get(role, {}))
         extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.model_loading_timeout)
         if name in self.memory_shares:
             extra_flags += _flags(kv_memory_shares=self.memory_shares[name])
@@ -229,7 +236,7 @@ class Deployment:
         lent = model.cores.lent_to(role, number)
         if self.pin and self.core_table is not None and lent:
             extra_flags += _flags(core_table=self.core_table, lent_cores=format_cores(lent))
-        return Service(name, role, (*flags, *extra_flags), cores if self.pin else ())
+        return Service(name, role, (*flags, *extra_flags), cores if self.pin else (), program)
 
     def _metrics_port(self, index: int) -> tuple[str, ...]:
         """The metrics port of service number `index`, counted from the routers through the workers."""

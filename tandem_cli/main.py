@@ -35,6 +35,7 @@ GROUPS = {
         "models": "list the served models and their limits",
         "drain": "take workers out of service: they finish what runs",
         "undrain": "take drained workers back into service",
+        "switch": "let a worker prefill that decodes, or decode that prefills",
         "breakdown": "send sample requests and show where their time goes",
     },
     "plan and measure": {

@@ -214,6 +214,8 @@ class Supervisor:
         name = child.service.name
         if event.kind == "ready":
             self._display.line(f"{name}: ready again (pid {child.pid})")
+        if event.kind == "switching":
+            self._display.line(f"{name}: changes its role to {event.fields['role']}")
         if event.kind != "exited":
             return
         child.kill()  # also kills processes that it has started

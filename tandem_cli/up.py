@@ -21,7 +21,6 @@ import tandem
 from engine.cores import make_core_table
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import is_loopback
 from mesh.fork_server.client import ForkServer, can_fork
 from mesh.line_writer import steady_output
 from mesh.rpc.server import require_free
@@ -30,6 +29,7 @@ from router.settings import RouterSettings
 from router.tenants import digest_of, new_key
 from tandem_cli.child import Launch, Programs, make_log_folder
 from tandem_cli.deployment import Deployment, Overrides, available_cores, find_draft, join_models, prepare_models
+from tandem_cli.derived import with_decode_host, with_switchable
 from tandem_cli.display import Display
 from tandem_cli.launcher import Launcher, with_checkout
 from tandem_cli.low_code import LowCode, read_low_code
@@ -41,6 +41,7 @@ from tandem_cli.up_arguments import add_up_arguments, models_of
 from tandem_cli.up_settings import (
     DEFAULT_HTTP_PORT,
     ROLES,
+    SWITCHABLE,
     HandlerChoice,
     UpSettings,
     check_names,
@@ -51,12 +52,14 @@ from tandem_cli.up_settings import (
 )
 from tandem_cli.written_properties import find_written, use_written
 
-_ANY_ADDRESS = ("0.0.0.0", "[::]")
 _REDIS_S = 5.0
 _TRIAL_S = 120.0
 _TRIAL_TEXT = "Hello"
 
-PROGRAMS: Programs = {role: (sys.executable, "-m", module) for role, (module, _) in ROLES.items()}
+PROGRAMS: Programs = {
+    name: (sys.executable, "-m", module)
+    for name, module in (*((role, module) for role, (module, _) in ROLES.items()), ("switchable", SWITCHABLE))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         deployment = replace(_prepare(args, settings, low_code, display), core_table=core_table)
         environ = _child_environ(settings, trial_key, _handler_properties(deployment, low_code))
         deployment = _with_lmi_defaults(deployment, low_code, environ, display)
-        deployment = _with_decode_host(deployment, environ)
+        deployment = with_decode_host(with_switchable(deployment, environ), environ)
         trial = _check(deployment, environ, trial_key)
         deployment = with_partition(deployment, environ, display)  # which may say how many ranks there are
         if settings.on:
@@ -172,7 +175,7 @@ def _fork_server(
         yield None
         return
     public_environ, _ = split_secrets("router", environ)
-    fork_server = ForkServer([programs[role] for role in deployment.roles], public_environ, display.line)
+    fork_server = ForkServer([programs[name] for name in deployment.programs], public_environ, display.line)
     try:
         yield fork_server
     finally:
@@ -301,22 +304,6 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
         http: GatewaySettings = deployment.resolve(gateway, environ)
         require_free(http.host, http.port)
     return Trial(router.prefill_threshold if deployment.has_prefill else 0, trial_key, tls)
-
-
-def _with_decode_host(deployment: Deployment, environ: Mapping[str, str]) -> Deployment:
-    """Let decode workers listen where ranks of prefill workers on other machines, which send KV themselves, reach them:
-    at the address that these ranks dial. Raises ConfigurationError.
-    """
-    workers = [(each.role, deployment.resolve(each, environ)) for each in deployment.workers("127.0.0.1:1")]
-    hosts = {each.listen_for_ranks().host for role, each in workers if role == "prefill" and each.rank_listen}
-    if not (far := sorted(host for host in hosts if not is_loopback(host))):
-        return deployment
-    if far[0] in _ANY_ADDRESS:
-        raise ConfigurationError(
-            f"prefill.rank_listen must name an address of this machine, not {far[0]}: ranks on other machines send KV "
-            "to the decode workers, which listen there, too"
-        )
-    return replace(deployment, decode_host=far[0])
 
 
 def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> None:

@@ -21,6 +21,8 @@ ROLES: Mapping[str, tuple[str, type]] = {
     "gateway": ("gateway", GatewaySettings),
 }
 """Module and settings class of each role."""
+SWITCHABLE = "switchable_worker"
+"""Module of workers with both roles of workers."""
 
 # Settings that `tandem up` computes itself, and does not accept as flags.
 _COMPUTED_SETTINGS = frozenset(
@@ -73,6 +75,9 @@ class UpSettings:
     )
     prefill: int = setting(1, "number of prefill workers of each model")
     decode: int = setting(1, "number of decode workers of each model")
+    switchable: bool = setting(
+        False, "workers can change their roles while they run (see `tandem switch`); implied by switch_roles"
+    )
     colocated: bool = setting(False, "start no prefill workers: decode workers compute prompts too")
     host: str = setting("127.0.0.1", "address that clients connect to")
     port: int = setting(50051, "port that clients connect to; 0 picks a free port", env=("PORT",))
@@ -211,6 +216,30 @@ def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict
             raise ConfigurationError(f"--set {override}: {role} has no setting {key}{suggestion(name, role_settings)}")
         values[role][name] = value
     return values
+
+
+def module_and_settings(role: str, *, is_switchable: bool) -> tuple[str, type]:
+    """Module and settings class of a service."""
+    if not is_switchable:
+        return ROLES[role]
+    # Imported here, because it imports the settings of both roles: chains of imports stay short.
+    from switchable_worker.settings import SwitchableSettings
+
+    return SWITCHABLE, SwitchableSettings
+
+
+def for_both(values: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """The settings of a switchable worker, from those of prefill and of decode workers. Raises ConfigurationError if a
+    setting has two values.
+    """
+    prefill, decode = values.get("prefill", {}), values.get("decode", {})
+    for name in prefill.keys() & decode.keys():
+        if prefill[name] != decode[name]:
+            raise ConfigurationError(
+                f"{name} is {prefill[name]} for prefill workers and {decode[name]} for decode workers, but switchable "
+                "workers are both"
+            )
+    return {**prefill, **decode}
 
 
 def all_names() -> dict[str, list[str]]:

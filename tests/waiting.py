@@ -2,11 +2,15 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 # No test waits this long unless something is broken: what is measured is asserted, never left to a limit.
 LIMIT_S = 60.0
 _POLL_S = 0.005
+_ASK_S = 0.02
+
+T = TypeVar("T")
 
 
 async def until(
@@ -24,7 +28,19 @@ async def until(
         raise TimeoutError(f"not within {within_s:g} s: {describe(condition, state)}") from None
 
 
-def describe(condition: Callable[[], object], state: Callable[[], object] | None = None) -> str:
+async def until_told(ask: Callable[[], Awaitable[T]], condition: Callable[[T], object], within_s: float = LIMIT_S) -> T:
+    """Return what `ask` returns, once `condition` holds of it: for what others tell when they are asked."""
+    told: T | None = None
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition(told := await ask()):  # noqa: ASYNC110
+                await asyncio.sleep(_ASK_S)
+    except TimeoutError:
+        raise TimeoutError(f"not within {within_s:g} s: {describe(condition, lambda: told)}") from None
+    return told
+
+
+def describe(condition: Callable[..., object], state: Callable[[], object] | None = None) -> str:
     """The source of a condition, with the values of the variables that it uses, and a state."""
     try:
         text = " ".join(inspect.getsource(condition).split())

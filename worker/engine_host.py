@@ -38,10 +38,10 @@ from engine.models.read_config import load_config
 from engine.ranks.launch import fitting_ranks, load_ranked_runner
 from engine.ranks.remote import load_remote_runner
 from engine.resolve import kv_layout
-from engine.runner import LayerHook, Runner
+from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
-from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
+from engine.settings import SchedulerConfig, Speculation
 from engine.sharded_kv_cache import AnyKVCache
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
@@ -51,6 +51,7 @@ from mesh.domain.request import mint_id
 from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
+from worker.limits import EngineLimits
 from worker.load_watch import LoadProgress, limited, peak_memory
 from worker.local_ranks import LocalRanks, share_memory
 from worker.rank_link import RankLink
@@ -58,19 +59,6 @@ from worker.rank_listener import RankListener
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """A role's limits on its engine: tokens per step, concurrent sequences, tokens of KV (None: as memory allows),
-    speculative decoding, and how much prompts may stretch a step (SchedulerConfig).
-    """
-
-    max_batch_tokens: int
-    max_num_seqs: int
-    max_kv_tokens: int | None = None
-    speculation: Speculation = NO_SPECULATION
-    max_step_stretch: float = 0.0
 
 
 class HostedRunner(Runner, Protocol):
@@ -113,9 +101,9 @@ class EngineHost:
     rank_links: tuple[RankLink, ...] = ()
     """To ranks on other machines, which move their KV themselves."""
 
-    def engine(self, on_layers: LayerHook | None = None) -> Engine:
+    def engine(self) -> Engine:
         """Scheduler, runner and speculator, joined."""
-        return Engine(self.scheduler, self.runner, on_layers, self.settings.compute_cores(), self.speculator)
+        return Engine(self.scheduler, self.runner, None, self.settings.compute_cores(), self.speculator)
 
     def worker_info(self, role: WorkerRole) -> WorkerInfo:
         """Return the worker's registration. Its address is empty until the server listens."""

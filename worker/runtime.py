@@ -1,7 +1,7 @@
-"""A worker's process after its engine is built: listen, register, serve, drain, stop; reports of the engine; stalls.
+"""A worker in one role, after its engine is built: listen, register, serve, drain, stop; reports of the engine; stalls.
 
 Stop order: health becomes NOT_SERVING and new work is refused; an immediate heartbeat tells the routers; running work
-finishes, or `drain_grace_s` ends; the server stops; the caller of `serve` stops the engine.
+finishes, or `drain_grace_s` ends; the server stops; the caller of `serve` stops the engine, or gives it another role.
 
 The engine's thread cannot detect by itself that it is stuck in a step (a wedged driver, a deadlock, a machine that
 swaps), so the event loop checks how long the thread has been in its current step or command. The limit grows with the
@@ -12,16 +12,16 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import structlog
 
 from engine.loop import Busy, EngineLoop
 from engine.scheduler import Scheduler
-from mesh.domain.errors import ConfigurationError, MeshError
-from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerState
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, WorkerDraining
+from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.logs import flush_outputs
-from mesh.process import announce, until_stopped
+from mesh.process import announce
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
@@ -40,7 +40,8 @@ _MAX_LOOK_INTERVAL_S = 1.0
 
 
 class WorkerRuntime:
-    """A worker's server and registration. The constructor binds the server's port; `info` contains its address.
+    """The server and registration of a worker in one role. The constructor binds the server's port; `info` contains its
+    address.
 
     `rank_pids` are the process ids of ranks 1 and up.
     """
@@ -61,7 +62,9 @@ class WorkerRuntime:
         self._agent = RegistryAgent(self.info, source, self.credentials)
         self._stay_registered = _registration(settings, self.credentials.key, self._agent)
         self._is_stopping = self._is_out_of_service = self._is_stalled = False
-        servicer = WorkerServicer(self.info, source, self.set_draining)
+        self._next_role: WorkerRole | None = None
+        self._wish_changed = asyncio.Event()
+        servicer = WorkerServicer(self.info, source, self.set_draining, self.switch_role)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
 
@@ -78,43 +81,92 @@ class WorkerRuntime:
         *,
         services: Sequence[str],
         drained: Callable[[], Coroutine[object, object, None]],
+        stopped: "asyncio.Task[None]",
         engine: "Watched",
         engine_died: asyncio.Event,
-    ) -> None:
-        """Serve until a signal stops the process. Raises ConfigurationError if the mesh refuses this worker, MeshError
-        if its engine dies.
+    ) -> WorkerRole | None:
+        """Serve until `stopped` is done, or until the worker is to have another role, which is returned. Either way
+        drain before. Raises ConfigurationError if the mesh refuses this worker, MeshError if its engine dies.
 
         `services` are full names of gRPC services, for reflection; `drained()` waits until the role's work is done.
         """
         await self.server.start((*services, "mesh.v1.Worker"))
         self.server.set_serving(True)
-        stopped = asyncio.create_task(until_stopped(self._settings))
         await asyncio.sleep(0)  # a signal to a worker that is ready drains it
         announce("ready")
         registered = asyncio.create_task(self._stay_registered())
         died = asyncio.create_task(engine_died.wait())
         watch = asyncio.create_task(self._watch(engine))
+        ends: tuple[asyncio.Task[Any], ...] = (stopped, registered, died)
         try:
-            await asyncio.wait([stopped, registered, died], return_when=asyncio.FIRST_COMPLETED)
+            next_role = await self._until_switched(drained, ends)
             if registered.done():
                 _raise_refusal(registered)
-            await self._drain(drained, died)
+            if next_role is None:
+                self._is_stopping = True
+                self._show()
+                await self._drain(drained, (died,))
             if died.done():
                 raise MeshError("the engine died; the log has the details")
+            return next_role
         finally:
-            for task in (stopped, registered, died, watch):
+            own = (registered, died, watch)
+            for task in own:
                 task.cancel()
             await self.server.stop(_STOP_GRACE_S)
+            # A registration in Redis is removed, which must not happen to that of the next role.
+            await asyncio.gather(*own, return_exceptions=True)
+
+    async def _until_switched(
+        self, drained: Callable[[], Coroutine[object, object, None]], ends: Sequence[asyncio.Task[Any]]
+    ) -> WorkerRole | None:
+        """Return the next role once the worker has drained for it; None once one of `ends` is done."""
+        while not any(end.done() for end in ends):
+            self._wish_changed.clear()
+            wish = asyncio.create_task(self._wish_changed.wait())
+            next_role = self._next_role
+            if next_role is None:
+                await asyncio.wait([*ends, wish], return_when=asyncio.FIRST_COMPLETED)
+            else:
+                await self._drain(drained, (*ends, wish))
+            has_changed = wish.done() or self._next_role is not next_role
+            wish.cancel()
+            if next_role is not None and not has_changed and not any(end.done() for end in ends):
+                return next_role
+        return None
 
     async def set_draining(self, is_drained: bool) -> None:
-        """For an operator: finish running work and accept no new work, or accept it again. Routers hear at once."""
+        """For an operator: finish running work and accept no new work, or accept it again. Routers hear at once. Either
+        way the worker keeps its role."""
         log.warning("an operator changes this worker", draining=is_drained)
         self._is_out_of_service = is_drained
+        self._set_next_role(None)
+
+    async def switch_role(self, role: WorkerRole) -> None:
+        """Drain, then serve in this role; routers hear at once. With the role that the worker has, a switch that is
+        under way is taken back, and the worker is in service. Raises InvalidRequest if the worker has one role only,
+        WorkerDraining if the process is stopping.
+        """
+        if role is not self.info.role and not self.info.switchable:
+            raise InvalidRequest(
+                f"worker {self.info.worker_id} cannot change its role: start it with `tandem up --switchable`, or as "
+                "python -m switchable_worker"
+            )
+        if self._is_stopping:
+            raise WorkerDraining(f"worker {self.info.worker_id} is stopping")
+        log.warning("this worker is to change its role", role=self.info.role.value, next_role=role.value)
+        self._is_out_of_service = False
+        self._set_next_role(None if role is self.info.role else role)
+
+    def _set_next_role(self, role: WorkerRole | None) -> None:
+        if role is not self._next_role:
+            self._next_role = role
+            self._wish_changed.set()
         self._show()
 
     def _show(self) -> None:
         """Report the state in heartbeats and health checks."""
-        is_draining = self._is_stopping or self._is_out_of_service
+        is_draining = self._is_stopping or self._is_out_of_service or self._next_role is not None
         healthy = WorkerState.STALLED if self._is_stalled else WorkerState.READY
         self._agent.state = WorkerState.DRAINING if is_draining else healthy
         self._agent.heartbeat_now()
@@ -139,17 +191,15 @@ class WorkerRuntime:
         os._exit(1)
 
     async def _drain(
-        self, drained: Callable[[], Coroutine[object, object, None]], died: asyncio.Task[Literal[True]]
+        self, drained: Callable[[], Coroutine[object, object, None]], ends: Sequence[asyncio.Task[Any]]
     ) -> None:
-        """Accept no new work, and wait until running work is done, `drain_grace_s` ends, or the engine dies."""
-        self._is_stopping = True
-        self._show()
+        """Wait until running work is done, `drain_grace_s` ends, or one of `ends` is done."""
         work_done = asyncio.create_task(drained())
-        either: list[asyncio.Future[Any]] = [work_done, died]
-        await asyncio.wait(either, timeout=self._settings.drain_grace_s, return_when=asyncio.FIRST_COMPLETED)
-        if not work_done.done():
-            log.warning("stopping with work left", grace_s=self._settings.drain_grace_s)
-            work_done.cancel()
+        grace_s = self._settings.drain_grace_s
+        done, _ = await asyncio.wait([work_done, *ends], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            log.warning("stopping with work left", grace_s=grace_s)
+        work_done.cancel()
 
 
 def _registration(

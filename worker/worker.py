@@ -1,74 +1,151 @@
-"""Composition of a worker process: everything that prefill and decode workers do alike."""
+"""Composition of a worker process: everything that prefill and decode workers do alike, and how a worker with both
+roles goes from one to the other.
+
+    load ─▶ role: open its services ─▶ register, serve ─▶ drain ─▶ close the services ─▶ stop the engine
+                        ▲                                                  │
+                        └── another role, with the same engine and KV ─────┘
+
+Each role has a server, a registration and an incarnation of its own, so that for the rest of the mesh a worker that
+changes its role is one that leaves and another one that joins under the same name. Model and prefix cache stay.
+"""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 
-from engine.loop import EngineLoop, LoopCallbacks, StepResult
-from engine.runner import LayerHook
+import structlog
+
+from engine.loop import EngineLoop, LoopCallbacks
+from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
-from mesh.process import keep_freed_memory
-from worker.engine_host import EngineLimits, Load, load_host
-from worker.metrics import WorkerMetrics
+from mesh.process import announce, keep_freed_memory, until_stopped
+from worker.engine_host import Load, load_host
+from worker.limits import widest
 from worker.rank_link import set_up_kv
+from worker.role import EngineParts, Role, RoleServices
 from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings
 
+log = structlog.get_logger(__name__)
+
+_CHANGE_S = 60.0
+"""Time for what the drain has left to end, and for a running step. A worker that needs longer ends, to be restarted."""
+_PORT_S = 5.0
+_PORT_RETRY_S = 0.05
+
 
 class Worker:
-    """A loaded engine with its thread, metrics, gRPC server and registration.
+    """A loaded engine, which serves in one role at a time: first in the first of `roles`.
 
-    The constructor loads the model. The engine calls `on_step` on the event loop and `on_layers` on its thread, but not
-    before `run`, so both may refer to a service that is built after the worker. Raises ConfigurationError.
+    The constructor loads the model. Raises ConfigurationError.
     """
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        role: WorkerRole,
-        limits: EngineLimits,
-        metrics: WorkerMetrics,
-        *,
-        load: Load,
-        on_step: Callable[[StepResult], None],
-        on_layers: LayerHook | None = None,
-    ) -> None:
+    def __init__(self, settings: WorkerSettings, roles: Sequence[Role], *, load: Load) -> None:
         keep_freed_memory()
-        host = load_host(settings, limits, load)
-        self.kv_cache = host.runner.kv_cache
-        metrics.loaded(host.load_seconds)
         self._settings = settings
-        self._metrics = metrics
+        self._roles = {role.kind: role for role in roles}
+        self._host = load_host(settings, widest([role.limits for role in roles]), load)
+        if len(roles) > 1 and self._host.rank_links:
+            raise ConfigurationError(
+                "ranks that move their KV themselves do so in one role: start this worker as prefill or as decode "
+                "worker, or with ranks that share memory"
+            )
         self._engine_died = asyncio.Event()
-        callbacks = LoopCallbacks(on_step, lambda _: self._engine_died.set(), metrics.stepped)
-        self.engine = EngineLoop(host.engine(on_layers), callbacks)
-        self.rank_links = host.rank_links
+        self._services: RoleServices  # set before the engine starts
+        callbacks = LoopCallbacks(
+            lambda result: self._services.on_step(result),
+            lambda _: self._engine_died.set(),
+            lambda num_seqs, num_tokens, seconds: self._services.metrics.stepped(num_seqs, num_tokens, seconds),
+        )
+        self._engine = EngineLoop(self._host.engine(), callbacks)
+        self._parts = EngineParts(self._engine, self._host.runner.kv_cache, self._host.rank_links)
+        self._opened = self._open(roles[0])
+
+    async def run(self) -> None:
+        """Start the engine and serve until stopped, in one role after the other; then stop the engine. Raises MeshError
+        if the mesh refuses this worker, or its engine dies.
+        """
+        stopped = asyncio.create_task(until_stopped(self._settings))
+        self._engine.start()
+        try:
+            while (next_role := await self._serve(stopped)) is not None:
+                announce("switching", role=next_role.value)
+                self._opened = await self._reopen(self._roles[next_role])
+        finally:
+            stopped.cancel()
+            await self._engine.stop()
+
+    def _open(self, role: Role) -> tuple[Role, WorkerRuntime]:
+        """Make what one role needs, with a new incarnation and a server that does not serve yet."""
+        host, limits = self._host, role.limits
+        info = replace(
+            host.worker_info(role.kind),
+            max_batch_tokens=limits.max_batch_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            speculative=limits.speculation.kind,
+            switchable=len(self._roles) > 1,
+        )
+        info = replace(info, kv_endpoints=set_up_kv(host.rank_links, self._settings, info))
         rank_pids = host.runner.rank_pids
-        info = host.worker_info(role)
-        info = replace(info, kv_endpoints=set_up_kv(self.rank_links, settings, info))
-        self.runtime = WorkerRuntime(settings, info, EngineReports(self.engine), rank_pids)
-        self.runtime.export_load(metrics)
+        runtime = WorkerRuntime(self._settings, info, EngineReports(self._engine), rank_pids)
+        self._services = role.open(self._parts, runtime)
+        metrics = self._services.metrics
+        metrics.loaded(host.load_seconds)
+        runtime.export_load(metrics)
         if rank_pids:
             metrics.watch_ranks(rank_pids)
         if host.kv_disk is not None:
             metrics.watch_kv_disk(host.kv_disk.counts)
+        return role, runtime
 
-    async def run(
-        self,
-        services: Sequence[str],
-        *,
-        drained: Callable[[], Coroutine[object, object, None]],
-        close: Callable[[], Coroutine[object, object, None]],
-    ) -> None:
-        """Start the engine, serve until stopped, drain, `close()` the KV transfers, and stop the engine."""
-        self.engine.start()
-        registry = self._metrics.registry
+    async def _reopen(self, role: Role) -> tuple[Role, WorkerRuntime]:
+        """As `_open`. A port of its own may be in use until the former server has let go of it."""
+        deadline_s = asyncio.get_running_loop().time() + _PORT_S
+        while True:
+            try:
+                return self._open(role)
+            except ConfigurationError:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    raise
+            await asyncio.sleep(_PORT_RETRY_S)
+
+    async def _serve(self, stopped: "asyncio.Task[None]") -> WorkerRole | None:
+        """Serve in the role that is open until stopped, or until another role is wanted, which is returned."""
+        (role, runtime), services = self._opened, self._services
+        registry = services.metrics.registry
         try:
+            await self._plan_for(role, services)
             async with serving_metrics(registry, self._settings), watching_loop(registry):
-                await self.runtime.serve(
-                    services=services, drained=drained, engine=self.engine, engine_died=self._engine_died
+                next_role = await runtime.serve(
+                    services=services.names,
+                    drained=services.drained,
+                    stopped=stopped,
+                    engine=self._engine,
+                    engine_died=self._engine_died,
                 )
+            if next_role is not None:
+                await _within_limit(services.drained())  # what the end of the server has aborted
+            return next_role
         finally:
-            await close()
-            await self.engine.stop()
+            await services.close()
+
+    async def _plan_for(self, role: Role, services: RoleServices) -> None:
+        """Let the engine plan by the limits of the role. Raises MeshError if work of the former role is left."""
+        limits = role.limits
+        config = replace(
+            self._host.scheduler.config,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            max_step_stretch=limits.max_step_stretch,
+        )
+        await _within_limit(self._engine.begin_role(config, services.on_layers))
+        log.info("role", worker=self._settings.identity, role=role.kind.value)
+
+
+async def _within_limit(work: Coroutine[object, object, None]) -> None:
+    try:
+        async with asyncio.timeout(_CHANGE_S):
+            await work
+    except TimeoutError:
+        raise MeshError(f"the engine did not end its work within {_CHANGE_S:g} s, which the next role needs") from None

@@ -8,7 +8,9 @@ from google.protobuf.message import Message
 
 from tandem.exceptions import InvalidRequest
 from tandem.models import Priority
-from tandem.v1 import generation_pb2, sampling_pb2
+from tandem.v1 import generation_pb2, mesh_pb2, sampling_pb2
+
+_ROLES = {"prefill": mesh_pb2.WORKER_ROLE_PREFILL, "decode": mesh_pb2.WORKER_ROLE_DECODE}
 
 _SCALARS = (
     "max_new_tokens",
@@ -131,6 +133,13 @@ def tokenize_request(arguments: TokenizeArguments) -> generation_pb2.TokenizeReq
     _set_input(request, values)
     _set(request, "model", values.get("model"))
     return request
+
+
+def switch_role_request(worker_id: str, role: str) -> mesh_pb2.SwitchRoleRequest:
+    """Raises InvalidRequest for an unknown role."""
+    if role not in _ROLES:
+        raise InvalidRequest(f"role must be {' or '.join(_ROLES)}, got {role!r}")
+    return mesh_pb2.SwitchRoleRequest(worker_id=worker_id, role=_ROLES[role])
 
 
 def _without_none(arguments: Mapping[str, object], signature: type) -> dict[str, Any]:

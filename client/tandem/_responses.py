@@ -304,6 +304,7 @@ def _worker(message: mesh_pb2.WorkerStatus) -> Worker:
         tensor_parallel=record.tensor_parallel or 1,
         pipeline_parallel=record.pipeline_parallel or 1,
         adapters=tuple(record.adapters),
+        switchable=record.switchable,
     )
 
 

@@ -8,7 +8,13 @@ from typing import Self, Unpack
 from tandem._calls import Deadline, RetryPolicy
 from tandem._connection import Connection, ResumableStream, make_repeatable
 from tandem._continuation import Bounds, continue_until_done
-from tandem._requests import GenerateArguments, TokenizeArguments, generate_request, tokenize_request
+from tandem._requests import (
+    GenerateArguments,
+    TokenizeArguments,
+    generate_request,
+    switch_role_request,
+    tokenize_request,
+)
 from tandem._responses import EventReader, ResultBuilder, history, mesh, models, token
 from tandem._routers import ChannelFactory, Tls, channels_over, insecure_channel
 from tandem.mesh import HistoryPoint, Mesh, Worker
@@ -175,6 +181,16 @@ class AsyncClient:
     async def undrain(self, worker_id: str, *, timeout: float | None = None) -> None:
         """Take a drained worker back into service."""
         await self._set_draining(worker_id, draining=False, timeout=timeout)
+
+    async def switch_role(self, worker_id: str, role: str, *, timeout: float | None = None) -> None:
+        """Let a worker drain and then serve in another role, "prefill" or "decode", with the model that it has loaded.
+
+        Returns once it has agreed; `workers` shows it in its new role, serving, some time later. With the role that it
+        has, a switch that is under way is taken back. Raises InvalidRequest if there is no such worker or role, if the
+        worker was not started as switchable, or if no other worker of its role serves.
+        """
+        request = switch_role_request(worker_id, role)
+        await self._connection.unary(lambda stubs: stubs.mesh.SwitchRole, request, self._deadline(timeout))
 
     async def _set_draining(self, worker_id: str, *, draining: bool, timeout: float | None) -> None:
         request = mesh_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)

@@ -29,7 +29,8 @@ class Worker:
     `open_transfers` and `transferred_bytes` count KV transfers that the router started. `prefilling_tokens` are prompt
     tokens that the router has sent and the worker has not computed yet. `canary_error` is the error of the last health
     check, a tiny request, if it failed. Several processes, its ranks, may compute each step together: `tensor_parallel`
-    in each of `pipeline_parallel` stages. `adapters` are the names of its LoRA adapters.
+    in each of `pipeline_parallel` stages. `adapters` are the names of its LoRA adapters. `switchable` workers can
+    change their role, and have another incarnation then.
     """
 
     worker_id: str
@@ -53,6 +54,7 @@ class Worker:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     adapters: tuple[str, ...] = ()
+    switchable: bool = False
 
     @property
     def degrees(self) -> str:
@@ -64,7 +66,8 @@ class Worker:
 class Incident:
     """An incident of `age_s` seconds ago that concerns a worker, a request, or a request at a worker.
 
-    `kind` of a worker's incident is joined, ready, draining, stalled, lost or tripped (too many failures). `kind` of a
+    `kind` of a worker's incident is joined, ready, draining, stalled, lost, switched (to another role) or tripped (too
+    many failures). `kind` of a
     request's incident is replayed or failed.
     """
 

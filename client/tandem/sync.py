@@ -189,6 +189,9 @@ class Client:
     def undrain(self, worker_id: str, *, timeout: float | None = None) -> None:
         self._background.run(self._client.undrain(worker_id, timeout=timeout))
 
+    def switch_role(self, worker_id: str, role: str, *, timeout: float | None = None) -> None:
+        self._background.run(self._client.switch_role(worker_id, role, timeout=timeout))
+
     def history(self, span_s: float | None = None, *, timeout: float | None = None) -> tuple[HistoryPoint, ...]:
         return self._background.run(self._client.history(span_s, timeout=timeout))
 

@@ -9,6 +9,8 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const stateOf = (worker) => (worker.state === "ready" && !worker.serving ? "unproven" : worker.state);
 
+const otherRole = (worker) => (worker.role === "prefill" ? "decode" : "prefill");
+
 class Card {
   constructor() {
     this.name = make("span");
@@ -25,22 +27,32 @@ class Card {
     const speed = make("div", { class: "speed" }, make("span", {}, this.speed, " ", this.beside), svg);
     this.drain = make("button", { type: "button", class: "drain" });
     this.drain.addEventListener("click", () => this.#toggle());
+    this.switch = make("button", { type: "button", class: "switch" });
+    this.switch.addEventListener("click", () => this.#switch());
     this.problem = make("span", { class: "problem", role: "status" });
-    this.element = make("article", { class: "worker card" }, make("div", { class: "name" }, this.name, this.state), this.meters, speed, this.drain, this.problem);
+    this.element = make("article", { class: "worker card" }, make("div", { class: "name" }, this.name, this.state), this.meters, speed, this.drain, this.switch, this.problem);
   }
 
   async #toggle() {
     const { worker_id: id, state, role } = this.worker;
     const wish = state === "draining" ? "undrain" : "drain";
     if (wish === "drain" && this.isLast && !confirm(`${id} is the last ${role} worker in service. Drain it?`)) return;
-    this.drain.disabled = true;
+    await this.#ask(this.drain, wish);
+  }
+
+  async #switch() {
+    await this.#ask(this.switch, `switch/${otherRole(this.worker)}`);
+  }
+
+  async #ask(button, wish) {
+    button.disabled = true;
     try {
-      await post(`/mesh/workers/${encodeURIComponent(id)}/${wish}`);
+      await post(`/mesh/workers/${encodeURIComponent(this.worker.worker_id)}/${wish}`);
       say(this.problem, "");
     } catch (error) {
       say(this.problem, error.message);
     }
-    this.drain.disabled = false;
+    button.disabled = false;
   }
 
   show(worker, speed, isNamed, isLast) {
@@ -48,6 +60,9 @@ class Card {
     say(this.drain, worker.state === "draining" ? "Undrain" : "Drain");
     this.drain.title = worker.state === "draining" ? "Accept new requests again" : "Finish what runs, accept no new requests";
     this.drain.hidden = worker.state === "lost";
+    say(this.switch, `Let it ${otherRole(worker)}`);
+    this.switch.title = "Finish what runs, then change the role; the model stays loaded";
+    this.switch.hidden = !worker.switchable || worker.state === "lost" || worker.state === "draining";
     const state = stateOf(worker);
     const isAway = state === "lost" || state === "stalled";
     say(this.name, worker.worker_id);

@@ -45,7 +45,8 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`.
+    """Identity and capabilities of one run of a worker. A restarted worker has a new `incarnation`, and so has one that
+    has changed its role, as `switchable` workers can.
 
     `tensor_parallel * pipeline_parallel` processes, its ranks, compute each step together: the degrees divide the heads
     and the layers. `kv_endpoints` names those of a decode worker whose KV has an address of its own: ranks on several
@@ -70,6 +71,7 @@ class WorkerInfo:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     adapters: tuple[Adapter, ...] = ()
+    switchable: bool = False
     protocol_version: int = PROTOCOL_VERSION
 
 

@@ -26,49 +26,53 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from mesh.v1 import kvtransfer_pb2 as mesh_dot_v1_dot_kvtransfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14mesh/v1/worker.proto\x12\x07mesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18mesh/v1/kvtransfer.proto\"\x8e\x04\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.mesh.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x06 \x01(\t\x12!\n\x06layout\x18\x07 \x01(\x0b\x32\x11.mesh.v1.KvLayout\x12\x18\n\x10max_batch_tokens\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x18\n\x10protocol_version\x18\x0c \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x13\n\x0bspeculative\x18\x0f \x01(\t\x12\x1e\n\x05ranks\x18\x10 \x03(\x0b\x32\x0f.mesh.v1.KvRank\x12\x1c\n\x0ftensor_parallel\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11pipeline_parallel\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\"\n\x08\x61\x64\x61pters\x18\x13 \x03(\x0b\x32\x10.mesh.v1.AdapterB\x12\n\x10_tensor_parallelB\x14\n\x12_pipeline_parallel\"\'\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xc7\x01\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0epending_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x08 \x01(\x04\"H\n\x0b\x43\x61\x63heEvents\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x04\x12#\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x13.mesh.v1.CacheEvent\"1\n\nCacheEvent\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x0f\n\x07\x65victed\x18\x02 \x01(\x08\":\n\rCacheSnapshot\x12\x13\n\x0bnext_number\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"\x9a\x01\n\x0fRegisterRequest\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x15.mesh.v1.WorkerRecordH\x00\x12\'\n\theartbeat\x18\x02 \x01(\x0b\x32\x12.mesh.v1.HeartbeatH\x00\x12*\n\x08snapshot\x18\x03 \x01(\x0b\x32\x16.mesh.v1.CacheSnapshotH\x00\x42\t\n\x07message\"\x7f\n\tHeartbeat\x12!\n\x04load\x18\x01 \x01(\x0b\x32\x13.mesh.v1.WorkerLoad\x12*\n\x0c\x63\x61\x63he_events\x18\x02 \x01(\x0b\x32\x14.mesh.v1.CacheEvents\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.mesh.v1.WorkerState\"~\n\x10RegisterResponse\x12)\n\nregistered\x18\x01 \x01(\x0b\x32\x13.mesh.v1.RegisteredH\x00\x12\x34\n\x10snapshot_request\x18\x02 \x01(\x0b\x32\x18.mesh.v1.SnapshotRequestH\x00\x42\t\n\x07message\"C\n\nRegistered\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x11\n\x0fSnapshotRequest\"\x12\n\x10GetWorkerRequest\"&\n\x12SetDrainingRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x15\n\x13SetDrainingResponse\"]\n\x11GetWorkerResponse\x12%\n\x06record\x18\x01 \x01(\x0b\x32\x15.mesh.v1.WorkerRecord\x12!\n\x04load\x18\x02 \x01(\x0b\x32\x13.mesh.v1.WorkerLoad*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\x8f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x18\n\x14WORKER_STATE_STALLED\x10\x04\x32O\n\x08Registry\x12\x43\n\x08Register\x12\x18.mesh.v1.RegisterRequest\x1a\x19.mesh.v1.RegisterResponse(\x01\x30\x01\x32\x96\x01\n\x06Worker\x12\x42\n\tGetWorker\x12\x19.mesh.v1.GetWorkerRequest\x1a\x1a.mesh.v1.GetWorkerResponse\x12H\n\x0bSetDraining\x12\x1b.mesh.v1.SetDrainingRequest\x1a\x1c.mesh.v1.SetDrainingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14mesh/v1/worker.proto\x12\x07mesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18mesh/v1/kvtransfer.proto\"\xa2\x04\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12!\n\x04role\x18\x03 \x01(\x0e\x32\x13.mesh.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x06 \x01(\t\x12!\n\x06layout\x18\x07 \x01(\x0b\x32\x11.mesh.v1.KvLayout\x12\x18\n\x10max_batch_tokens\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x18\n\x10protocol_version\x18\x0c \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x13\n\x0bspeculative\x18\x0f \x01(\t\x12\x1e\n\x05ranks\x18\x10 \x03(\x0b\x32\x0f.mesh.v1.KvRank\x12\x1c\n\x0ftensor_parallel\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11pipeline_parallel\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\"\n\x08\x61\x64\x61pters\x18\x13 \x03(\x0b\x32\x10.mesh.v1.Adapter\x12\x12\n\nswitchable\x18\x14 \x01(\x08\x42\x12\n\x10_tensor_parallelB\x14\n\x12_pipeline_parallel\"\'\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"\xc7\x01\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0epending_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x08 \x01(\x04\"H\n\x0b\x43\x61\x63heEvents\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x04\x12#\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x13.mesh.v1.CacheEvent\"1\n\nCacheEvent\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x0f\n\x07\x65victed\x18\x02 \x01(\x08\":\n\rCacheSnapshot\x12\x13\n\x0bnext_number\x18\x01 \x01(\x04\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x0c\"\x9a\x01\n\x0fRegisterRequest\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x15.mesh.v1.WorkerRecordH\x00\x12\'\n\theartbeat\x18\x02 \x01(\x0b\x32\x12.mesh.v1.HeartbeatH\x00\x12*\n\x08snapshot\x18\x03 \x01(\x0b\x32\x16.mesh.v1.CacheSnapshotH\x00\x42\t\n\x07message\"\x7f\n\tHeartbeat\x12!\n\x04load\x18\x01 \x01(\x0b\x32\x13.mesh.v1.WorkerLoad\x12*\n\x0c\x63\x61\x63he_events\x18\x02 \x01(\x0b\x32\x14.mesh.v1.CacheEvents\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.mesh.v1.WorkerState\"~\n\x10RegisterResponse\x12)\n\nregistered\x18\x01 \x01(\x0b\x32\x13.mesh.v1.RegisteredH\x00\x12\x34\n\x10snapshot_request\x18\x02 \x01(\x0b\x32\x18.mesh.v1.SnapshotRequestH\x00\x42\t\n\x07message\"C\n\nRegistered\x12\x35\n\x12heartbeat_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x11\n\x0fSnapshotRequest\"\x12\n\x10GetWorkerRequest\"&\n\x12SetDrainingRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"\x15\n\x13SetDrainingResponse\"6\n\x11SwitchRoleRequest\x12!\n\x04role\x18\x01 \x01(\x0e\x32\x13.mesh.v1.WorkerRole\"\x14\n\x12SwitchRoleResponse\"]\n\x11GetWorkerResponse\x12%\n\x06record\x18\x01 \x01(\x0b\x32\x15.mesh.v1.WorkerRecord\x12!\n\x04load\x18\x02 \x01(\x0b\x32\x13.mesh.v1.WorkerLoad*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\x8f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x18\n\x14WORKER_STATE_STALLED\x10\x04\x32O\n\x08Registry\x12\x43\n\x08Register\x12\x18.mesh.v1.RegisterRequest\x1a\x19.mesh.v1.RegisterResponse(\x01\x30\x01\x32\xdd\x01\n\x06Worker\x12\x42\n\tGetWorker\x12\x19.mesh.v1.GetWorkerRequest\x1a\x1a.mesh.v1.GetWorkerResponse\x12H\n\x0bSetDraining\x12\x1b.mesh.v1.SetDrainingRequest\x1a\x1c.mesh.v1.SetDrainingResponse\x12\x45\n\nSwitchRole\x12\x1a.mesh.v1.SwitchRoleRequest\x1a\x1b.mesh.v1.SwitchRoleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mesh.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=1728
-  _globals['_WORKERROLE']._serialized_end=1818
-  _globals['_WORKERSTATE']._serialized_start=1821
-  _globals['_WORKERSTATE']._serialized_end=1964
+  _globals['_WORKERROLE']._serialized_start=1826
+  _globals['_WORKERROLE']._serialized_end=1916
+  _globals['_WORKERSTATE']._serialized_start=1919
+  _globals['_WORKERSTATE']._serialized_end=2062
   _globals['_WORKERRECORD']._serialized_start=92
-  _globals['_WORKERRECORD']._serialized_end=618
-  _globals['_ADAPTER']._serialized_start=620
-  _globals['_ADAPTER']._serialized_end=659
-  _globals['_WORKERLOAD']._serialized_start=662
-  _globals['_WORKERLOAD']._serialized_end=861
-  _globals['_CACHEEVENTS']._serialized_start=863
-  _globals['_CACHEEVENTS']._serialized_end=935
-  _globals['_CACHEEVENT']._serialized_start=937
-  _globals['_CACHEEVENT']._serialized_end=986
-  _globals['_CACHESNAPSHOT']._serialized_start=988
-  _globals['_CACHESNAPSHOT']._serialized_end=1046
-  _globals['_REGISTERREQUEST']._serialized_start=1049
-  _globals['_REGISTERREQUEST']._serialized_end=1203
-  _globals['_HEARTBEAT']._serialized_start=1205
-  _globals['_HEARTBEAT']._serialized_end=1332
-  _globals['_REGISTERRESPONSE']._serialized_start=1334
-  _globals['_REGISTERRESPONSE']._serialized_end=1460
-  _globals['_REGISTERED']._serialized_start=1462
-  _globals['_REGISTERED']._serialized_end=1529
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1531
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1548
-  _globals['_GETWORKERREQUEST']._serialized_start=1550
-  _globals['_GETWORKERREQUEST']._serialized_end=1568
-  _globals['_SETDRAININGREQUEST']._serialized_start=1570
-  _globals['_SETDRAININGREQUEST']._serialized_end=1608
-  _globals['_SETDRAININGRESPONSE']._serialized_start=1610
-  _globals['_SETDRAININGRESPONSE']._serialized_end=1631
-  _globals['_GETWORKERRESPONSE']._serialized_start=1633
-  _globals['_GETWORKERRESPONSE']._serialized_end=1726
-  _globals['_REGISTRY']._serialized_start=1966
-  _globals['_REGISTRY']._serialized_end=2045
-  _globals['_WORKER']._serialized_start=2048
-  _globals['_WORKER']._serialized_end=2198
+  _globals['_WORKERRECORD']._serialized_end=638
+  _globals['_ADAPTER']._serialized_start=640
+  _globals['_ADAPTER']._serialized_end=679
+  _globals['_WORKERLOAD']._serialized_start=682
+  _globals['_WORKERLOAD']._serialized_end=881
+  _globals['_CACHEEVENTS']._serialized_start=883
+  _globals['_CACHEEVENTS']._serialized_end=955
+  _globals['_CACHEEVENT']._serialized_start=957
+  _globals['_CACHEEVENT']._serialized_end=1006
+  _globals['_CACHESNAPSHOT']._serialized_start=1008
+  _globals['_CACHESNAPSHOT']._serialized_end=1066
+  _globals['_REGISTERREQUEST']._serialized_start=1069
+  _globals['_REGISTERREQUEST']._serialized_end=1223
+  _globals['_HEARTBEAT']._serialized_start=1225
+  _globals['_HEARTBEAT']._serialized_end=1352
+  _globals['_REGISTERRESPONSE']._serialized_start=1354
+  _globals['_REGISTERRESPONSE']._serialized_end=1480
+  _globals['_REGISTERED']._serialized_start=1482
+  _globals['_REGISTERED']._serialized_end=1549
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1551
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1568
+  _globals['_GETWORKERREQUEST']._serialized_start=1570
+  _globals['_GETWORKERREQUEST']._serialized_end=1588
+  _globals['_SETDRAININGREQUEST']._serialized_start=1590
+  _globals['_SETDRAININGREQUEST']._serialized_end=1628
+  _globals['_SETDRAININGRESPONSE']._serialized_start=1630
+  _globals['_SETDRAININGRESPONSE']._serialized_end=1651
+  _globals['_SWITCHROLEREQUEST']._serialized_start=1653
+  _globals['_SWITCHROLEREQUEST']._serialized_end=1707
+  _globals['_SWITCHROLERESPONSE']._serialized_start=1709
+  _globals['_SWITCHROLERESPONSE']._serialized_end=1729
+  _globals['_GETWORKERRESPONSE']._serialized_start=1731
+  _globals['_GETWORKERRESPONSE']._serialized_end=1824
+  _globals['_REGISTRY']._serialized_start=2064
+  _globals['_REGISTRY']._serialized_end=2143
+  _globals['_WORKER']._serialized_start=2146
+  _globals['_WORKER']._serialized_end=2367
 # @@protoc_insertion_point(module_scope)

@@ -34,7 +34,7 @@ WORKER_STATE_LOST: WorkerState
 WORKER_STATE_STALLED: WorkerState
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "tokenizer_fingerprint", "layout", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "protocol_version", "device", "pid", "speculative", "ranks", "tensor_parallel", "pipeline_parallel", "adapters")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "tokenizer_fingerprint", "layout", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "protocol_version", "device", "pid", "speculative", "ranks", "tensor_parallel", "pipeline_parallel", "adapters", "switchable")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class WorkerRecord(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SWITCHABLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -73,7 +74,8 @@ class WorkerRecord(_message.Message):
     tensor_parallel: int
     pipeline_parallel: int
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_kvtransfer_pb2.KvLayout, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[_kvtransfer_pb2.KvRank, _Mapping]]] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    switchable: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., layout: _Optional[_Union[_kvtransfer_pb2.KvLayout, _Mapping]] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., protocol_version: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[_kvtransfer_pb2.KvRank, _Mapping]]] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., switchable: _Optional[bool] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "digest")
@@ -176,6 +178,16 @@ class SetDrainingRequest(_message.Message):
     def __init__(self, draining: _Optional[bool] = ...) -> None: ...
 
 class SetDrainingResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SwitchRoleRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: WorkerRole
+    def __init__(self, role: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
+
+class SwitchRoleResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -121,6 +121,11 @@ class WorkerStub:
                 request_serializer=mesh_dot_v1_dot_worker__pb2.SetDrainingRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_worker__pb2.SetDrainingResponse.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/mesh.v1.Worker/SwitchRole',
+                request_serializer=mesh_dot_v1_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_worker__pb2.SwitchRoleResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -141,6 +146,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRole(self, request, context):
+        """Lets the worker drain and serve in another role, for an operator or by a router's rule.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +165,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.SetDraining,
                     request_deserializer=mesh_dot_v1_dot_worker__pb2.SetDrainingRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_worker__pb2.SetDrainingResponse.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=mesh_dot_v1_dot_worker__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_worker__pb2.SwitchRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -210,6 +227,33 @@ class Worker:
             '/mesh.v1.Worker/SetDraining',
             mesh_dot_v1_dot_worker__pb2.SetDrainingRequest.SerializeToString,
             mesh_dot_v1_dot_worker__pb2.SetDrainingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.Worker/SwitchRole',
+            mesh_dot_v1_dot_worker__pb2.SwitchRoleRequest.SerializeToString,
+            mesh_dot_v1_dot_worker__pb2.SwitchRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from mesh import wire
+from mesh.domain.errors import InvalidRequest
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from router.admission.in_flight import Transfers
 from router.admission.placement import InFlight, NoPlacement
@@ -22,7 +23,7 @@ from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
-from router.workers.connections import Drains
+from router.workers.connections import WorkerControl
 from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 
@@ -60,14 +61,14 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         models: Sequence[ModelRouter],
         journal: Journal,
         history: History,
-        drains: Drains,
+        control: WorkerControl,
         callers: CallerDirectory,
         clock: Callable[[], float],
     ) -> None:
         self._models = models
         self._journal = journal
         self._history = history
-        self._drains = drains
+        self._control = control
         self._callers = callers
         self._clock = clock
 
@@ -108,8 +109,19 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         log.warning(
             "an operator changes a worker", operator=tenant.name, worker=request.worker_id, draining=request.draining
         )
-        await self._drains.set_draining(request.worker_id, draining=request.draining)
+        await self._control.set_draining(request.worker_id, draining=request.draining)
         return mesh_pb2.SetDrainingResponse()
+
+    async def SwitchRole(
+        self, request: mesh_pb2.SwitchRoleRequest, context: grpc.aio.ServicerContext
+    ) -> mesh_pb2.SwitchRoleResponse:
+        """Give a worker another role."""
+        tenant = self._callers.tenant_of(context.invocation_metadata())
+        tenant.require_operator()
+        role = _role_from_proto(request.role)
+        log.warning("an operator changes a role", operator=tenant.name, worker=request.worker_id, next_role=role.value)
+        await self._control.switch_role(request.worker_id, role)
+        return mesh_pb2.SwitchRoleResponse()
 
     def _point(self, point: Point) -> mesh_pb2.HistoryPoint:
         return mesh_pb2.HistoryPoint(
@@ -204,6 +216,14 @@ def _advice(advice: Advice, model: str) -> mesh_pb2.Advice:
     return mesh_pb2.Advice(action=action, role=_ROLES[advice.role], reason=advice.reason, model=model)
 
 
+def _role_from_proto(number: mesh_pb2.WorkerRole) -> WorkerRole:
+    """Raises InvalidRequest for an unknown role."""
+    role = next((role for role, known in _ROLES.items() if known == number), None)
+    if role is None:
+        raise InvalidRequest(f"role must be prefill or decode, got {number}")
+    return role
+
+
 def _optional_duration(seconds: float | None) -> Duration | None:
     return None if seconds is None else wire.duration_to_proto(seconds)
 
@@ -226,6 +246,7 @@ def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
         tensor_parallel=info.tensor_parallel,
         pipeline_parallel=info.pipeline_parallel,
         adapters=[adapter.name for adapter in info.adapters],
+        switchable=info.switchable,
     )
 
 

@@ -1,14 +1,17 @@
-"""Connections to workers: one channel per run of a worker, for its link, its prefill calls and its checks."""
+"""Connections to workers: one channel per run of a worker, for its link, its prefill calls and its checks; and what
+operators ask of workers."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
-from mesh.domain.errors import InvalidRequest, WorkerLost
-from mesh.domain.worker import WorkerInfo, WorkerState
+from mesh import wire
+from mesh.domain.errors import InvalidRequest, MeshError, WorkerLost
+from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.retry import is_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
@@ -61,24 +64,73 @@ class Channels:
         self._channels.clear()
 
 
-class Drains:
-    """Takes workers out of service and back into it. Several routers may ask; the worker's heartbeats tell them all."""
+class WorkerControl:
+    """Takes workers out of service and back into it, and gives them other roles. Several routers may ask; the worker's
+    heartbeats tell them all.
 
-    def __init__(self, table: WorkerTable, channels: Channels, caller: Caller) -> None:
+    `serving(info)` returns the incarnations of workers with its role and model that get requests, this one included.
+    """
+
+    def __init__(
+        self,
+        table: WorkerTable,
+        channels: Channels,
+        caller: Caller,
+        serving: Callable[[WorkerInfo], frozenset[str]],
+    ) -> None:
         self._table = table
         self._channels = channels
         self._caller = caller
+        self._serving = serving
+        self._leaving_s: dict[str, float] = {}  # incarnations that were asked to switch, and when
 
     async def set_draining(self, worker_id: str, *, draining: bool) -> None:
         """Raises InvalidRequest if no worker has this name, WorkerLost if it does not answer."""
-        views = (view for view in self._table.workers() if view.info.worker_id == worker_id)
-        view = next((view for view in views if view.state is not WorkerState.LOST), None)
-        if view is None:
-            raise InvalidRequest(f"there is no worker {worker_id!r}")
-        stub = worker_pb2_grpc.WorkerStub(self._channels.get(view.info))
         request = worker_pb2.SetDrainingRequest(draining=draining)
+        await self._ask(self._find(worker_id), "SetDraining", request)
+
+    async def switch_role(self, worker_id: str, role: WorkerRole) -> None:
+        """Let the worker drain and then serve in this role; with the role that it has, take a switch back.
+
+        Raises InvalidRequest if no worker has this name, if it has one role only, or if no other worker of its role
+        serves; WorkerLost if it does not answer.
+        """
+        info = self._find(worker_id)
+        self._leaving_s.pop(info.incarnation, None)
+        if role is not info.role:
+            self._require_switchable(info)
+            self._leaving_s[info.incarnation] = asyncio.get_running_loop().time()
         try:
-            await stub.SetDraining(request, timeout=_DRAIN_TIMEOUT_S, metadata=self._caller.metadata)
+            await self._ask(info, "SwitchRole", worker_pb2.SwitchRoleRequest(role=wire.ROLES[role]))
+        except MeshError:
+            self._leaving_s.pop(info.incarnation, None)
+            raise
+
+    def _find(self, worker_id: str) -> WorkerInfo:
+        view = self._table.find(worker_id)
+        if view is None or view.state is WorkerState.LOST:
+            raise InvalidRequest(f"there is no worker {worker_id!r}")
+        return view.info
+
+    def _require_switchable(self, info: WorkerInfo) -> None:
+        if not info.switchable:
+            raise InvalidRequest(
+                f"worker {info.worker_id} cannot change its role: start it with `tandem up --switchable`, or as "
+                "python -m switchable_worker"
+            )
+        # A worker that has just agreed is in the table as before until its next heartbeat.
+        oldest_s = asyncio.get_running_loop().time() - _DRAIN_TIMEOUT_S
+        self._leaving_s = {name: at_s for name, at_s in self._leaving_s.items() if at_s > oldest_s}
+        if not self._serving(info) - {info.incarnation} - self._leaving_s.keys():
+            raise InvalidRequest(
+                f"worker {info.worker_id} is the last {info.role.value} worker that serves: it can switch once another "
+                "one does"
+            )
+
+    async def _ask(self, info: WorkerInfo, method: str, request: Message) -> None:
+        call = getattr(worker_pb2_grpc.WorkerStub(self._channels.get(info)), method)
+        try:
+            await call(request, timeout=_DRAIN_TIMEOUT_S, metadata=self._caller.metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
 

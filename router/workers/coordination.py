@@ -41,6 +41,10 @@ class Coordination(Protocol):
         """Return the model's concurrency limiter. Called once per model, before `start`."""
         ...
 
+    async def may_act(self, purpose: str, seconds: float) -> bool:
+        """Return True if this router may do what `purpose` names for so long, and no other router may meanwhile."""
+        ...
+
     async def start(self) -> None:
         """Start to follow the workers."""
         ...
@@ -66,6 +70,9 @@ class HostedRegistry:
 
     def limiter_for(self, model: str) -> ConcurrencyLimiter:
         return LocalLimiter(self._cap)
+
+    async def may_act(self, purpose: str, seconds: float) -> bool:
+        return True
 
     async def start(self) -> None:
         worker_pb2_grpc.add_RegistryServicer_to_server(RegistryServicer(self._membership), self._server.grpc)

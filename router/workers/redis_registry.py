@@ -25,7 +25,17 @@ from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.logs import LogLimit
 from mesh.process import run_for_life
-from mesh.redis_registry import HEARTBEATS, WORKERS, ask_channel, record_key, require_registry, stay_connected
+from mesh.redis_registry import (
+    FAILURES,
+    HEARTBEATS,
+    PREFIX,
+    WORKERS,
+    ask_channel,
+    open_redis,
+    record_key,
+    require_registry,
+    stay_connected,
+)
 from mesh.retry import is_cancelled, require_not_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
@@ -51,6 +61,17 @@ _HEALTH_TIMEOUT_S = 1.0
 # A worker in a long step answers its health check, but not this call.
 _LOAD_TIMEOUT_S = 0.5
 _MAX_CONCURRENT = 32
+
+# KEYS: a sorted set with the router that acts, by the end of its time. ARGV: router id, milliseconds.
+_ACT = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+if redis.call('ZCARD', KEYS[1]) > 0 and not redis.call('ZSCORE', KEYS[1], ARGV[1]) then return 0 end
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
 
 
 class RedisRegistry:
@@ -205,6 +226,16 @@ class SharedRegistry:
         permits = SharedPermits(self._settings.registry_url, self._router_id, cap, model=model)
         self._permits.append(permits)
         return SharedLimiter(permits, cap)
+
+    async def may_act(self, purpose: str, seconds: float) -> bool:
+        """False while Redis is unavailable."""
+        try:
+            async with open_redis(self._settings.registry_url) as redis:
+                ours = await redis.eval(_ACT, 1, f"{PREFIX}acting:{purpose}", self._router_id, int(1000 * seconds))
+        except FAILURES as error:
+            log.warning("redis is away", what=purpose, error=str(error) or type(error).__name__)
+            return False
+        return bool(ours)
 
     async def start(self) -> None:
         runs = (self._registry.run(), *(permits.run() for permits in self._permits))

@@ -31,7 +31,8 @@ from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
 from tandem_cli.deployment import BUNDLED_MODELS
-from worker.engine_host import EngineHost, EngineLimits, build_host, load_runner
+from worker.engine_host import EngineHost, build_host, load_runner
+from worker.limits import EngineLimits
 
 _NUM_STEPS = 16
 _ARRAY_BYTES = 256 * 2**20  # several times the largest cache

@@ -109,12 +109,18 @@ def main() -> int:
         from decode_worker.settings import DecodeSettings
 
         return ServiceProgram("decode_worker", DecodeSettings, partial(serve_decode, load=load)).main()
+    if role == "switchable":
+        from switchable_worker.__main__ import serve as serve_switchable
+        from switchable_worker.settings import SwitchableSettings
+
+        return ServiceProgram("switchable_worker", SwitchableSettings, partial(serve_switchable, load=load)).main()
     if role == "up":
         args = parse_arguments(["up", *sys.argv[1:]])
-        paced = {role: (sys.executable, "-m", "tandem_cli.load_test.paced", role) for role in ("prefill", "decode")}
+        roles = ("prefill", "decode", "switchable")
+        paced = {role: (sys.executable, "-m", "tandem_cli.load_test.paced", role) for role in roles}
         args.programs = {**args.programs, **paced}
         return execute(args)
-    sys.stderr.write("usage: python -m tandem_cli.load_test.paced prefill|decode|up [FLAGS]\n")
+    sys.stderr.write("usage: python -m tandem_cli.load_test.paced prefill|decode|switchable|up [FLAGS]\n")
     return 2
 
 

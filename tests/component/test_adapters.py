@@ -29,7 +29,8 @@ from tests.component.test_ranks import require_equal
 from tests.component.test_speculation import answer, ids
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
-from worker.engine_host import EngineLimits, build_host
+from worker.engine_host import build_host
+from worker.limits import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

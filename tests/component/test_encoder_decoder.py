@@ -27,7 +27,8 @@ from tests.component.test_speculation import answer, ids
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
-from worker.engine_host import EngineLimits, build_host
+from worker.engine_host import build_host
+from worker.limits import EngineLimits
 
 TOLERANCE = 1e-4
 NUM_NEW = 40

@@ -36,7 +36,8 @@ from tests.component.test_speculation import answer, ids, requests
 from tests.evidence import Evidence
 from tests.fakes.requests import make_request
 from tests.waiting import LIMIT_S, until
-from worker.engine_host import EngineHost, EngineLimits, load_host, load_runner
+from worker.engine_host import EngineHost, load_host, load_runner
+from worker.limits import EngineLimits
 from worker.local_ranks import LocalRanks, share_memory
 from worker.rank_listener import RankListener
 

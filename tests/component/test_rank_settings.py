@@ -18,7 +18,8 @@ from mesh.domain.kv import Degrees
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
-from worker.engine_host import EngineLimits, HostedRunner, build_host
+from worker.engine_host import HostedRunner, build_host
+from worker.limits import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

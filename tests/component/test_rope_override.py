@@ -19,7 +19,8 @@ from tests.component.arms import ARMS, load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity, expect_prompts
 from tests.defects import Repaired
-from worker.engine_host import EngineLimits, build_host
+from worker.engine_host import build_host
+from worker.limits import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

@@ -27,7 +27,8 @@ from tests.component.arms import load_arm
 from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit
-from worker.engine_host import EngineLimits, build_host
+from worker.engine_host import build_host
+from worker.limits import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 Answers = dict[str, tuple[list[SampledToken], FinishReason | None]]

@@ -165,6 +165,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.load = WorkerLoad(free_blocks=changes.get("num_blocks", 64))
         self.state = WorkerState.READY
         self.canaries = Journal()
+        self.wanted_roles: list[WorkerRole] = []
         self._identity: dict[str, Any] = {
             "worker_id": worker_id,
             "incarnation": changes.pop("incarnation", f"{worker_id}-1"),
@@ -213,6 +214,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def SetDraining(self, request: worker_pb2.SetDrainingRequest, context: Any) -> worker_pb2.SetDrainingResponse:
         self.beat(WorkerState.DRAINING if request.draining else WorkerState.READY)
         return worker_pb2.SetDrainingResponse()
+
+    async def SwitchRole(self, request: worker_pb2.SwitchRoleRequest, context: Any) -> worker_pb2.SwitchRoleResponse:
+        self.wanted_roles.append(wire.role_from_proto(request.role))
+        return worker_pb2.SwitchRoleResponse()
 
     async def _register(self, address: str) -> None:
         async with open_channel(address, self.credentials.tls) as channel:

@@ -137,11 +137,13 @@ TIMING = pb.Timing(
 class FakeMesh(mesh_pb2_grpc.MeshServicer):
     def __init__(self) -> None:
         self.drained: list[tuple[str, bool]] = []
+        self.switched: list[tuple[str, int]] = []
 
     async def ListWorkers(self, request: Any, context: Any) -> mesh_pb2.ListWorkersResponse:
         response = mesh_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
         for role, name in ((mesh_pb2.WORKER_ROLE_PREFILL, "prefill-0"), (mesh_pb2.WORKER_ROLE_DECODE, "decode-0")):
-            status = response.workers.add(state=mesh_pb2.WORKER_STATE_READY)
+            role = dict(self.switched).get(name, role)
+            status = response.workers.add(state=mesh_pb2.WORKER_STATE_READY, serving=name in dict(self.switched))
             status.record.MergeFrom(
                 mesh_pb2.WorkerRecord(worker_id=name, role=role, address="127.0.0.1:7", pid=77, num_blocks=64)
             )
@@ -156,6 +158,10 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
     async def SetDraining(self, request: mesh_pb2.SetDrainingRequest, context: Any) -> mesh_pb2.SetDrainingResponse:
         self.drained.append((request.worker_id, request.draining))
         return mesh_pb2.SetDrainingResponse()
+
+    async def SwitchRole(self, request: mesh_pb2.SwitchRoleRequest, context: Any) -> mesh_pb2.SwitchRoleResponse:
+        self.switched.append((request.worker_id, request.role))
+        return mesh_pb2.SwitchRoleResponse()
 
     async def GetHistory(self, request: Any, context: Any) -> mesh_pb2.GetHistoryResponse:
         point = mesh_pb2.HistoryPoint(generated_tokens=50, replays=1, waiting=0.5)

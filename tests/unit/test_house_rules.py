@@ -14,6 +14,7 @@ from tests.evidence import Evidence
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
     *("client/tandem", "router", "prefill_worker", "decode_worker", "rank_worker", "kvtransfer", "engine"),
+    "switchable_worker",
     *("mesh", "checkpoint", "worker", "tandem_cli", "bench", "demo_model", "gateway", "docs_site"),
 )
 MAX_FILE_LINES = 400

@@ -50,6 +50,7 @@ class IncidentKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INCIDENT_KIND_TRIPPED: _ClassVar[IncidentKind]
     INCIDENT_KIND_REPLAYED: _ClassVar[IncidentKind]
     INCIDENT_KIND_FAILED: _ClassVar[IncidentKind]
+    INCIDENT_KIND_SWITCHED: _ClassVar[IncidentKind]
 ADVICE_ACTION_UNSPECIFIED: AdviceAction
 ADVICE_ACTION_ADD: AdviceAction
 ADVICE_ACTION_REMOVE: AdviceAction
@@ -74,6 +75,7 @@ INCIDENT_KIND_LOST: IncidentKind
 INCIDENT_KIND_TRIPPED: IncidentKind
 INCIDENT_KIND_REPLAYED: IncidentKind
 INCIDENT_KIND_FAILED: IncidentKind
+INCIDENT_KIND_SWITCHED: IncidentKind
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
@@ -129,6 +131,18 @@ class SetDrainingResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class SwitchRoleRequest(_message.Message):
+    __slots__ = ("worker_id", "role")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: WorkerRole
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
+
+class SwitchRoleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GetHistoryRequest(_message.Message):
     __slots__ = ("span",)
     SPAN_FIELD_NUMBER: _ClassVar[int]
@@ -172,7 +186,7 @@ class HistoryPoint(_message.Message):
     def __init__(self, age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., length: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generated_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., replays: _Optional[int] = ..., failed_choices: _Optional[int] = ..., waiting: _Optional[float] = ..., running: _Optional[float] = ..., kv_used: _Optional[float] = ..., first_token_p50: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token_p95: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., gap_p50: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., gap_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "device", "pid", "speculative", "tensor_parallel", "pipeline_parallel", "adapters")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "device", "pid", "speculative", "tensor_parallel", "pipeline_parallel", "adapters", "switchable")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +202,7 @@ class WorkerRecord(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SWITCHABLE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -203,7 +218,8 @@ class WorkerRecord(_message.Message):
     tensor_parallel: int
     pipeline_parallel: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    switchable: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., switchable: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("free_blocks", "num_running", "num_waiting", "pending_tokens", "generated_tokens", "computed_tokens", "drafted_tokens", "accepted_tokens")

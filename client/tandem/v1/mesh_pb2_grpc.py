@@ -50,6 +50,11 @@ class MeshStub:
                 request_serializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/tandem.v1.Mesh/SwitchRole',
+                request_serializer=tandem_dot_v1_dot_mesh__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_mesh__pb2.SwitchRoleResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -77,6 +82,13 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRole(self, request, context):
+        """Lets a worker drain and then serve in another role, with the model that it has loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +106,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.SetDraining,
                     request_deserializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=tandem_dot_v1_dot_mesh__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_mesh__pb2.SwitchRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +195,33 @@ class Mesh:
             '/tandem.v1.Mesh/SetDraining',
             tandem_dot_v1_dot_mesh__pb2.SetDrainingRequest.SerializeToString,
             tandem_dot_v1_dot_mesh__pb2.SetDrainingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Mesh/SwitchRole',
+            tandem_dot_v1_dot_mesh__pb2.SwitchRoleRequest.SerializeToString,
+            tandem_dot_v1_dot_mesh__pb2.SwitchRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

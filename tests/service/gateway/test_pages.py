@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.web import PAGES
+from mesh.domain.worker import WorkerRole
 from tests.service.gateway.http import gateway_at, running_gateway
 from tests.service.security.keys import KEYS, write_keys
 
@@ -112,6 +113,21 @@ async def test_workers_are_drained_by_operators(make_mesh: Any, tmp_path: Path) 
                 response = await http.post(f"/mesh/workers/decode-0/{wish}", headers=headers)
                 assert response.status_code == status
         assert (await http.post("/mesh/workers/decode-7/drain", headers=headers)).status_code == 400
+
+
+async def test_roles_are_changed_by_operators(make_mesh: Any, tmp_path: Path) -> None:
+    mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
+    worker = await mesh.decode(switchable=True)
+    await mesh.decode("decode-1")
+    async with gateway_at(mesh.router.public.address) as (_, _, http):
+        for key, status in ((KEYS["alice"], 403), (KEYS["ops"], 200)):
+            headers = {"authorization": f"Bearer {key}"}
+            response = await http.post("/mesh/workers/decode-0/switch/prefill", headers=headers)
+            assert response.status_code == status
+        assert worker.wanted_roles == [WorkerRole.PREFILL]
+        for worker_id, role in (("decode-1", "prefill"), ("decode-0", "router"), ("decode-7", "decode")):
+            refused = await http.post(f"/mesh/workers/{worker_id}/switch/{role}", headers=headers)
+            assert refused.status_code == 400
 
 
 async def test_the_history_of_the_mesh() -> None:

@@ -16,11 +16,17 @@ from structlog.testing import capture_logs
 from mesh.domain.errors import LayoutMismatch, Overloaded
 from mesh.domain.worker import WorkerInfo, WorkerState
 from mesh.redis_registry import open_redis
+from mesh.rpc.credentials import Credentials
 from router.admission.shared_limiter import SharedPermits
+from router.settings import RouterSettings
+from router.workers.connections import Caller
+from router.workers.membership import Membership
+from router.workers.redis_registry import SharedRegistry
 from tests.evidence import Evidence
 from tests.fakes.certificates import Authority
 from tests.fakes.redis_server import RedisServer
 from tests.service.mesh.test_redis_registry import Router, Worker
+from tests.service.mesh.test_registry import KEY
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -282,3 +288,23 @@ async def test_a_worker_that_does_not_fit_hears_of_it(redis_server: RedisServer,
     what = "misfit over Redis: in the worker's own log, both values named, after"
     evidence("R14", what, f"{took_s:.2f} s", target="<= 1 s", ok=took_s <= 1 and names_both, is_time=True)
     assert names_both
+
+
+async def test_one_router_acts_at_a_time(redis_server: RedisServer, urls: dict[str, str]) -> None:
+    """With the rights that the documents give a router; none acts while Redis is away."""
+    settings = RouterSettings(model="m", registry_url=urls["router"], mesh_key=KEY.secret)
+    first, second = (
+        SharedRegistry(settings, Membership(time.monotonic), Caller(name, Credentials(KEY))) for name in ("a", "b")
+    )
+    assert await first.may_act("switch-roles@m", 0.3)
+    assert not await second.may_act("switch-roles@m", 0.3)
+    assert await second.may_act("switch-roles@other", 0.3)
+    assert await first.may_act("switch-roles@m", 0.3)
+    await asyncio.sleep(0.4)
+    assert await second.may_act("switch-roles@m", 60)
+    assert not await first.may_act("switch-roles@m", 60)
+    redis_server.stop()
+    with capture_logs() as logs:
+        assert not await second.may_act("switch-roles@m", 60)
+    assert [line["event"] for line in logs] == ["redis is away"]
+    await redis_server.start()

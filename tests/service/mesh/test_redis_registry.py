@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from mesh import wire
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerState
+from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.redis_registry import HEARTBEATS, WORKERS, record_key
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
@@ -62,6 +62,10 @@ async def never_drained(draining: bool) -> None:
     pytest.fail("nobody drains this worker")
 
 
+async def never_switched(role: WorkerRole) -> None:
+    pytest.fail("nobody changes this worker's role")
+
+
 class Worker:
     """A worker's outside: its server and its registration."""
 
@@ -69,7 +73,7 @@ class Worker:
         self.server = Server(Listen("127.0.0.1", 0, KEY))
         self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address, **changes)
         self.agent = RegistryAgent(self.info, FakeEngine(), MEMBER)
-        servicer = WorkerServicer(self.info, FakeEngine(), never_drained)
+        servicer = WorkerServicer(self.info, FakeEngine(), never_drained, never_switched)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         self._redis = RedisAgent(url, KEY, self.agent)
 

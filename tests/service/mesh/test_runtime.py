@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.sequence import SequenceState
-from mesh.domain.worker import WorkerState
+from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.v1 import worker_pb2, worker_pb2_grpc
@@ -21,6 +23,7 @@ from tests.fakes.requests import make_request
 from tests.service.mesh.test_registry import KEY, start_registry
 from tests.service.worker_rig import EngineRig
 from tests.unit.router.test_membership import INFO
+from tests.waiting import until
 from worker import runtime as runtime_module
 from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings
@@ -38,13 +41,14 @@ def clock() -> float:
 class Worker:
     """A WorkerRuntime over a fake engine, registered with a real registry, and asked for its health."""
 
-    def __init__(self, settings: WorkerSettings, membership: Membership) -> None:
+    def __init__(self, settings: WorkerSettings, membership: Membership, info: WorkerInfo) -> None:
         self.rig = EngineRig.make()
         self.engine = EngineLoop(
             Engine(self.rig.scheduler, self.rig.runner), LoopCallbacks(lambda _: None, lambda _: self.rig.died.set())
         )
-        self.runtime = WorkerRuntime(settings, INFO, EngineReports(self.engine))
+        self.runtime = WorkerRuntime(settings, info, EngineReports(self.engine))
         self.told_to_stop = asyncio.Event()
+        self.next_role: WorkerRole | None = None
         self.may_drain = asyncio.Event()
         self.draining = asyncio.Event()
         self.membership = membership
@@ -58,10 +62,17 @@ class Worker:
 
     async def serve(self) -> None:
         self.engine.start()
+        stopped = asyncio.create_task(self.stopped())
         try:
-            await self.runtime.serve(services=(), drained=self.drained, engine=self.engine, engine_died=self.rig.died)
+            self.next_role = await self.runtime.serve(
+                services=(), drained=self.drained, stopped=stopped, engine=self.engine, engine_died=self.rig.died
+            )
         finally:
+            stopped.cancel()
             await self.engine.stop(within_s=0.1)
+
+    async def stopped(self) -> None:
+        await self.told_to_stop.wait()
 
     async def health(self) -> Any:
         async with open_channel(self.runtime.server.address) as channel:
@@ -85,16 +96,11 @@ class Worker:
 
 
 @asynccontextmanager
-async def worker(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
+async def worker(info: WorkerInfo = INFO, **changes: Any) -> AsyncIterator[tuple[Worker, asyncio.Task[None]]]:
     membership = Membership(clock)
     registry = await start_registry(membership)
     settings = WorkerSettings(model="m", registry_address=registry.address, mesh_key=KEY.secret, **changes)
-    worker = Worker(settings, membership)
-
-    async def until_stopped(_: object) -> None:
-        await worker.told_to_stop.wait()
-
-    monkeypatch.setattr(runtime_module, "until_stopped", until_stopped)
+    worker = Worker(settings, membership, info)
     serving = asyncio.create_task(worker.serve())
     await worker.seen_as(WorkerState.READY)
     try:
@@ -107,10 +113,8 @@ async def worker(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AsyncIterat
         await registry.stop(0)
 
 
-async def test_a_stalled_step_takes_the_worker_out_until_it_ends(
-    monkeypatch: pytest.MonkeyPatch, evidence: Evidence
-) -> None:
-    async with worker(monkeypatch, stall_after_s=STALL_S) as (stuck, _):
+async def test_a_stalled_step_takes_the_worker_out_until_it_ends(evidence: Evidence) -> None:
+    async with worker(stall_after_s=STALL_S) as (stuck, _):
         assert await stuck.health() == SERVING
         with capture_logs() as logs:
             began = clock()
@@ -134,8 +138,8 @@ async def test_a_stalled_step_takes_the_worker_out_until_it_ends(
         )
 
 
-async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with worker(monkeypatch, stall_after_s=STALL_S) as (stuck, _):
+async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall() -> None:
+    async with worker(stall_after_s=STALL_S) as (stuck, _):
         await stuck.stall()
         await stuck.seen_as(WorkerState.STALLED)
         await stuck.runtime.set_draining(True)
@@ -149,8 +153,8 @@ async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall(monk
         assert stuck.runtime.is_draining()
 
 
-async def test_an_operator_takes_a_worker_out_of_service_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with worker(monkeypatch) as (drained, _), open_channel(drained.runtime.server.address) as channel:
+async def test_an_operator_takes_a_worker_out_of_service_and_back() -> None:
+    async with worker() as (drained, _), open_channel(drained.runtime.server.address) as channel:
         credentials = Credentials(KEY).metadata()
 
         async def set_draining(draining: bool) -> None:
@@ -172,14 +176,14 @@ async def test_an_operator_takes_a_worker_out_of_service_and_back(monkeypatch: p
 async def test_an_engine_that_never_comes_back_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     monkeypatch.setattr(runtime_module.os, "_exit", status.set_result)
-    async with worker(monkeypatch, stall_after_s=STALL_S, wedged_exit_s=2 * STALL_S) as (stuck, _):
+    async with worker(stall_after_s=STALL_S, wedged_exit_s=2 * STALL_S) as (stuck, _):
         await stuck.stall()
         async with asyncio.timeout(WAIT_S):
             assert await status == 1
 
 
 async def test_stop_order_not_serving_refuse_drain_stop_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with worker(monkeypatch) as (stopping, serving):
+    async with worker() as (stopping, serving):
         assert not stopping.runtime.is_draining()
         stopping.told_to_stop.set()
         async with asyncio.timeout(WAIT_S):
@@ -207,11 +211,9 @@ async def test_stop_order_not_serving_refuse_drain_stop_engine(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
-async def test_it_stops_within_its_grace_whatever_is_left(
-    monkeypatch: pytest.MonkeyPatch, evidence: Evidence, is_stuck: bool
-) -> None:
+async def test_it_stops_within_its_grace_whatever_is_left(evidence: Evidence, is_stuck: bool) -> None:
     grace_s = 0.5
-    async with worker(monkeypatch, drain_grace_s=grace_s) as (stopping, serving):
+    async with worker(drain_grace_s=grace_s) as (stopping, serving):
         if is_stuck:
             await stopping.stall()
         began = clock()
@@ -227,3 +229,93 @@ async def test_it_stops_within_its_grace_whatever_is_left(
             ok=took_s <= grace_s + 2,
             is_time=True,
         )
+
+
+class Operator:
+    """Asks a worker for roles, as routers do."""
+
+    def __init__(self, channel: Any) -> None:
+        self._stub = worker_pb2_grpc.WorkerStub(channel)
+
+    async def switch(self, role: int) -> None:
+        request = worker_pb2.SwitchRoleRequest(role=role)
+        await self._stub.SwitchRole(request, timeout=WAIT_S, metadata=Credentials(KEY).metadata())
+
+    async def drain(self, draining: bool) -> None:
+        request = worker_pb2.SetDrainingRequest(draining=draining)
+        await self._stub.SetDraining(request, timeout=WAIT_S, metadata=Credentials(KEY).metadata())
+
+
+SWITCHABLE = replace(INFO, switchable=True)
+OTHER_ROLE = {
+    WorkerRole.PREFILL: (WorkerRole.DECODE, worker_pb2.WORKER_ROLE_DECODE),
+    WorkerRole.DECODE: (WorkerRole.PREFILL, worker_pb2.WORKER_ROLE_PREFILL),
+}
+OWN_NUMBER = OTHER_ROLE[OTHER_ROLE[INFO.role][0]][1]
+
+
+@pytest.mark.parametrize("ends_in_time", [True, False])
+async def test_a_worker_drains_before_it_changes_its_role(ends_in_time: bool) -> None:
+    wanted, number = OTHER_ROLE[INFO.role]
+    grace_s = WAIT_S if ends_in_time else 0.2
+    async with worker(SWITCHABLE, drain_grace_s=grace_s) as (switching, serving):
+        async with open_channel(switching.runtime.server.address) as channel:
+            await Operator(channel).switch(number)
+        await switching.seen_as(WorkerState.DRAINING)
+        await switching.draining.wait()
+        if ends_in_time:
+            assert not serving.done()
+            switching.may_drain.set()
+        async with asyncio.timeout(WAIT_S):
+            await serving
+        assert switching.next_role is wanted
+        await switching.seen_as(WorkerState.LOST)
+
+
+@pytest.mark.parametrize("wish", ["own role", "undrain", "drain"])
+async def test_a_switch_is_taken_back_while_the_worker_drains(wish: str) -> None:
+    async with worker(SWITCHABLE) as (switching, serving), open_channel(switching.runtime.server.address) as channel:
+        operator = Operator(channel)
+        await operator.switch(OTHER_ROLE[INFO.role][1])
+        await switching.draining.wait()
+        await switching.seen_as(WorkerState.DRAINING)
+        if wish == "own role":
+            await operator.switch(OWN_NUMBER)
+        else:
+            await operator.drain(wish == "drain")
+        is_out = wish == "drain"
+        await switching.seen_as(WorkerState.DRAINING if is_out else WorkerState.READY)
+        assert await switching.health() == (NOT_SERVING if is_out else SERVING)
+        switching.may_drain.set()
+        switching.told_to_stop.set()
+        async with asyncio.timeout(WAIT_S):
+            await serving
+        assert switching.next_role is None
+
+
+async def test_a_stop_during_the_drain_for_a_switch_ends_the_worker() -> None:
+    async with worker(SWITCHABLE) as (switching, serving), open_channel(switching.runtime.server.address) as channel:
+        operator = Operator(channel)
+        await operator.switch(OTHER_ROLE[INFO.role][1])
+        await switching.draining.wait()
+        switching.told_to_stop.set()
+        await until(lambda: switching.runtime._is_stopping)
+        with pytest.raises(grpc.aio.AioRpcError, match="is stopping"):
+            await operator.switch(OTHER_ROLE[INFO.role][1])
+        switching.may_drain.set()
+        async with asyncio.timeout(WAIT_S):
+            await serving
+        assert switching.next_role is None
+
+
+async def test_a_worker_with_one_role_keeps_it() -> None:
+    async with worker() as (single, _), open_channel(single.runtime.server.address) as channel:
+        operator = Operator(channel)
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="cannot change its role: start it with `tandem up --switchable`"
+        ):
+            await operator.switch(OTHER_ROLE[INFO.role][1])
+        with pytest.raises(grpc.aio.AioRpcError, match="unknown worker role 0"):
+            await operator.switch(worker_pb2.WORKER_ROLE_UNSPECIFIED)
+        await operator.switch(OWN_NUMBER)
+        assert await single.health() == SERVING

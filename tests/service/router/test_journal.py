@@ -5,10 +5,13 @@ from typing import Any
 import grpc
 import pytest
 
+from mesh.domain.errors import InvalidRequest
 from mesh.domain.tokens import SequenceFailure
+from mesh.domain.worker import WorkerRole
 from tandem._responses import history as history_values
 from tandem._responses import mesh as mesh_values
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
+from tests.exposition import scrape
 from tests.fakes.router_workers import DecodeScript
 from tests.service.router.conftest import make_request
 from tests.waiting import LIMIT_S
@@ -145,3 +148,59 @@ async def test_a_drained_worker_gets_nothing_until_it_is_taken_back(make_mesh: A
     await mesh.until(lambda: "decode-0-1" in mesh.model.mesh.serving())
     with pytest.raises(grpc.aio.AioRpcError, match="there is no worker 'decode-7'"):
         await stub.SetDraining(mesh_pb2.SetDrainingRequest(worker_id="decode-7"), timeout=LIMIT_S)
+
+
+async def test_roles_are_changed_by_operators_but_for_the_last_of_a_role(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.prefill(switchable=True)
+    first = await mesh.decode(switchable=True)
+    stub = mesh_pb2_grpc.MeshStub(mesh.channel)
+
+    async def switch(worker_id: str, role: int = mesh_pb2.WORKER_ROLE_PREFILL) -> None:
+        await stub.SwitchRole(mesh_pb2.SwitchRoleRequest(worker_id=worker_id, role=role), timeout=LIMIT_S)
+
+    for worker_id, role, reason in (
+        ("decode-7", mesh_pb2.WORKER_ROLE_PREFILL, "there is no worker 'decode-7'"),
+        ("decode-0", mesh_pb2.WORKER_ROLE_PREFILL, "decode-0 is the last decode worker that serves"),
+        ("prefill-0", mesh_pb2.WORKER_ROLE_DECODE, "prefill-0 is the last prefill worker that serves"),
+        ("decode-0", mesh_pb2.WORKER_ROLE_UNSPECIFIED, "role must be prefill or decode, got 0"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=reason) as refused:
+            await switch(worker_id, role)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    second = await mesh.decode("decode-1", switchable=True)
+    await mesh.decode("decode-2")
+    with pytest.raises(grpc.aio.AioRpcError, match="decode-2 cannot change its role: start it with `tandem up --swi"):
+        await switch("decode-2")
+    await switch("decode-0")
+    await switch("decode-0", mesh_pb2.WORKER_ROLE_DECODE)
+    assert [worker.switchable for worker in (await told(mesh)).workers] == [True, True, False, True]
+    assert first.wanted_roles == [WorkerRole.PREFILL, WorkerRole.DECODE]
+    await switch("decode-1")
+    assert second.wanted_roles == [WorkerRole.PREFILL]
+
+
+async def test_two_workers_that_agree_at_once_leave_one(make_mesh: Any) -> None:
+    """Their heartbeats have not said yet that they drain."""
+    mesh = await make_mesh()
+    workers = [await mesh.decode(f"decode-{number}", switchable=True) for number in range(2)]
+    switch = mesh.router._control.switch_role
+    await switch("decode-0", WorkerRole.PREFILL)
+    with pytest.raises(InvalidRequest, match="decode-1 is the last decode worker that serves"):
+        await switch("decode-1", WorkerRole.PREFILL)
+    await switch("decode-0", WorkerRole.DECODE)
+    await switch("decode-1", WorkerRole.PREFILL)
+    assert [len(worker.wanted_roles) for worker in workers] == [2, 1]
+
+
+async def test_a_worker_that_comes_back_in_another_role_is_told_as_switched(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.decode("decode-0")
+    switching = await mesh.decode("decode-1")
+    await switching.kill()
+    await mesh.prefill("decode-1", incarnation="decode-1-2")
+    incidents = [(each.kind, each.cause) for each in (await told(mesh)).incidents if each.worker_id == "decode-1"]
+    assert incidents == [("switched", "prefill from now on"), ("lost", ""), ("joined", "")]
+    samples = await scrape(mesh.router.metrics.registry)
+    assert samples["tandem_incidents_total", frozenset({("kind", "switched")})] == 1
+    assert (await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)).ids()

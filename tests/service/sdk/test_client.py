@@ -11,6 +11,7 @@ import pytest
 
 import tandem
 from tandem._calls import RetryPolicy
+from tandem.v1 import mesh_pb2
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router
 
 OVERLOADED = Refusal(
@@ -205,6 +206,17 @@ async def test_workers_are_drained(client: tandem.AsyncClient, router: FakeRoute
     await client.drain("decode-0")
     await client.undrain("decode-0")
     assert router.mesh.drained == [("decode-0", True), ("decode-0", False)]
+
+
+async def test_workers_change_their_roles(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    await client.switch_role("decode-0", "prefill")
+    await client.switch_role("prefill-0", "decode")
+    assert router.mesh.switched == [
+        ("decode-0", mesh_pb2.WORKER_ROLE_PREFILL),
+        ("prefill-0", mesh_pb2.WORKER_ROLE_DECODE),
+    ]
+    with pytest.raises(tandem.InvalidRequest, match="role must be prefill or decode, got 'router'"):
+        await client.switch_role("decode-0", "router")
 
 
 async def test_one_connection_serves_many_callers(router: FakeRouter) -> None:

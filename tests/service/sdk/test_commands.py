@@ -8,6 +8,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
+from tandem.v1 import mesh_pb2
 from tandem_cli.main import main
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, interrupt_main_thread
 
@@ -151,3 +152,14 @@ def test_workers_are_drained_and_taken_back(run: Run, threaded_router: FakeRoute
     assert run("drain", "decode-0", "prefill-0")[0] == 0
     assert run("undrain", "decode-0")[0] == 0
     assert threaded_router.mesh.drained == [("decode-0", True), ("prefill-0", True), ("decode-0", False)]
+
+
+def test_a_worker_is_switched_and_waited_for(run: Run, threaded_router: FakeRouter) -> None:
+    assert run("switch", "decode-0", "prefill")[0] == 0
+    assert threaded_router.mesh.switched == [("decode-0", mesh_pb2.WORKER_ROLE_PREFILL)]
+    status, _, err = run("switch", "decode-7", "prefill", "--wait", "0.1")
+    assert (status, err) == (
+        1,
+        "tandem: decode-7 does not serve as prefill after 0.1 s; see: tandem workers\n",
+    )
+    assert run("switch", "decode-7", "prefill", "--wait", "0")[0] == 0

@@ -18,6 +18,7 @@ from kvtransfer import KVSender, TransferSettings
 from kvtransfer.outgoing_conversation import TransferSpec
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.tokens import SampledToken
+from mesh.domain.worker import WorkerRole
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, TlsIdentity
 from mesh.rpc.probe import main as probe
@@ -142,11 +143,17 @@ async def never_drained(draining: bool) -> None:
     pytest.fail("nobody drains this worker")
 
 
+async def never_switched(role: WorkerRole) -> None:
+    pytest.fail("nobody changes this worker's role")
+
+
 async def test_silent_workers_are_asked_over_tls(authority: Authority) -> None:
     tls = authority.issue("member").identity
     server = Server(Listen("127.0.0.1", 0, tls=tls))
     info = replace(INFO, address=server.address)
-    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(info, FakeEngine(), never_drained), server.grpc)
+    worker_pb2_grpc.add_WorkerServicer_to_server(
+        WorkerServicer(info, FakeEngine(), never_drained, never_switched), server.grpc
+    )
     await server.start([])
     server.set_serving(True)
     membership = Membership(time.monotonic)

@@ -8,6 +8,7 @@ from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.cores import CoreAssignment, assign_cores
 from tandem_cli.deployment import Deployment, ModelDeployment, Overrides, Service, find_model, prepare_models
+from tandem_cli.derived import with_switchable
 from tandem_cli.up_settings import UpSettings, passed_on, split_by_role
 
 
@@ -202,3 +203,32 @@ def test_a_folder_that_was_deleted_meanwhile_is_named(tmp_path: Path, monkeypatc
     folder.rmdir()
     with pytest.raises(ConfigurationError, match="the current folder has been deleted"):
         _ = ModelSource("model").short_name
+
+
+def test_switchable_workers_have_the_settings_of_both_roles(tmp_path: Path) -> None:
+    settings = UpSettings(name="n", port=7, switchable=True)
+    values = {"prefill": {"max_batch_prefill_tokens": "96"}, "decode": {"block_size": "8", "max_step_tokens": "64"}}
+    deployment = deployment_of(settings, str(tmp_path), **values)
+    prefill, decode = deployment.workers("127.0.0.1:9")
+    assert [(each.name, each.role, each.program) for each in (prefill, decode)] == [
+        ("prefill-0", "prefill", "switchable"),
+        ("decode-0", "decode", "switchable"),
+    ]
+    assert deployment.programs == ["router", "switchable"]
+    first, second = (deployment.resolve(each, {}) for each in (prefill, decode))
+    assert (first.role, second.role) == ("prefill", "decode")
+    for each in (first, second):
+        assert (each.max_batch_prefill_tokens, each.block_size, each.step_tokens) == (96, 8, 64)
+    values["prefill"]["block_size"] = "16"
+    with pytest.raises(ConfigurationError, match="block_size is 16 for prefill workers and 8 for decode workers"):
+        deployment_of(settings, str(tmp_path), **values).workers("127.0.0.1:9")
+
+
+def test_a_router_that_switches_roles_makes_workers_switchable(tmp_path: Path) -> None:
+    plain = deployment_of(UpSettings(), str(tmp_path))
+    assert not with_switchable(plain, {}).settings.switchable
+    ruled = deployment_of(UpSettings(), str(tmp_path), router={"switch_roles": "true"})
+    assert with_switchable(ruled, {}).settings.switchable
+    on_ray = deployment_of(UpSettings(on="ray"), str(tmp_path), router={"switch_roles": "true"})
+    with pytest.raises(ConfigurationError, match="switch_roles and on=ray do not fit"):
+        with_switchable(on_ray, {})

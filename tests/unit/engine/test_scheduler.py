@@ -667,3 +667,21 @@ def test_every_pass_is_full_and_half_of_it_is_the_oldest_prompts(prompts: list[t
             assert parts[oldest] >= min(todo[oldest], budget // 2), "nobody is starved"
         todo = {name: left - parts.get(name, 0) for name, left in todo.items() if left > parts.get(name, 0)}
         step += 1
+
+
+def test_another_role_begins_with_its_limits_and_the_cached_blocks() -> None:
+    scheduler = new_scheduler(max_batch_tokens=16)
+    first = SequenceState(make_request("first", list(range(9)), max_new_tokens=1))
+    scheduler.add(first)
+    decode = replace(scheduler.config, max_batch_tokens=6, max_num_seqs=2, max_step_stretch=2.0)
+    with pytest.raises(ValueError, match="1 sequences are left of the former role"):
+        scheduler.begin_role(decode)
+    run_step(scheduler)
+    assert scheduler.load().computed_tokens == 9
+    scheduler.begin_role(decode)
+    assert (scheduler.load().computed_tokens, scheduler.load().generated_tokens) == (0, 0)
+    again = SequenceState(make_request("again", [*range(9), *range(20, 30)], max_new_tokens=1))
+    scheduler.add(again)
+    batch, _ = run_step(scheduler)
+    assert (again.num_cached_tokens, batch.num_tokens) == (8, 6)
+    scheduler.check_integrity()

@@ -78,6 +78,9 @@ class Answering:
 
     undrain = drain
 
+    async def switch_role(self, worker_id: str, role: str, timeout: float = 0) -> None:
+        return
+
     async def stream(self, **arguments: Any) -> AsyncGenerator[TokenEvent, None]:
         request = generate_request(arguments)  # type: ignore[arg-type]
         if request.num_choices > 8:

@@ -7,6 +7,7 @@ import pytest
 
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings, setting
+from switchable_worker.settings import SwitchableSettings
 
 
 @dataclass(frozen=True)
@@ -60,3 +61,34 @@ def test_errors_name_setting_and_origin(argv: list[str], environ: dict[str, str]
 def test_bare_boolean_flag_means_true() -> None:
     assert load(["--fast"]).values.fast is True
     assert load(["--fast", "false"]).values.fast is False
+
+
+def test_a_switchable_worker_has_the_tables_of_both_roles(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text(
+        'model = "m"\nregistry_address = "r:1"\n[prefill]\nmax_num_seqs = 3\n[decode_worker]\nblock_size = 8\n'
+        '[switchable_worker]\nrole = "prefill"\n'
+    )
+    flags = ["--config", str(file)]
+    values = load_settings(SwitchableSettings, flags, prog="switchable_worker", environ={}).values
+    assert (values.max_num_seqs, values.block_size, values.role) == (3, 8, "prefill")
+    file.write_text(file.read_text() + "[prefill_worker]\nblock_size = 16\n")
+    with pytest.raises(
+        ConfigurationError, match=r"block_size in \[prefill_worker\] and in \[decode_worker\], with diff"
+    ):
+        load_settings(SwitchableSettings, flags, prog="switchable_worker", environ={})
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--role", "router"], "role must be prefill or decode, got 'router'"),
+        (["--rank-listen", "127.0.0.1:0", "--tensor-parallel", "2"], "rank_listen does not fit a switchable worker"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be >= 1"),
+        (["--max-step-tokens", "0"], "max_step_tokens must be >= 1"),
+    ],
+)
+def test_settings_that_no_switchable_worker_can_have(flags: list[str], said: str) -> None:
+    own = ["--model", "m", "--registry-address", "r:1"]
+    with pytest.raises(ConfigurationError, match=said):
+        load_settings(SwitchableSettings, [*own, *flags], prog="switchable_worker", environ={})

@@ -1,0 +1,57 @@
+"""The role of a decode worker: its limits on the engine, and its services."""
+
+from functools import partial
+
+from decode_worker.service import DecodeService
+from decode_worker.servicer import DecodeServicer
+from decode_worker.settings import DecodeSettings
+from kvtransfer import KVReceiver, KvTransferServicer, RankedReceiver, ReceiverCallbacks, TransferSettings
+from mesh.domain.worker import WorkerRole
+from mesh.v1 import decode_pb2_grpc
+from worker.limits import EngineLimits
+from worker.metrics import DecodeMetrics
+from worker.role import EngineParts, Role, RoleServices
+from worker.runtime import WorkerRuntime
+
+
+def decode_role(settings: DecodeSettings) -> Role:
+    """The role, for a worker with these settings. Downloads the draft model if needed. Raises ConfigurationError."""
+    limits = EngineLimits(
+        settings.step_tokens,
+        settings.max_rolling_batch_size,
+        settings.max_batch_total_tokens,
+        settings.speculation(),
+        settings.max_step_stretch,
+    )
+    return Role(WorkerRole.DECODE, limits, partial(_open, settings))
+
+
+def _open(settings: DecodeSettings, parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
+    metrics = DecodeMetrics()
+    incarnation = runtime.info.incarnation
+    transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
+    # The receiver calls `service`, which is built after it, and not before the server starts.
+    receiver = RankedReceiver(
+        lambda callbacks: KVReceiver(parts.kv_cache, incarnation, callbacks, transfer_settings),
+        parts.rank_links,
+        ReceiverCallbacks(
+            on_committed=lambda transfer_id, first_token: service.on_committed(transfer_id, first_token),
+            on_failed=lambda transfer_id, error: service.on_transfer_failed(transfer_id, error),
+        ),
+    )
+    service = DecodeService(
+        parts.engine,
+        receiver,
+        block_size=settings.block_size,
+        is_draining=runtime.is_draining,
+        metrics=metrics,
+    )
+    decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, incarnation), runtime.server.grpc)
+    KvTransferServicer(receiver.own).register(runtime.server.grpc)
+    return RoleServices(
+        ("mesh.v1.Decode", "mesh.v1.KvTransfer"),
+        metrics,
+        service.on_step,
+        drained=service.drained,
+        close=receiver.close,
+    )

@@ -1,0 +1,42 @@
+"""The role of a prefill worker: its limits on the engine, and its services."""
+
+from functools import partial
+
+from kvtransfer import KVSender, RankedSender, TransferSettings
+from mesh.domain.worker import WorkerRole
+from mesh.v1 import prefill_pb2_grpc
+from prefill_worker.service import PrefillService
+from prefill_worker.servicer import PrefillServicer
+from prefill_worker.settings import PrefillSettings
+from worker.limits import EngineLimits
+from worker.metrics import PrefillMetrics
+from worker.role import EngineParts, Role, RoleServices
+from worker.runtime import WorkerRuntime
+
+
+def prefill_role(settings: PrefillSettings) -> Role:
+    """The role, for a worker with these settings."""
+    limits = EngineLimits(settings.max_batch_prefill_tokens, settings.prompts_at_once)
+    return Role(WorkerRole.PREFILL, limits, partial(_open, settings))
+
+
+def _open(settings: PrefillSettings, parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
+    metrics = PrefillMetrics()
+    transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
+    sender = KVSender(parts.kv_cache, settings.identity, runtime.credentials, transfer_settings)
+    service = PrefillService(
+        parts.engine,
+        RankedSender(sender, parts.rank_links),
+        block_size=settings.block_size,
+        is_draining=runtime.is_draining,
+        metrics=metrics,
+    )
+    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), runtime.server.grpc)
+    return RoleServices(
+        ("mesh.v1.Prefill",),
+        metrics,
+        service.on_step,
+        drained=service.drained,
+        close=sender.close,
+        on_layers=service.on_layers,
+    )

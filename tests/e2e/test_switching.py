@@ -1,0 +1,80 @@
+"""Workers of a real `tandem up` change their roles while streams run, by the command; and are killed while they do."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import tandem
+from tests.e2e.mesh_process import RESTART_S, mesh
+from tests.waiting import until_told
+
+STREAMS = [
+    {"prompt": f"{number} is a number that", "max_new_tokens": 200 + 20 * number, "ignore_eos": True, "seed": number}
+    for number in range(4)
+]
+
+
+async def answers(client: tandem.AsyncClient, begun: asyncio.Event) -> list[list[int]]:
+    """All streams at once; `begun` is set once each has some tokens."""
+    lengths = [0] * len(STREAMS)
+
+    async def read(index: int) -> list[int]:
+        ids = []
+        async for event in client.stream(**STREAMS[index], temperature=0.8):  # type: ignore[arg-type]
+            ids.append(event.token.id)
+            lengths[index] += 1
+            if min(lengths) >= 5:
+                begun.set()
+        return ids
+
+    return await asyncio.gather(*(read(index) for index in range(len(STREAMS))))
+
+
+async def switch(address: str, worker: str, role: str, *flags: str) -> tuple[int, str]:
+    """Run `tandem switch`; returns its status and what it says."""
+    command = [sys.executable, "-m", "tandem_cli", "switch", worker, role, "--address", address, *flags]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    _, err = await process.communicate()
+    return process.returncode or 0, err.decode()
+
+
+async def worker(client: tandem.AsyncClient, worker_id: str) -> tandem.Worker:
+    return next(each for each in await client.workers() if each.worker_id == worker_id)
+
+
+async def test_roles_change_and_change_back_while_streams_run(tmp_path: Path) -> None:
+    flags = ("--prefill", "2", "--decode", "2", "--switchable")
+    async with mesh("tandem-small", tmp_path, *flags) as up, tandem.AsyncClient(up.address) as client:
+        undisturbed = await answers(client, asyncio.Event())
+        pids = {each.worker_id: each.pid for each in await client.workers()}
+        for name, role in (("decode-1", "prefill"), ("decode-1", "decode"), ("prefill-0", "decode")):
+            begun = asyncio.Event()
+            streams = asyncio.create_task(answers(client, begun))
+            await begun.wait()
+            assert await switch(up.address, name, role) == (0, "")
+            assert await streams == undisturbed
+            now = await worker(client, name)
+            assert (now.pid, now.role, now.serving) == (pids[name], role, True)
+        status, said = await switch(up.address, "prefill-1", "decode")
+        assert (status, "prefill-1 is the last prefill worker that serves" in said) == (1, True)
+        assert (await switch(up.address, "decode-7", "decode"))[1] == "tandem: there is no worker 'decode-7'\n"
+
+
+async def test_a_worker_killed_while_it_changes_is_started_again_in_its_first_role(tmp_path: Path) -> None:
+    flags = ("--prefill", "1", "--decode", "2", "--switchable")
+    async with mesh("tandem-small", tmp_path, *flags) as up, tandem.AsyncClient(up.address) as client:
+        undisturbed = await answers(client, asyncio.Event())
+        begun = asyncio.Event()
+        streams = asyncio.create_task(answers(client, begun))
+        await begun.wait()
+        pid = (await worker(client, "decode-1")).pid
+        assert await switch(up.address, "decode-1", "prefill", "--wait", "0") == (0, "")
+        await until_told(lambda: worker(client, "decode-1"), lambda now: now.state == "draining")
+        os.kill(pid, signal.SIGKILL)
+        assert await streams == undisturbed
+        again = await until_told(
+            lambda: worker(client, "decode-1"), lambda now: now.serving and now.pid != pid, within_s=RESTART_S
+        )
+        assert again.role == "decode"

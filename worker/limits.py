@@ -1,0 +1,32 @@
+"""The limits of a role on its engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.settings import NO_SPECULATION, Speculation
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """A role's limits on its engine: tokens per step, concurrent sequences, tokens of KV (None: as memory allows),
+    speculative decoding, and how much prompts may stretch a step (SchedulerConfig).
+    """
+
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_kv_tokens: int | None = None
+    speculation: Speculation = NO_SPECULATION
+    max_step_stretch: float = 0.0
+
+
+def widest(limits: Sequence[EngineLimits]) -> EngineLimits:
+    """The limits of an engine that can serve within each of `limits`: the largest of each. At most one of them has
+    speculative decoding."""
+    speculations = (each.speculation for each in limits if each.speculation != NO_SPECULATION)
+    return EngineLimits(
+        max(each.max_batch_tokens for each in limits),
+        max(each.max_num_seqs for each in limits),
+        max(each.max_kv_tokens or 0 for each in limits) or None,
+        next(speculations, NO_SPECULATION),
+        max(each.max_step_stretch for each in limits),
+    )

@@ -1,0 +1,48 @@
+"""What a role of a worker is: limits on the engine, and the services over it."""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from engine.loop import EngineLoop, StepResult
+from engine.runner import LayerHook
+from engine.sharded_kv_cache import AnyKVCache
+from mesh.domain.worker import WorkerRole
+from worker.limits import EngineLimits
+from worker.metrics import WorkerMetrics
+from worker.rank_link import RankLink
+from worker.runtime import WorkerRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class RoleServices:
+    """The services of one role while a worker has it. `names` are full names of gRPC services, for reflection. The
+    engine calls `on_step` on the event loop and `on_layers` on its thread. `drained()` waits until no work is left,
+    `close()` ends the KV transfers.
+    """
+
+    names: tuple[str, ...]
+    metrics: WorkerMetrics
+    on_step: Callable[[StepResult], None]
+    drained: Callable[[], Coroutine[object, object, None]]
+    close: Callable[[], Coroutine[object, object, None]]
+    on_layers: LayerHook | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What services need of a loaded engine: its thread, its KV, and the ranks on other machines."""
+
+    engine: EngineLoop
+    kv_cache: AnyKVCache
+    rank_links: tuple[RankLink, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A role that a worker can have, with its limits on the engine. `open` registers the services with the server of
+    the runtime, before it starts.
+    """
+
+    kind: WorkerRole
+    limits: EngineLimits
+    open: Callable[[EngineParts, WorkerRuntime], RoleServices]

@@ -43,6 +43,9 @@ _ROUTER_SETTINGS = (
     "ttft_target_s",
     "prefill_threshold",
     "prefill_overflow",
+    "switch_roles",
+    "switch_after_s",
+    "switch_pause_s",
 )
 _MAX_SPLITS = 12
 _SLO = Slo()
@@ -76,6 +79,10 @@ def _add_trace(parser: CommandParser) -> None:
     group.add_argument("--output-tokens", type=_count, default=64, metavar="N", help="mean tokens of an answer (64)")
     about = "spread of the lengths: sigma of their logarithms; 0: all are equal (0)"
     group.add_argument("--spread", type=_not_negative, default=0.0, metavar="S", help=about)
+    about = (
+        "prompts get up to X times as long, at 9:00 or the ends of --duration, and as short, answers the other way (1)"
+    )
+    group.add_argument("--shift", type=_positive, default=1.0, metavar="X", help=about)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of arrivals and lengths (0)")
     group.add_argument("--write-trace", type=Path, metavar="FILE", help="also write the requests, for tandem bench")
 
@@ -124,8 +131,13 @@ def run(args: argparse.Namespace) -> int:
         profile.save(args.measure)
         sys.stderr.write(f"{profile.about}: {args.measure}\n")
         return 0
-    if args.sweep is not None and args.scale_rule:
-        raise ConfigurationError("use either --sweep or a rule that scales")
+    changes = (
+        ("--sweep", args.sweep),
+        ("a rule that scales", args.scale_rule),
+        ("--switch-roles", _settings(args).switch_roles),
+    )
+    if len(names := [name for name, is_given in changes if is_given]) > 1:
+        raise ConfigurationError(f"use either {' or '.join(names)}")
     profile = _profile(args)
     arrivals = _arrivals(args, profile)
     if args.write_trace is not None:
@@ -154,7 +166,8 @@ def _arrivals(args: argparse.Namespace, profile: MeshProfile) -> list[trace.Arri
         if args.rate is not None or args.day is not None:
             raise ConfigurationError("a trace has its own arrivals: leave out --rate and --day")
         return trace.read(args.trace)
-    mix = trace.LengthMix(args.input_tokens, args.output_tokens, args.spread, profile.decode.max_model_len)
+    max_total = profile.decode.max_model_len
+    mix = trace.LengthMix(args.input_tokens, args.output_tokens, args.spread, max_total, args.shift)
     if args.day is not None:
         return trace.day(args.day, mix, args.seed)
     if args.rate is None:
@@ -163,8 +176,12 @@ def _arrivals(args: argparse.Namespace, profile: MeshProfile) -> list[trace.Arri
 
 
 def _run_once(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[trace.Arrival]) -> dict[str, object]:
-    watch = None
-    if args.scale_rule:
+    watch, settings = None, _settings(args)
+    if settings.switch_roles:
+        from tandem_cli.simulation.switching import switching
+
+        watch = switching(settings, args.worker_drain)
+    elif args.scale_rule:
         from tandem_cli.simulation.autoscaler import scaling
 
         limits = ScaleLimits(args.min_workers, args.max_workers, args.worker_start, args.worker_drain)
@@ -177,7 +194,7 @@ def _run_once(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence
     if not args.json:
         show_figures(found, profile.about, console)
         show_errors(errors, console)
-        if args.scale_rule:
+        if args.scale_rule or settings.switch_roles:
             show_hours(hours, console)
     return {"figures": found, "hours": hours, "errors": errors}
 
@@ -215,10 +232,13 @@ def _observe(
 ) -> Observed:
     from tandem_cli.simulation.run import simulate
 
-    flags = [f"{flag_name(name)}={getattr(args, name)}" for name in _ROUTER_SETTINGS if name in args]
-    settings = load_settings(RouterSettings, ["--model=simulated", *flags], prog="simulate").values
     with quiet_logs(logging.ERROR):  # failures of modelled workers are part of the figures
-        return simulate(profile, settings, arrivals, num_workers, watch=watch, on_done=on_done)
+        return simulate(profile, _settings(args), arrivals, num_workers, watch=watch, on_done=on_done)
+
+
+def _settings(args: argparse.Namespace) -> RouterSettings:
+    flags = [f"{flag_name(name)}={getattr(args, name)}" for name in _ROUTER_SETTINGS if name in args]
+    return load_settings(RouterSettings, ["--model=simulated", *flags], prog="simulate").values
 
 
 @contextmanager

@@ -15,6 +15,8 @@ def show_figures(found: Figures, about: str, console: Console) -> None:
         f"{found['num_requests']:,.0f} requests in {found['duration_s']:,.0f} s: {found['num_ok']:,.0f} answered, "
         f"{found['num_refused']:,.0f} refused, {found['num_errors']:,.0f} failed, {found['num_replays']:,.0f} replayed"
     )
+    if found["num_switches"]:
+        console.print(f"workers have changed their roles {found['num_switches']:,.0f} times")
     console.print(
         f"{found['good_requests_per_s']:.4g} good requests/s ({100 * found['slo_share']:.1f} % of all); "
         f"{found['input_tokens_per_s']:,.0f} tokens/s in, {found['output_tokens_per_s']:,.0f} out\n"

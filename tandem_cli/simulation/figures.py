@@ -22,6 +22,7 @@ def figures(observed: Observed, slo: Slo, price_per_hour: float | None = None) -
         "num_refused": sum(record.outcome is Outcome.REFUSED for record in records),
         "num_errors": sum(record.outcome is Outcome.ERROR for record in records),
         "num_replays": observed.num_replays,
+        "num_switches": observed.num_switches,
         "duration_s": observed.duration_s,
         "requests_per_s": len(done) / duration_s,
         "output_tokens_per_s": sum(record.num_tokens for record in done) / duration_s,

@@ -31,6 +31,7 @@ from tandem_cli.simulation.profile import MeshProfile
 from tandem_cli.simulation.workers import ModelledDecode, ModelledPrefill, ModelledWorker, worker_info
 
 _POLL_S = 0.5
+_SWITCH_S = 0.5  # from the end of the drain until a worker has registered in its other role
 
 
 @dataclass(slots=True)
@@ -99,6 +100,8 @@ class SimulatedMesh:
         self._token = SampledToken(min(self.router.model.tokenizer.special_ids), -1.0)
         self._left = {role: _Totals() for role in WorkerRole}
         self._num_started = 0
+        self.num_switches = 0
+        """Workers that have changed their role."""
         self._table.on_change(self._changed)
 
     @property
@@ -183,6 +186,14 @@ class SimulatedMesh:
         left = self._left[info.role]
         left.busy_s += worker.engine.busy_s
         left.prompt_tokens += worker.engine.prompt_tokens
+
+    async def switch(self, worker_id: str, role: WorkerRole, grace_s: float) -> None:
+        """Drain a worker as `retire` does; then it registers in this role, with a name of the role."""
+        worker = next(worker for worker in self.workers if worker.info.worker_id == worker_id)
+        await self.retire(worker, grace_s)
+        await asyncio.sleep(_SWITCH_S)
+        self.add(role)
+        self.num_switches += 1
 
     def _changed(self) -> None:
         self.router.mesh_changed()

@@ -43,3 +43,4 @@ class Observed:
     paid_worker_s: dict[WorkerRole, float] = field(default_factory=lambda: dict.fromkeys(WorkerRole, 0.0))
     duration_s: float = 0.0
     num_replays: int = 0
+    num_switches: int = 0

@@ -58,6 +58,7 @@ class TraceRun:
         self.observed.duration_s = self._now_s()
         self.observed.samples.append(self._mesh.sample(self._now_s()))
         self.observed.num_replays = self._mesh.journal.num_replays
+        self.observed.num_switches = self._mesh.num_switches
         return self.observed
 
     def _now_s(self) -> float:

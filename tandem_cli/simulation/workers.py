@@ -230,6 +230,7 @@ def worker_info(
         max_num_seqs=of_role.max_num_seqs,
         num_blocks=of_role.num_blocks,
         max_model_len=of_role.max_model_len,
+        switchable=True,
     )
 
 

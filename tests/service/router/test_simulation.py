@@ -22,6 +22,7 @@ from tandem_cli.simulation.mesh import simulated_mesh, write_model
 from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.run import simulate
 from tandem_cli.simulation.scaling import ScaleLimits
+from tandem_cli.simulation.switching import switching
 from tandem_cli.simulation.trace import Arrival, LengthMix
 from tandem_cli.simulation.virtual_time import run_in_virtual_time
 from tests.unit.simulation.profiles import profile, worker
@@ -159,3 +160,29 @@ def test_modelled_decode_workers_take_prompts_as_real_ones_do_by_default() -> No
     with tempfile.TemporaryDirectory() as model_dir:
         write_model(Path(model_dir), 2048)
         assert run_in_virtual_time(main()) == default
+
+
+def test_roles_that_change_serve_a_load_that_changes() -> None:
+    """First prompts are long and answers short, 2.4 prefill workers' worth; then the other way, 1.3 decode workers'."""
+    prompts = [Arrival(second / 4, 600, 5) for second in range(4 * 600)]
+    answers = [Arrival(600 + second / 2, 40, 500) for second in range(2 * 900)]
+    settings = RouterSettings(
+        model="simulated", max_concurrent_requests=1000, max_queued_requests=1000, prefill_overflow=0, switch_roles=True
+    )
+    slo = Slo(ttft_ms=3000, tpot_ms=50)
+    fixed = simulate(PLAIN, settings, prompts + answers, (2, 2))
+    changing = simulate(PLAIN, settings, prompts + answers, (2, 2), watch=switching(settings, drain_s=30))
+    counts = [
+        tuple(sample.roles[role].num_workers for role in (WorkerRole.PREFILL, WorkerRole.DECODE))
+        for sample in changing.samples
+    ]
+    assert counts[0] == (2, 2)
+    assert (3, 1) in counts
+    assert counts[-1][1] >= 2
+    assert min(min(each) for each in counts) >= 1
+    assert changing.num_switches >= 2
+    assert {record.outcome for record in changing.records} == {Outcome.OK}
+    shares = [figures(each, slo)["slo_share"] for each in (fixed, changing)]
+    assert shares[1] > shares[0] + 0.1
+    paid = sum(changing.paid_worker_s.values()) / changing.duration_s
+    assert paid == pytest.approx(4, rel=0.05)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,17 @@ def test_a_day_has_a_peak_and_a_low() -> None:
     assert len(arrivals) == pytest.approx(0.5 * 86400, rel=0.05)
     assert by_hour[15] == pytest.approx(1.6 * 1800, rel=0.1)
     assert by_hour[3] == pytest.approx(0.4 * 1800, rel=0.15)
+
+
+def test_lengths_swing_between_prompts_and_answers() -> None:
+    arrivals = trace.steady(10, 1000, LengthMix(100, 100, shift=4), seed=0)
+    ends = [each for each in arrivals if not 50 < each.at_s < 950]
+    middle = [each for each in arrivals if 450 < each.at_s < 550]
+    assert min(each.input_tokens for each in ends) > 360 > 28 > max(each.output_tokens for each in ends)
+    assert max(each.input_tokens for each in middle) < 28 < 360 < min(each.output_tokens for each in middle)
+    day = trace.day(0.1, LengthMix(100, 100, shift=2), seed=0)
+    assert max(day, key=lambda each: each.input_tokens).at_s == pytest.approx(9 * 3600, abs=3600)
+    assert trace.steady(10, 100, MIX, seed=0) == trace.steady(10, 100, replace(MIX, shift=1.0), seed=0)
 
 
 def test_a_written_trace_is_read_here_and_by_the_load_test(tmp_path: Path) -> None:

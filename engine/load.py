@@ -12,6 +12,7 @@ from checkpoint.tensors import open_checkpoint
 from engine.adapter_slots import AdapterSlots
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
+from engine.attention.triton_paged import TritonAttention
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.load_times import load_phase
@@ -71,7 +72,7 @@ def load_packed(
 def decoder_memory(
     settings: RunnerSettings, config: AnyConfig, cache: KVCache, query_heads: Span | None = None
 ) -> DecoderMemory:
-    """The cache and the attention backend for its heads, compiled if it is CpuAttention. `query_heads`: those of the
+    """The cache and the attention backend for its heads, whose kernels are compiled now. `query_heads`: those of the
     rank, by default all that read its KV heads.
     """
     attention = select_backend(
@@ -81,6 +82,9 @@ def decoder_memory(
     )
     if isinstance(attention, CpuAttention):
         attention.compile(cache.layer(cache.span.layers.first))
+    if isinstance(attention, TritonAttention):
+        windows = {None} if isinstance(config, EncoderDecoderConfig) else set(config.windows)
+        attention.compile(cache.layer(cache.span.layers.first), windows, getattr(torch, settings.dtype))
     return DecoderMemory(cache, attention)
 
 

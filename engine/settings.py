@@ -11,11 +11,19 @@ KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
 QUANTIZATIONS = ("none", "int8", "int4")
 """Quantisations that the engine computes, as settings name them: none, and schemes of `engine/models/schemes.py`."""
 LOAD_FORMATS = ("auto", "dummy")
-_CHOICES = {"dtype": DTYPES, "kv_dtype": KV_DTYPES, "load_format": LOAD_FORMATS, "quantize": QUANTIZATIONS}
+ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "cpu")
+"""Attention of the eager decoder: "auto", and the backends of `engine/attention/select.py`."""
+_CHOICES = {
+    "dtype": DTYPES,
+    "kv_dtype": KV_DTYPES,
+    "load_format": LOAD_FORMATS,
+    "quantize": QUANTIZATIONS,
+    "attention": ATTENTION_BACKENDS,
+}
 
 
 def require_known(settings: object) -> None:
-    """Raise ConfigurationError if dtype, kv_dtype, load_format or quantize of `settings` has an unknown value."""
+    """Raise ConfigurationError if one of the settings in `_CHOICES` has an unknown value."""
     for name, choices in _CHOICES.items():
         if (value := getattr(settings, name)) not in choices:
             raise ConfigurationError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

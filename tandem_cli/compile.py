@@ -11,6 +11,7 @@ SETTINGS = (
     "kv_dtype",
     "device",
     "enforce_eager",
+    "attention",
     "tensor_parallel",
     "pipeline_parallel",
     "adapter",

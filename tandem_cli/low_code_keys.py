@@ -308,7 +308,11 @@ KNOBS = (
         env=("ENABLE_PREFILL_LOGPROBS",),
         note="set it per request",
     ),
-    Knob("option.attention", env=("ATTENTION",), note="the best backend for the device is selected"),
+    Knob(
+        "option.attention",
+        env=("ATTENTION",),
+        note="the fastest that can run is chosen; --attention forces one",
+    ),
     Knob("option.api_key", env=("API_KEY",), note="keys are in a file, see --api-keys-file", is_secret=True),
     Knob("option.enable_streaming", note="set it per request"),
     Knob("option.parallel_loading", note="workers always load in parallel"),

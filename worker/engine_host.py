@@ -219,6 +219,7 @@ def model_settings(settings: WorkerSettings) -> RunnerSettings:
         quantize=settings.quantize,
         kv_dtype=settings.kv_dtype,
         enforce_eager=settings.enforce_eager,
+        attention=settings.attention,
         tensor_parallel=degrees.tensor,
         pipeline_parallel=degrees.pipeline,
         rope=settings.rope_override(),

@@ -12,7 +12,7 @@ from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
 from checkpoint.partition import read_partition
 from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
-from engine.settings import DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
+from engine.settings import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import host_and_port, is_loopback, parse_cores
 from mesh.domain.kv import Degrees
@@ -94,6 +94,11 @@ class WorkerSettings(ModelSettings):
         env=("KV_DTYPE",),
     )
     enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX2)", env=("ENFORCE_EAGER",))
+    attention: str = setting(
+        "auto",
+        f"attention backend: {', '.join(ATTENTION_BACKENDS)}; auto: the fastest that can run. Any other name turns the "
+        "compiled decoder (CPU with AVX2) off",
+    )
     quantize: str = setting(
         "none",
         f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only); none: int8 for a W8A8 checkpoint, "

@@ -2,15 +2,20 @@
 
 from dataclasses import dataclass
 
+import structlog
 import torch
 
+from engine.attention import triton_paged
 from engine.attention.backend import AttentionBackend, AttentionShape
 from engine.attention.cpu import CpuAttention
 from engine.attention.flash import MAX_HEAD_DIM, PAGE_TOKENS, FlashAttention, flash_available
 from engine.attention.torch_sdpa import TorchAttention
+from engine.attention.triton_paged import TritonAttention
 from engine.models.cpu_support import why_not_paged
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +31,80 @@ class AttentionTarget:
         return f"{self.device.type} with {self.dtype}, {kv}"
 
 
+def reasons_against(shape: AttentionShape, target: AttentionTarget) -> dict[str, str | None]:
+    """By backend, fastest first: the reason why it cannot run this shape on this target; None if it can."""
+    against = {
+        "cpu": _why_not_cpu(shape, target),
+        "flash": _why_not_flash(shape, target),
+        "triton": _why_not_triton(shape, target),
+        "torch": "KV in int8 is for the kernels of the CPU" if target.layout.dtype == "int8" else None,
+    }
+    if target.device.type == "cpu":
+        against["triton"] = against.pop("triton")  # interpreted: slower than any other
+    return against
+
+
 def available_backends(shape: AttentionShape, target: AttentionTarget) -> list[str]:
     """Names of the backends that support this shape and target, fastest first."""
-    names, layout = [], target.layout
-    is_cpu_fp32 = (target.device.type, target.dtype) == ("cpu", torch.float32)
-    if is_cpu_fp32 and shape.is_plain and why_not_paged(layout) is None:
-        names.append("cpu")
-    same_dtype = layout.dtype == str(target.dtype).removeprefix("torch.")
-    paged = layout.block_size % PAGE_TOKENS == 0 and shape.head_dim <= MAX_HEAD_DIM
-    half = target.dtype in (torch.float16, torch.bfloat16)
-    if target.device.type == "cuda" and half and same_dtype and paged and flash_available():
-        names.append("flash")
-    return [*names, "torch"] if layout.dtype != "int8" else names
+    return [name for name, reason in reasons_against(shape, target).items() if reason is None]
 
 
 def select_backend(shape: AttentionShape, target: AttentionTarget, name: str = "auto") -> AttentionBackend:
     """The backend called `name`, or, with "auto", the fastest one. Raises ConfigurationError if it cannot run here."""
-    names = available_backends(shape, target)
+    against = reasons_against(shape, target)
+    names = [each for each, reason in against.items() if reason is None]
     if not names or (name != "auto" and name not in names):
-        why = why_not_paged(target.layout)
+        reasons = {name: against[name]} if name != "auto" else against
         raise ConfigurationError(
-            f"attention backend {name!r} cannot run on {target}; available: {', '.join(names) or 'none'}"
-            + (f" (not cpu: {why})" if why is not None else "")
+            f"attention backend {name!r} cannot run on {target}; available: {', '.join(names) or 'none'} "
+            f"({_in_words(reasons)})"
         )
     chosen = names[0] if name == "auto" else name
-    if chosen == "cpu":
-        return CpuAttention(shape, torch.get_num_threads())
-    return FlashAttention(shape) if chosen == "flash" else TorchAttention(shape)
+    log.info(
+        "attention backend chosen", name=chosen, asked=name, available=",".join(names), cannot_run=_in_words(against)
+    )
+    match chosen:
+        case "cpu":
+            return CpuAttention(shape, torch.get_num_threads())
+        case "flash":
+            return FlashAttention(shape)
+        case "triton":
+            return TritonAttention(shape, target.device)
+    return TorchAttention(shape)
+
+
+def _in_words(reasons: dict[str, str | None]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
+
+
+def _why_not_cpu(shape: AttentionShape, target: AttentionTarget) -> str | None:
+    if (target.device.type, target.dtype) != ("cpu", torch.float32):
+        return f"it computes torch.float32 on cpu, not {target.dtype} on {target.device.type}"
+    if not shape.is_plain:
+        return "it has neither soft cap nor ALiBi"
+    return why_not_paged(target.layout)
+
+
+def _why_not_flash(shape: AttentionShape, target: AttentionTarget) -> str | None:
+    layout = target.layout
+    if target.device.type != "cuda":
+        return f"it is for CUDA, not {target.device.type}"
+    if not flash_available():
+        return "flash-attn is not installed"
+    if target.dtype not in (torch.float16, torch.bfloat16):
+        return f"it computes in float16 and bfloat16, not {target.dtype}"
+    if layout.dtype != str(target.dtype).removeprefix("torch."):
+        return f"KV in {layout.dtype} differs from queries in {target.dtype}"
+    if shape.head_dim > MAX_HEAD_DIM:
+        return f"heads of {shape.head_dim}, over {MAX_HEAD_DIM}"
+    if layout.block_size % PAGE_TOKENS:
+        return f"blocks of {layout.block_size} tokens, not a multiple of {PAGE_TOKENS}"
+    return triton_paged.why_too_old(target.device)
+
+
+def _why_not_triton(shape: AttentionShape, target: AttentionTarget) -> str | None:
+    if target.layout.dtype == "int8":
+        return "it reads KV in floating point, not int8"
+    if shape.head_dim > triton_paged.MAX_HEAD_DIM:
+        return f"heads of {shape.head_dim}, over {triton_paged.MAX_HEAD_DIM}"
+    return triton_paged.why_not_triton(target.device)

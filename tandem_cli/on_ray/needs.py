@@ -56,6 +56,7 @@ def _cpu_need(name: str, settings: PrefillSettings | DecodeSettings) -> WorkerNe
             quantize=settings.quantize,
             kv_dtype=settings.kv_dtype,
             enforce_eager=settings.enforce_eager,
+            attention=settings.attention,
             rope=settings.rope_override(),
         )
     )

@@ -1,0 +1,152 @@
+"""Triton kernels in Triton's interpreter, on CPU; run by test_triton_attention.py in a process of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention import triton_paged
+from engine.attention.backend import AttentionShape
+from engine.attention.triton_paged import FEW_QUERIES, SPLIT_TOKENS, TritonAttention
+from engine.load_runner import load_model_runner
+from engine.sequence import SequenceState
+from engine.speculation.drafters import NgramDrafter
+from engine.speculation.speculator import Speculator
+from tests.component import arms
+from tests.component.encoder_decoders import EncoderDecoderReference, build_encoder_decoder
+from tests.component.paged_attention import Case, attend, change_beside_others, random_inputs, require_near
+from tests.component.parity import check_parity
+from tests.component.test_encoder_decoder import require_same, run_mixed
+from tests.component.test_forks import choices, run
+
+CPU = torch.device("cpu")
+GROUPED = AttentionShape(3, 1, 16)
+TWO_GROUPS = AttentionShape(6, 2, 16)
+FORCED = {"attention": "triton", "num_blocks": 160}
+# Around the ends of blocks and splits.
+DECODES = [(end - 1, end) for end in (1, 16, 17, SPLIT_TOKENS, SPLIT_TOKENS + 1, 2 * SPLIT_TOKENS + 3)]
+CHUNKS = [(0, 17), (250, 262), (250, 272)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Steps of up to two decodes and two chunks."""
+    group, num_kv_heads = draw(st.sampled_from([1, 2, 3, 4, 7])), draw(st.integers(1, 2))
+    num_heads = group * num_kv_heads
+    alibi = draw(st.sampled_from([None, tuple(2.0 ** -(i + 1) for i in range(num_heads))]))
+    shape = AttentionShape(
+        num_heads,
+        num_kv_heads,
+        draw(st.sampled_from([8, 16, 24, 32])),
+        given_scale=draw(st.sampled_from([None, 0.1])),
+        softcap=draw(st.sampled_from([None, None, 4.0, 30.0])),
+        alibi=alibi,
+    )
+    ends = draw(st.lists(st.integers(1, 600), max_size=2))
+    starts = draw(st.lists(st.integers(0, 600), min_size=0 if ends else 1, max_size=2))
+    chunks = [(start, start + draw(st.integers(2, 40))) for start in starts]
+    return Case(
+        shape,
+        [(end - 1, end) for end in ends] + chunks,
+        block_size=draw(st.sampled_from([16, 32, 64, 256])),
+        window=draw(st.one_of(st.none(), st.integers(1, 400))),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16])),
+    )
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(cases())
+def test_any_step(case: Case) -> None:
+    require_near(case, CPU)
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size"),
+    [(None, 24), (None, 256), (1, 16), (17, 16), (SPLIT_TOKENS, 32), (SPLIT_TOKENS + 2, 64)],
+)
+def test_ends_of_blocks_and_splits(window: int | None, block_size: int) -> None:
+    require_near(Case(GROUPED, DECODES + CHUNKS, block_size, window), CPU)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(4, 4, 80),
+        AttentionShape(20, 1, 16),
+        AttentionShape(71, 1, 8),
+        AttentionShape(2, 1, 256),
+        TWO_GROUPS,
+        AttentionShape(4, 2, 16, given_scale=0.5, softcap=3.0, alibi=(0.5, 0.25, 0.1, 0.05)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_shapes(shape: AttentionShape, dtype: torch.dtype) -> None:
+    require_near(Case(shape, [(0, 1), (269, 270), (3, 10), (250, 268)], window=40, dtype=dtype), CPU)
+
+
+def test_kv_of_another_type_than_queries() -> None:
+    require_near(Case(GROUPED, DECODES + CHUNKS, kv_dtype=torch.float16), CPU)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_token_does_not_depend_on_the_batch(window: int | None) -> None:
+    # numpy's matrix product rounds by a row's place in the tile, so these drafts leave it where a decode has it.
+    for num_drafts in (0, 5, FEW_QUERIES - 1):
+        assert change_beside_others(Case(TWO_GROUPS, [(299, 300)], window=window), num_drafts, CPU) == 0.0
+    assert change_beside_others(Case(TWO_GROUPS, [(299, 300)], window=window), 2, CPU) < 1e-6
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_splits_are_joined_some_at_once(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    monkeypatch.setattr(triton_paged, "_SPLITS_AT_ONCE", 2)
+    require_near(Case(GROUPED, [(0, 1), (1299, 1300)], 64, window), CPU)
+
+
+def test_sequences_take_turns_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(GROUPED, DECODES + CHUNKS, window=300)
+    at_once = attend(case, random_inputs(case, CPU), CPU)
+    monkeypatch.setattr(triton_paged, "_MAX_PARTIALS", 300)  # those of two decodes, or of one chunk
+    assert torch.equal(attend(case, random_inputs(case, CPU), CPU), at_once)
+
+
+def test_nothing_is_written_without_keys() -> None:
+    inputs = random_inputs(Case(GROUPED, [(4, 5)]), CPU)
+    before = inputs.cache.clone()
+    TritonAttention(GROUPED, CPU).write(inputs.keys[:0], inputs.values[:0], inputs.cache, inputs.metadata.slot_mapping)
+    assert torch.equal(inputs.cache.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma2",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama-multi-query", "qwen2-window", "bloom")),
+    ],
+)
+def test_models_say_what_transformers_says(checkpoint: Callable[[str], Path], family: str) -> None:
+    runner = load_model_runner(arms.settings(checkpoint(family), **FORCED))
+    assert runner.attention_backend == "triton"
+    check_parity(checkpoint(family), runner)
+
+
+@pytest.mark.soak
+def test_encoder_decoder(tmp_path: Path) -> None:
+    model_dir = build_encoder_decoder("t5", tmp_path)
+    theirs = EncoderDecoderReference.load(model_dir)
+    for one in run_mixed(load_model_runner(arms.settings(model_dir, **FORCED))):
+        require_same(one, theirs)
+
+
+def test_forks_are_those_of_torch(checkpoint: Callable[[str], Path]) -> None:
+    said = []
+    for attention in ("triton", "torch"):
+        runner = load_model_runner(arms.settings(checkpoint("llama"), enforce_eager=True, attention=attention))
+        first = SequenceState(choices(33))
+        first.forks = [SequenceState(fork) for fork in choices(33).forked()]
+        tokens, _ = run(runner, [first], Speculator(NgramDrafter(), 4))
+        said.append({name: [token.id for token in each] for name, each in tokens.items()})
+    assert said[0] == said[1]

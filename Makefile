@@ -55,8 +55,8 @@ parity: .venv/.installed  ## Every model family against transformers, through a 
 	$(BIN)/python -m tests.parity --tensor-parallel 2
 	$(BIN)/python -m tests.parity --quantized
 
-test-gpu:  ## Parity on CUDA, with the machine's own Python packages: PYTHON=python3 make test-gpu
-	PYTHONPATH=.:client $(PYTHON) -m pytest -q -m gpu tests/gpu
+test-gpu:  ## All that needs a GPU, in under ten minutes, with the machine's own Python packages: PYTHON=python3 make test-gpu
+	PYTHONPATH=.:client $(PYTHON) -m tests.gpu.plan --docs docs/gpu.md
 
 netns: .venv/.installed  ## A worker on two machines, which are network namespaces: takes no privilege on most systems (minutes).
 	TANDEM_NETNS=1 unshare --map-root-user --net $(BIN)/pytest -q -m netns tests/netns

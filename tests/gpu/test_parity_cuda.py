@@ -15,7 +15,8 @@ from tests.component.parity import check_half_precision, check_parity, half_tole
 from tests.component.test_encoder_decoder import require_same, run_mixed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-BACKENDS = ["torch", pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="no flash-attn"))]
+WITH_FLASH = pytest.mark.skipif(not flash_available(), reason="no flash-attn")
+BACKENDS = ["torch", "triton", pytest.param("flash", marks=WITH_FLASH)]
 
 
 def settings(model_dir: Path, attention: str, dtype: str) -> RunnerSettings:
@@ -30,10 +31,11 @@ def _exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
+@pytest.mark.parametrize("attention", ["torch", "triton"])
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
-def test_fp32(tmp_path: Path, family: str) -> None:
+def test_fp32(tmp_path: Path, family: str, attention: str) -> None:
     model_dir = build_checkpoint(family, tmp_path)
-    check_parity(model_dir, load_model_runner(settings(model_dir, "torch", "float32")))
+    check_parity(model_dir, load_model_runner(settings(model_dir, attention, "float32")))
 
 
 @pytest.mark.parametrize("form", FORMS)

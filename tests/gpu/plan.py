@@ -1,0 +1,154 @@
+"""`make test-gpu`: runs the stages in order of worth, and writes what it found after each of them.
+
+    python -m tests.gpu.plan [--device cuda] [--results tests/gpu/results.json] [--docs docs/gpu.md] [--cap SECONDS]
+                             [--again] [STAGE ...]
+
+A stage that hangs is killed at its limit; all limits together are less than ten minutes. Stages that have passed with
+this code on this machine are not run again. At the end the table in docs/gpu.md is made of the results.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.gpu.table import write_table
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests/gpu/results.json"
+_END_CHARS = 1500
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One function of `tests/gpu/stages.py`: the seconds that it works for, and those after which it is killed."""
+
+    name: str
+    work_s: float
+    limit_s: float
+
+
+PLAN = (
+    Stage("facts", 15, 40),
+    Stage("attention", 60, 100),
+    Stage("parity", 50, 90),
+    Stage("mesh", 45, 90),
+    Stage("copies", 15, 40),
+    Stage("steps", 60, 110),
+    Stage("attention_times", 60, 110),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if a stage failed."""
+    args = _parse(arguments)
+    found = _start(args.results, args.device)
+    for stage in PLAN:
+        has_passed = found["stages"].get(stage.name, {}).get("status") == "passed"
+        if (args.stages and stage.name not in args.stages) or (has_passed and not args.again):
+            continue
+        work_s = stage.work_s if args.cap is None else min(stage.work_s, args.cap)
+        found["stages"][stage.name] = outcome = _run(stage, args.device, work_s)
+        _write(args.results, found)
+        figures = json.dumps(outcome["figures"])
+        sys.stdout.write(f"{stage.name}: {outcome['status']} in {outcome['seconds']} s {figures}\n{outcome['error']}")
+        sys.stdout.flush()
+    if args.docs is not None:
+        write_table(args.docs, found)
+    return int(any(outcome["status"] != "passed" for outcome in found["stages"].values()))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(stage.name for stage in PLAN))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where results are written, and read to go on")
+    parser.add_argument("--docs", type=Path, help="the page whose table is made of the results")
+    parser.add_argument("--cap", type=float, help="most seconds that a stage works for")
+    parser.add_argument("--again", action="store_true", help="run stages that have passed, too")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.stages) - {stage.name for stage in PLAN}:
+        parser.error(f"no such stage: {', '.join(sorted(unknown))}")
+    if args.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"device {args.device}: torch finds no CUDA device; --device cpu tries the plan without one")
+    return args
+
+
+def _start(results: Path, device: str) -> dict[str, Any]:
+    """What an earlier run found with this code on this machine, or nothing."""
+    name = torch.cuda.get_device_name(device) if device != "cpu" else f"cpu {platform.machine()}"
+    fresh = {"device": name, "torch": torch.__version__, "code": _code_digest(), "stages": {}}
+    if results.exists():
+        found: dict[str, Any] = json.loads(results.read_text())
+        if all(found.get(key) == fresh[key] for key in ("device", "torch", "code")):
+            return found
+    return fresh
+
+
+def _code_digest() -> str:
+    """Of what the stages test."""
+    digest = blake2b(digest_size=8)
+    for folder in ("engine", "kvtransfer", "prefill_worker", "decode_worker", "worker", "tests/gpu", "tests/component"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _run(stage: Stage, device: str, work_s: float) -> dict[str, Any]:
+    """What a stage found. It has a process group of its own, so that its mesh ends with it."""
+    begun_s = time.monotonic()
+    environ = dict(os.environ)
+    if device == "cpu":
+        environ["TRITON_INTERPRET"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        out, said = Path(folder) / "figures.json", Path(folder) / "output"
+        command = [sys.executable, "-m", "tests.gpu.stages", stage.name, device, str(work_s), str(out)]
+        with said.open("wb") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            status = _wait(process, stage.limit_s)
+        figures = json.loads(out.read_text()) if status == "passed" else {}
+        error = "" if status == "passed" else said.read_text(errors="replace")[-_END_CHARS:]
+    return {
+        "status": status,
+        "seconds": round(time.monotonic() - begun_s, 1),
+        "date": datetime.now(UTC).date().isoformat(),
+        "figures": figures,
+        "error": error,
+    }
+
+
+def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> str:
+    try:
+        return "passed" if process.wait(limit_s) == 0 else "failed"
+    except subprocess.TimeoutExpired:
+        return f"killed after {limit_s:g} s"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Replace the file whole: a run that is cut off here has lost nothing."""
+    partly = path.with_suffix(".partly")
+    partly.write_text(json.dumps(found, indent=1) + "\n")
+    partly.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
